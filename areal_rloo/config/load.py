@@ -1,0 +1,203 @@
+"""From a YAML file and dotted overrides to a `Config`: every mistake is one line that names the key and the remedy.
+
+    file ─► mapping ─► overrides laid on it ─► unknown keys refused ─► typed structs ─► `validate`
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from areal_rloo.config.schema import Config, validate
+from areal_rloo.errors import ConfigError
+
+_ALIASES = {("actor", "adv_norm"): ("algorithm", "adv_norm")}  # AReaL's spelling
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with YAML 1.2's floats: PyYAML alone reads `1e-6` as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.[\d_]+)$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file, lay overrides (`key.path=value`, with or without leading dashes) on it, check everything.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value is of a wrong type or range.
+    """
+    path = find_config(name)
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {_described(tree)}")
+    for old, new in _ALIASES.items():
+        _move(tree, old, new)
+    sources: dict[str, str] = {}
+    for override in overrides:
+        keys, value = parse_override(override)
+        _lay(tree, keys, value, override)
+        sources[".".join(keys)] = f"override '{override}'"
+    return _typed(tree, str(path), sources)
+
+
+def find_config(name: str) -> Path:
+    """A path as it is; a bare name from the current folder, then from the configs that ship with the package."""
+    here = Path(name)
+    if here.is_file():
+        return here
+    package = Path(__file__).resolve().parent.parent
+    shipped_folders = [package / "configs", package.parent / "configs"]
+    shipped = [folder for folder in shipped_folders if folder.is_dir()]
+    if here.name == name:
+        for folder in shipped:
+            if (folder / name).is_file():
+                return folder / name
+    names = sorted(path.name for folder in shipped for path in folder.glob("*.yaml"))
+    raise ConfigError(f"{name}: no such config file; expected a path or one of the shipped {', '.join(names)}")
+
+
+def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Split `key.path=value` or `--key.path=value`; the value is read as YAML."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}': expected key.path=value")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}") from error
+    keys = tuple(key.split("."))
+    for old, new in _ALIASES.items():
+        if keys[: len(old)] == old:
+            keys = new + keys[len(old) :]
+    return keys, value
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _move(tree: dict[str, Any], old: tuple[str, str], new: tuple[str, str]) -> None:
+    section = tree.get(old[0])
+    if isinstance(section, dict) and old[1] in section:
+        tree.setdefault(new[0], {})[new[1]] = section.pop(old[1])
+        if not section:
+            del tree[old[0]]
+
+
+def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
+    node = tree
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = node.get(key)
+        if child is None:  # absent, or a section written as null
+            child = node[key] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override '{override}': '{'.'.join(keys[:depth])}' is a value, not a section")
+        node = child
+    node[keys[-1]] = value
+
+
+def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
+    def source_of(path: str) -> str:
+        for key, source in sources.items():
+            if path == key or path.startswith(key + ".") or key.startswith(path + "."):
+                return source
+        return file
+
+    clean = _checked_keys(tree, Config, "", source_of)
+    try:
+        config = msgspec.convert(clean, Config)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        path = path.rstrip("`")
+        value = _at(clean, path)
+        raise ConfigError(
+            f"{source_of(path)}: {path}: {message[0].lower()}{message[1:].replace('`', '')}; the value is {value!r}"
+        ) from error
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source_of(str(error).partition(':')[0])}: {error}") from error
+    return config
+
+
+def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callable[[str], str]) -> Any:
+    """Refuse unknown keys with a suggestion, and read YAML's null as the word `none` where a Literal has that word."""
+    struct = _struct_in(expected)
+    if struct is None or not isinstance(node, dict):
+        return "none" if node is None and _has_word_none(expected) else node
+    hints = typing.get_type_hints(struct, include_extras=True)
+    clean = {}
+    for key, value in node.items():
+        here = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            raise ConfigError(f"{source_of(here)}: unknown key '{here}'; {_suggestion(str(key), here, hints)}")
+        if value is None and _struct_in(hints[key]) is hints[key]:
+            value = {}  # a section written without any key: its defaults
+        clean[key] = _checked_keys(value, hints[key], here, source_of)
+    return clean
+
+
+def _suggestion(key: str, here: str, hints: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(key, hints, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    elsewhere = [path for path in _all_paths(Config) if path.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}'?"
+    parent = here.rpartition(".")[0] or "the top level"
+    return f"expected one of {', '.join(hints)} in {parent}"
+
+
+def _all_paths(struct: Any, prefix: str = "") -> list[str]:
+    paths = []
+    for key, hint in typing.get_type_hints(struct, include_extras=True).items():
+        paths.append(prefix + key)
+        inner = _struct_in(hint)
+        if inner is not None:
+            paths += _all_paths(inner, f"{prefix}{key}.")
+    return paths
+
+
+def _struct_in(expected: Any) -> Any:
+    """The struct type that a hint (`X` or `X | None`) admits, or None."""
+    options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
+
+
+def _has_word_none(expected: Any) -> bool:
+    return typing.get_origin(expected) is Literal and "none" in typing.get_args(expected)
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(tree, list) and key.isdigit():
+            tree = tree[int(key)]
+        elif isinstance(tree, dict) and key in tree:
+            tree = tree[key]
+        else:
+            break
+    return tree
+
+
+def _described(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"

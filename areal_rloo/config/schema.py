@@ -1,0 +1,301 @@
+"""Every option, as typed structs: what may be written, its default, and the checks that need more than one option.
+
+A field's comment says what it means and in which unit. Facts that follow from options are properties, not options.
+`validate` is called once, after loading; everybody after it trusts the values.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+import msgspec
+
+from areal_rloo.errors import ConfigError
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+NormLevel = Literal["group", "batch", "none"]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the config file: immutable, keyword-only, no unknown keys."""
+
+
+class RunConfig(_Section, frozen=True):
+    name: str = "run"
+    seed: NonNegativeInt = 0
+    folder: str | None = None  # default: runs/<name>-<time>
+
+
+class WarmStartConfig(_Section, frozen=True):
+    """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes."""
+
+    target_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5  # greedy, on validation prompts; then it stops
+    max_steps: NonNegativeInt = 1500
+    batch_size: PositiveInt = 32
+    learning_rate: PositiveFloat = 1e-3
+    error_rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of wrong steps in the demonstrations
+
+
+class TinyModelConfig(_Section, frozen=True):
+    """Recipe of the built-in tiny model, used where `model.path` is `tiny`."""
+
+    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
+    hidden_size: PositiveInt = 96
+    num_layers: PositiveInt = 3
+    num_heads: PositiveInt = 3
+    num_kv_heads: PositiveInt = 3
+    max_position: PositiveInt = 4096
+    seed: NonNegativeInt = 0
+    warm_start: WarmStartConfig | None = WarmStartConfig()  # null leaves the random weights
+
+
+class ModelConfig(_Section, frozen=True):
+    path: str = "tiny"  # a folder, a hub name, or `tiny`: the built-in model, made on first use
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computation; master weights are always float32
+    gradient_checkpointing: bool = False
+    tiny: TinyModelConfig = TinyModelConfig()
+
+
+class SourceConfig(_Section, frozen=True):
+    task: str = "arithmetic"
+    path: str | None = None  # jsonl or parquet; null: what the task makes itself, or the hub
+    num_prompts: PositiveInt | None = None  # the first so many; null: all
+
+
+class DataConfig(_Section, frozen=True):
+    train: SourceConfig = SourceConfig()
+    eval: SourceConfig = SourceConfig(num_prompts=200)
+    num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
+    max_prompt_tokens: PositiveInt = 512  # a longer prompt is an error that names it
+    system_prompt: str | None = None
+    chat_template: bool | None = None  # null: where the tokenizer has one
+
+
+class SamplingConfig(_Section, frozen=True):
+    temperature: PositiveFloat = 1.0
+    top_p: Probability = 1.0
+    top_k: NonNegativeInt = 0
+    max_new_tokens: PositiveInt = 512
+    min_new_tokens: NonNegativeInt = 0
+    allow_truncated: bool = False  # train on top_p < 1 or top_k > 0 although the learner's logprobs do not match them
+
+
+class RolloutConfig(_Section, frozen=True):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    num_workers: PositiveInt = 1
+    device: str = "auto"  # auto | cpu | cuda
+    num_threads: NonNegativeInt = 0  # CPU threads of a worker; 0: its share of the cores
+    num_slots: PositiveInt = 64  # completions decoded together
+    lease_ahead_samples: PositiveInt | None = None  # held beside the slots; null: the worker's share of one batch
+    reward_timeout_s: PositiveFloat = 30.0
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class NormConfig(_Section, frozen=True):
+    """How a scalar per trajectory is centred and scaled (see `areal_rloo.algorithm.advantage`)."""
+
+    mean_level: NormLevel = "none"
+    mean_leave1out: bool = False
+    std_level: NormLevel = "none"
+    std_unbiased: bool = True
+    eps: NonNegativeFloat = 1e-6  # added to the standard deviation
+
+
+class BehaviourWeightConfig(_Section, frozen=True):
+    """What happens to a behaviour_weight (proximal / behaviour) above `upper`."""
+
+    rule: Literal["mask", "clamp", "none"] = "clamp"
+    upper: PositiveFloat = 5.0
+
+
+class LossConfig(_Section, frozen=True):
+    decoupled: bool = True  # false: clip against the behaviour policy, as plain PPO does
+    eps_low: NonNegativeFloat = 0.2
+    eps_high: NonNegativeFloat = 0.2
+    behaviour_weight: BehaviourWeightConfig = BehaviourWeightConfig()
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
+
+
+class AlgorithmConfig(_Section, frozen=True):
+    group_size: PositiveInt = 8
+    max_staleness: NonNegativeInt = 2  # eta; 0 is synchronous
+    stale_tokens: Literal["mask", "drop", "wait"] = "mask"
+    drop_groups_of_one: bool = True
+    reward_norm: NormConfig = NormConfig()
+    adv_norm: NormConfig = NormConfig(mean_level="group", mean_leave1out=True)
+    loss: LossConfig = LossConfig()
+
+
+class OptimizerConfig(_Section, frozen=True):
+    learning_rate: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class LearnerConfig(_Section, frozen=True):
+    device: str = "auto"  # auto | cpu | cuda
+    num_threads: NonNegativeInt = 0  # CPU threads; 0: its share of the cores
+    num_train_steps: PositiveInt = 100
+    groups_per_step: PositiveInt = 32
+    num_minibatches: PositiveInt = 1
+    microbatch_tokens: PositiveInt = 8192
+    max_skipped_steps: NonNegativeInt = 3  # non-finite steps in a row before the run stops
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class WeightsConfig(_Section, frozen=True):
+    transport: Literal["auto", "collective", "shared_memory"] = "auto"
+    bucket_bytes: PositiveInt = 64 * 2**20
+    timeout_s: PositiveFloat = 60.0  # after which a worker that has not taken a version is left out
+
+
+class WireConfig(_Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Port = 0  # 0: a free one
+    curve: bool = False  # always on where host is not loopback
+    heartbeat_s: PositiveFloat = 1.0
+    heartbeat_timeout_s: PositiveFloat = 15.0
+    max_attempts: PositiveInt = 3  # leases of one sample before it is dropped
+    max_unacked: PositiveInt = 1024  # trajectories a worker keeps before generation waits
+    max_message_bytes: PositiveInt = 256 * 2**20
+
+
+class CheckpointConfig(_Section, frozen=True):
+    every_n_steps: NonNegativeInt = 50  # 0: only at the end and on drain
+    keep: PositiveInt = 2
+
+
+class EvaluationConfig(_Section, frozen=True):
+    every_n_versions: NonNegativeInt = 10  # 0: only at the start and at the end
+    max_new_tokens: PositiveInt | None = None  # null: as in training
+
+
+class TelemetryConfig(_Section, frozen=True):
+    metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    progress: bool = True
+
+
+class LauncherConfig(_Section, frozen=True):
+    max_restarts: NonNegativeInt = 10  # of each rollout worker
+    drain_timeout_s: PositiveFloat = 60.0
+    min_free_disk_bytes: NonNegativeInt = 200 * 2**20
+
+
+class Config(_Section, frozen=True):
+    """The whole config file."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    wire: WireConfig = WireConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    launcher: LauncherConfig = LauncherConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.learner.groups_per_step * self.algorithm.group_size
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt plus longest completion, evaluation included."""
+        return self.data.max_prompt_tokens + max(self.rollout.sampling.max_new_tokens, self.eval_max_new_tokens)
+
+    @property
+    def eval_max_new_tokens(self) -> int:
+        return self.evaluation.max_new_tokens or self.rollout.sampling.max_new_tokens
+
+    @property
+    def lease_ahead_samples(self) -> int:
+        """Samples a worker may hold beside those in its slots."""
+        if self.rollout.lease_ahead_samples is not None:
+            return self.rollout.lease_ahead_samples
+        return -(-self.samples_per_step // self.rollout.num_workers)
+
+    @property
+    def curve(self) -> bool:
+        return self.wire.curve or not is_loopback(self.wire.host)
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def validate(config: Config) -> None:
+    """Check what no single field can check.
+
+    Raises:
+        ConfigError: names the key, what came, what was expected and what to do.
+    """
+    algorithm, sampling, learner = config.algorithm, config.rollout.sampling, config.learner
+    for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
+        if not norm.mean_leave1out:
+            continue
+        if norm.mean_level == "none":
+            raise ConfigError(
+                f"algorithm.{name}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; "
+                f"set algorithm.{name}.mean_level=group"
+            )
+        if norm.mean_level == "group" and algorithm.group_size == 1:
+            raise ConfigError(
+                f"algorithm.group_size: expected at least 2 with algorithm.{name}.mean_leave1out (RLOO), got 1; "
+                "a group of one has no others to compare with"
+            )
+    if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.allow_truncated:
+        raise ConfigError(
+            f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} truncate the distribution, and the "
+            "learner's logprobs no longer match the behaviour's; expected top_p=1 and top_k=0, or set "
+            "rollout.sampling.allow_truncated=true"
+        )
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        raise ConfigError(
+            f"rollout.sampling.min_new_tokens: expected at most max_new_tokens={sampling.max_new_tokens}, "
+            f"got {sampling.min_new_tokens}"
+        )
+    if learner.num_minibatches > learner.groups_per_step:
+        raise ConfigError(
+            f"learner.num_minibatches: expected at most learner.groups_per_step={learner.groups_per_step}, "
+            f"got {learner.num_minibatches}"
+        )
+    longest = config.data.max_prompt_tokens + sampling.max_new_tokens
+    if learner.microbatch_tokens < longest:
+        raise ConfigError(
+            f"learner.microbatch_tokens: expected at least data.max_prompt_tokens + "
+            f"rollout.sampling.max_new_tokens = {longest}, got {learner.microbatch_tokens}; one trajectory must fit"
+        )
+    if config.wire.heartbeat_timeout_s < 2 * config.wire.heartbeat_s:
+        raise ConfigError(
+            f"wire.heartbeat_timeout_s: expected at least twice wire.heartbeat_s={config.wire.heartbeat_s}, "
+            f"got {config.wire.heartbeat_timeout_s}"
+        )
+    tiny = config.model.tiny
+    if tiny.hidden_size % tiny.num_heads or tiny.num_heads % tiny.num_kv_heads:
+        raise ConfigError(
+            f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
+            f"{tiny.hidden_size}, {tiny.num_heads}, {tiny.num_kv_heads}"
+        )
