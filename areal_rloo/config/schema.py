@@ -71,7 +71,7 @@ class SourceConfig(_Section, frozen=True):
 
 class DataConfig(_Section, frozen=True):
     train: SourceConfig = SourceConfig()
-    eval: SourceConfig = SourceConfig(num_prompts=200)
+    eval: SourceConfig | None = SourceConfig(num_prompts=200)  # null: no evaluation
     num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
     max_prompt_tokens: PositiveInt = 512  # a longer prompt is an error that names it
     system_prompt: str | None = None
