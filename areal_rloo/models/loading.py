@@ -1,0 +1,74 @@
+"""From a model folder or hub name to a policy that can be trained, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from areal_rloo.errors import ModelError
+from areal_rloo.models.attention import PACKED_ATTENTION
+
+
+def load_policy(path: str, *, device: torch.device, gradient_checkpointing: bool) -> PreTrainedModel:
+    """A causal language model with float32 weights and packed attention, in eval mode (no dropout).
+
+    Raises:
+        ModelError: the folder is missing or unreadable; says which and what to do.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_unreadable(path, error)) from error
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers checkpoints in train mode only
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        ModelError: as `load_policy`, or the tokenizer has no end-of-sequence token.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_unreadable(path, error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so no completion can end")
+    return tokenizer
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's and those of the model's generation config."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import, and the launcher's children start often
+
+    stops = {int(tokenizer.eos_token_id)}
+    if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
+        try:
+            eos = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            eos = None  # a hub model without one
+        if eos is not None:
+            stops |= {eos} if isinstance(eos, int) else set(eos)
+    return tuple(sorted(stops))
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by Hugging Face name, each storage once: tied embeddings appear under their first name."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return f"model.path: cannot load {path}: {reason}; expected a Hugging Face model folder, a hub name, or tiny"
