@@ -1,0 +1,99 @@
+"""From complete groups in the ledger to the batch of a train step: earliest deadline first, within the bound.
+
+The train step asks with its version; the answer is a batch, or None while it has to wait. What is past saving under
+`stale_tokens: drop` is dropped here, and its prompt goes back to the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_rloo.algorithm.staleness import must_wait, within_bound
+from areal_rloo.config import AlgorithmConfig
+from areal_rloo.learner.ledger import Ledger, LedgerGroup
+from areal_rloo.trajectory import Group
+
+
+class Buffer:
+    """Chooses batches from the ledger; keeps nothing of its own but which groups are out for training."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        algorithm: AlgorithmConfig,
+        groups_per_step: int,
+        give_back: Callable[[int, int], None],
+    ) -> None:
+        self._ledger = ledger
+        self._algorithm = algorithm
+        self._groups_per_step = groups_per_step
+        self._give_back = give_back
+        self._taken: set[int] = set()
+        compares = algorithm.adv_norm.mean_leave1out and algorithm.adv_norm.mean_level == "group"
+        self._min_group = 2 if algorithm.drop_groups_of_one and (compares or algorithm.group_size > 1) else 1
+
+    def settle(self, group: LedgerGroup) -> None:
+        """Drop a group that lost too many samples for good to be compared with anything."""
+        if group.complete and len(group.samples) < self._min_group:
+            self._ledger.drop_group(group.group_id, "group_too_small")
+
+    def num_ready(self) -> int:
+        """Complete groups that wait to be trained on."""
+        return len(self._ready())
+
+    def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
+        """The batch for the step at this version, or None while it is not to be had.
+
+        Args:
+            policy_version: the learner's version now.
+            last: no further group will ever be admitted: a smaller batch is better than none.
+        """
+        if self._algorithm.stale_tokens == "drop":
+            for group in self._ready():
+                self._drop_stale(group, policy_version)
+        ready = self._ready()
+        wanted = self._groups_per_step
+        if last and len(ready) == len(self._ledger.groups):
+            wanted = min(wanted, len(ready))
+        if wanted == 0 or len(ready) < wanted:
+            return None
+        chosen = ready[:wanted]
+        if self._algorithm.stale_tokens == "wait":
+            left = self._ledger.groups.keys() - {group.group_id for group in chosen}
+            deadlines = [self._ledger.groups[group_id].deadline for group_id in left]
+            if must_wait(
+                policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=deadlines
+            ):
+                return None
+        self._taken = {group.group_id for group in chosen}
+        # By group id, so that a batch does not depend on the order of arrival.
+        return [group.group for group in sorted(chosen, key=lambda g: g.group_id)]
+
+    def trained(self) -> None:
+        """The batch taken last was trained on."""
+        for group_id in self._taken:
+            self._ledger.train_group(group_id)
+        self._taken = set()
+
+    def refused(self, reason: str) -> None:
+        """The batch taken last could not be trained on: it is dropped."""
+        for group_id in self._taken:
+            self._ledger.drop_group(group_id, reason)
+        self._taken = set()
+
+    def _ready(self) -> list[LedgerGroup]:
+        ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]
+        return sorted(ready, key=lambda group: (group.deadline, group.group_id))
+
+    def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
+        for trajectory in group.group.trajectories:
+            versions = trajectory.completion.versions
+            fresh = within_bound(
+                versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness
+            )
+            if not fresh.all():
+                self._ledger.drop_sample(trajectory.sample_id, "stale")
+        if len(group.samples) < self._min_group:
+            self._ledger.drop_group(group.group_id, "stale")
+            self._give_back(group.prompt.epoch, group.prompt.item_index)

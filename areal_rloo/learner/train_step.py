@@ -1,0 +1,222 @@
+"""One train step: a batch of groups in, new weights in the model and numbers for the metrics out.
+
+    rewards ─► reward_norm ─► adv_norm ─► spread over tokens ─► stale tokens masked
+            ─► proximal logprobs ─► for each minibatch: rows forward and backward, clip, AdamW
+
+Waits for nobody. A minibatch whose gradient is not finite is not stepped on, and the step says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal_rloo.algorithm.advantage import normalize
+from areal_rloo.algorithm.loss import LossOutput, decoupled_ppo_loss, token_weights
+from areal_rloo.algorithm.staleness import within_bound
+from areal_rloo.config import Config
+from areal_rloo.learner.optimizer import make_optimizer
+from areal_rloo.learner.packing import Row, pack
+from areal_rloo.models.logprobs import packed_logprobs
+from areal_rloo.trajectory import Group, Trajectory
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a train step did; sums and shares are over completion tokens in the loss unless said otherwise."""
+
+    finite: bool = True
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    learning_rate: float = 0.0
+    num_tokens: int = 0
+    num_masked_tokens: int = 0
+    entropy: float = 0.0
+    ratio_mean: float = 0.0
+    ratio_max: float = 0.0
+    ratio_clipped_share: float = 0.0
+    behaviour_weight_mean: float = 0.0
+    behaviour_weight_max: float = 0.0
+    behaviour_weight_limited_share: float = 0.0
+    advantage_abs_mean: float = 0.0
+    zero_variance_group_share: float = 0.0
+    staleness_tokens: Counter[int] = field(default_factory=Counter)
+    train_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Minibatch:
+    """The tensors of one minibatch; lists run over its trajectories, arrays over their completion tokens."""
+
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    weights: list[Tensor]
+    rows: list[Row]
+
+
+class Trainer:
+    """The model, its optimizer, and the step. One per learner."""
+
+    def __init__(self, model: PreTrainedModel, config: Config, *, device: torch.device) -> None:
+        self.model = model
+        self._config = config
+        self._device = device
+        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        learner = config.learner
+        self.optimizer, self.schedule = make_optimizer(
+            model.parameters(),
+            learner.optimizer,
+            num_optimizer_steps=learner.num_train_steps * learner.num_minibatches,
+        )
+
+    def step(self, groups: Sequence[Group], *, policy_version: int) -> StepResult:
+        """Train once on a batch at this version."""
+        started_s = time.perf_counter()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        advantages = self.advantages(trajectories)
+        result = StepResult(
+            advantage_abs_mean=float(advantages.abs().mean()),
+            zero_variance_group_share=_zero_variance_share(groups),
+            learning_rate=self.schedule.get_last_lr()[0],
+        )
+        masks = self._masks(trajectories, policy_version, result)
+        minibatches = self._minibatches(trajectories, advantages, masks, policy_version)
+        # The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
+        proximal = [None, *(self._logprobs_without_gradient(minibatch) for minibatch in minibatches[1:])]
+        totals: list[LossOutput] = []
+        for minibatch, proximal_logprobs in zip(minibatches, proximal, strict=True):
+            totals += self._optimize(minibatch, proximal_logprobs, result)
+        _summarize(totals, result, num_minibatches=len(minibatches))
+        result.train_step_s = time.perf_counter() - started_s
+        return result
+
+    def advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """One float32 scalar a trajectory, in order."""
+        rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+        group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
+        normed = normalize(rewards, group_ids, self._config.algorithm.reward_norm)
+        return normalize(normed, group_ids, self._config.algorithm.adv_norm)
+
+    def _masks(
+        self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult
+    ) -> list[np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+        """Which completion tokens are within the staleness bound; counts them by staleness."""
+        masks = []
+        for trajectory in trajectories:
+            versions = trajectory.completion.versions
+            mask = within_bound(
+                versions, policy_version=policy_version, max_staleness=self._config.algorithm.max_staleness
+            )
+            values, counts = np.unique(policy_version - versions[mask], return_counts=True)
+            result.staleness_tokens.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+            result.num_tokens += int(mask.sum())
+            result.num_masked_tokens += int((~mask).sum())
+            masks.append(mask)
+        return masks
+
+    def _minibatches(
+        self,
+        trajectories: list[Trajectory],
+        advantages: Tensor,
+        masks: Sequence[np.ndarray[tuple[int], np.dtype[np.bool_]]],
+        policy_version: int,
+    ) -> list[_Minibatch]:
+        """Deal the trajectories out to minibatches, in an order drawn from the run's seed and the version."""
+        num = min(self._config.learner.num_minibatches, len(trajectories))
+        order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(trajectories))
+        minibatches = []
+        for share in np.array_split(order, num):
+            indices = sorted(share.tolist())
+            mask = torch.from_numpy(np.concatenate([masks[i] for i in indices]))
+            lengths = torch.tensor([len(masks[i]) for i in indices])
+            weights = token_weights(
+                mask,
+                torch.repeat_interleave(torch.arange(len(indices)), lengths),
+                num_sequences=len(indices),
+                max_new_tokens=self._config.rollout.sampling.max_new_tokens,
+                config=self._config.algorithm.loss,
+            )
+            chosen = [trajectories[i] for i in indices]
+            rows = pack(chosen, max_tokens=self._config.learner.microbatch_tokens, device=self._device)
+            minibatches.append(
+                _Minibatch(chosen, [float(advantages[i]) for i in indices], list(weights.split(lengths.tolist())), rows)
+            )
+        return minibatches
+
+    def _logprobs(self, row: Row) -> Tensor:
+        return packed_logprobs(
+            self.model,
+            input_ids=row.input_ids,
+            layout=row.layout,
+            predicts=row.predicts,
+            targets=row.targets,
+            temperature=self._config.rollout.sampling.temperature,
+            dtype=self._dtype,
+        )
+
+    @torch.no_grad()
+    def _logprobs_without_gradient(self, minibatch: _Minibatch) -> list[Tensor]:
+        return [self._logprobs(row) for row in minibatch.rows]
+
+    def _optimize(
+        self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult
+    ) -> list[LossOutput]:
+        """Gradients of all rows, then one optimizer step, unless something is not finite."""
+        self.optimizer.zero_grad(set_to_none=True)
+        outputs = []
+        for index, row in enumerate(minibatch.rows):
+            current = self._logprobs(row)
+            output = self._loss(minibatch, row, current, current.detach() if proximal is None else proximal[index])
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            outputs.append(output)
+        max_norm = self._config.learner.optimizer.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        result.gradient_norm = max(result.gradient_norm, float(norm))
+        if bool(torch.isfinite(norm)) and all(bool(torch.isfinite(output.loss)) for output in outputs):
+            self.optimizer.step()
+            self.schedule.step()
+        else:
+            result.finite = False
+        return outputs
+
+    def _loss(self, minibatch: _Minibatch, row: Row, current: Tensor, proximal: Tensor) -> LossOutput:
+        chosen = [minibatch.trajectories[i] for i in row.trajectory_index]
+        behaviour = np.concatenate([trajectory.completion.behaviour_logprobs for trajectory in chosen])
+        advantages = np.concatenate(
+            [
+                np.full(len(trajectory.completion.tokens), minibatch.advantages[i], np.float32)
+                for i, trajectory in zip(row.trajectory_index, chosen, strict=True)
+            ]
+        )
+        return decoupled_ppo_loss(
+            behaviour_logprobs=torch.from_numpy(behaviour).to(self._device),
+            proximal_logprobs=proximal,
+            current_logprobs=current,
+            advantages=torch.from_numpy(advantages).to(self._device),
+            token_weights=torch.cat([minibatch.weights[i] for i in row.trajectory_index]).to(self._device),
+            config=self._config.algorithm.loss,
+        )
+
+
+def _zero_variance_share(groups: Sequence[Group]) -> float:
+    equal = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in groups]
+    return sum(equal) / len(equal)
+
+
+def _summarize(outputs: Sequence[LossOutput], result: StepResult, *, num_minibatches: int) -> None:
+    num_tokens = max(1.0, sum(float(output.num_tokens) for output in outputs))
+    result.loss = sum(float(output.loss) for output in outputs) / num_minibatches
+    result.entropy = sum(float(output.negative_logprob_sum) for output in outputs) / num_tokens
+    result.ratio_mean = sum(float(output.ratio_sum) for output in outputs) / num_tokens
+    result.ratio_max = max(float(output.ratio_max) for output in outputs)
+    result.ratio_clipped_share = sum(float(output.ratio_clipped) for output in outputs) / num_tokens
+    result.behaviour_weight_mean = sum(float(output.behaviour_weight_sum) for output in outputs) / num_tokens
+    result.behaviour_weight_max = max(float(output.behaviour_weight_max) for output in outputs)
+    result.behaviour_weight_limited_share = sum(float(o.behaviour_weight_limited) for o in outputs) / num_tokens

@@ -1,0 +1,38 @@
+"""Logs: one line a record, UTC, process and module named, so that the files of many processes read side by side."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+_ROOT = "areal_rloo"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; pass `__name__`."""
+    return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+
+
+def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: bool = False) -> None:
+    """Send this process's records to a file (appended to) and, if asked, to standard error. Call once, at start."""
+    formatter = logging.Formatter(
+        f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {process_name} %(module)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    formatter.converter = time.gmtime
+    root = logging.getLogger(_ROOT)
+    root.setLevel(level.upper())
+    root.propagate = False
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = []
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    if to_stderr:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)

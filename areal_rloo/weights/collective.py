@@ -1,0 +1,160 @@
+"""Weights through torch.distributed: one broadcast a bucket, Gloo on CPU and NCCL on GPU, on one code path.
+
+The sender is rank 0. Whoever is present forms an epoch: a process group of its own over the sender's store. When the
+set of workers changes, or a broadcast failed, the next broadcast begins a new epoch. The groups are made directly, not
+through the process-wide default group, so they collide with nobody's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_rloo.errors import WeightsError
+from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
+
+_IN_FLIGHT = 2  # broadcasts under way together: the next one's start hides behind the other's end
+
+
+class CollectiveSender:
+    """Rank 0 of every epoch, and the host of the store."""
+
+    needs_all = True
+
+    def __init__(self, manifest: Manifest, *, host: str, device: torch.device, timeout_s: float) -> None:
+        self._manifest = manifest
+        self._host = host
+        self._device = device
+        self._timeout_s = timeout_s
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self._epoch = 0
+        self._members: frozenset[str] = frozenset()
+        self._group: dist.ProcessGroup | None = None
+        self._free: list[Sequence[Tensor]] = []
+
+    def stage(self) -> Sequence[Tensor]:
+        return self._free.pop() if self._free else empty_buckets(self._manifest, self._device)
+
+    def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
+        if self._group is None or frozenset(worker_ids) != self._members:
+            self._epoch += 1
+            self._group = None
+            self._members = frozenset(worker_ids)
+        return CollectiveOffer(
+            host=self._host,
+            port=self._store.port,
+            epoch=self._epoch,
+            ranks={worker_id: rank for rank, worker_id in enumerate(sorted(self._members), start=1)},
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+        )
+
+    def send(self, buckets: Sequence[Tensor]) -> None:
+        try:
+            if self._group is None:
+                self._group = _group(
+                    self._store, self._epoch, 0, len(self._members) + 1, self._backend, self._host, self._timeout_s
+                )
+            _broadcast(self._group, buckets, self._device)
+        except RuntimeError as error:
+            self._group = None
+            raise WeightsError(f"epoch {self._epoch}: {_first_line(error)}") from error
+
+    def taken(self, worker_id: str) -> None:
+        """Nothing of a worker's reading is left here once the collective is done."""
+
+    def lost(self, worker_id: str) -> None:
+        if worker_id in self._members:
+            self._members = frozenset()
+
+    def release(self, buckets: Sequence[Tensor]) -> None:
+        self._free.append(buckets)
+
+    def close(self) -> None:
+        self._group = None
+        self._free.clear()
+
+
+class CollectiveReader:
+    """A worker's rank in the current epoch, and the second buffer it receives into."""
+
+    def __init__(self, worker_id: str, device: torch.device) -> None:
+        self._worker_id = worker_id
+        self._device = device
+        self._epoch: tuple[str, int, int] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._buckets: Sequence[Tensor] = ()
+
+    def take(self, offer: CollectiveOffer, manifest: Manifest) -> Sequence[Tensor]:
+        """Receive every bucket; blocks until they are here.
+
+        Raises:
+            WeightsError: the broadcast failed or took too long.
+        """
+        if [len(bucket) for bucket in self._buckets] != list(manifest.bucket_num_bytes):
+            self._buckets = empty_buckets(manifest, self._device)
+        epoch = (offer.host, offer.port, offer.epoch)
+        try:
+            if self._group is None or epoch != self._epoch:
+                self._group = None
+                timeout = timedelta(seconds=offer.timeout_s)
+                store = dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
+                rank, size = offer.ranks[self._worker_id], len(offer.ranks) + 1
+                self._group = _group(store, offer.epoch, rank, size, offer.backend, offer.host, offer.timeout_s)
+                self._epoch = epoch
+            _broadcast(self._group, self._buckets, self._device)
+        except RuntimeError as error:
+            self._group = None
+            raise WeightsError(f"epoch {offer.epoch}: {_first_line(error)}") from error
+        return self._buckets
+
+
+def _broadcast(group: dist.ProcessGroup, buckets: Sequence[Tensor], device: torch.device) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    under_way = []
+    for bucket in buckets:
+        under_way.append(group.broadcast([bucket], options))
+        if len(under_way) == _IN_FLIGHT:
+            under_way.pop(0).wait()
+    for work in under_way:
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _group(
+    store: dist.Store, epoch: int, rank: int, size: int, backend: str, host: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Meet the others of an epoch; blocks until all are here."""
+    prefixed = dist.PrefixStore(f"epoch-{epoch}", store)
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    gloo_options = dist.ProcessGroupGloo._Options()
+    gloo_options._timeout = timeout
+    gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    return dist.ProcessGroupGloo(prefixed, rank, size, gloo_options)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to the sender; Gloo would otherwise guess from the host's name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,54 @@
+"""CURVE keys: made per run by the launcher, readable by their owner alone, one pair for each end.
+
+The learner admits only the client key it was given; a peer without it never gets a byte through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from areal_rloo.errors import PreflightError
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """One end's own pair, and the public key of the other end."""
+
+    public: bytes
+    secret: bytes
+    peer_public: bytes
+
+
+def make_keys(folder: Path) -> None:
+    """Write the pairs of both ends into a folder of mode 0700."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    for end in ("learner", "worker"):
+        public, secret = zmq.curve_keypair()
+        for name, key in ((f"{end}.public", public), (f"{end}.secret", secret)):
+            path = folder / name
+            path.touch(mode=0o600)
+            path.chmod(0o600)
+            path.write_bytes(key)
+
+
+def load_keys(folder: Path, *, end: str) -> CurveKeys:
+    """The keys of one end, `learner` or `worker`.
+
+    Raises:
+        PreflightError: a key file is missing, or others than its owner can read the secret one.
+    """
+    other = {"learner": "worker", "worker": "learner"}[end]
+    secret = folder / f"{end}.secret"
+    try:
+        if secret.stat().st_mode & 0o077:
+            raise PreflightError(f"{secret}: others can read this secret key; chmod 600 it")
+        return CurveKeys(
+            (folder / f"{end}.public").read_bytes(), secret.read_bytes(), (folder / f"{other}.public").read_bytes()
+        )
+    except OSError as error:
+        raise PreflightError(f"wire keys: {error}; the launcher makes them in the run folder") from error
