@@ -1,0 +1,1 @@
+"""The learner: intake, training loop, checkpoints."""

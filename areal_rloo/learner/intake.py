@@ -142,6 +142,11 @@ class Intake:
     def statistics(self) -> IntakeStatistics:
         return self._call(self._statistics())
 
+    @property
+    def draining(self) -> bool:
+        """Whether a drain has begun; once true, it stays so."""
+        return self._draining
+
     def begin_drain(self) -> None:
         """Grant nothing more; callable from a signal handler or any thread."""
         self._loop.call_soon_threadsafe(self._set_draining)
@@ -232,7 +237,9 @@ class Intake:
         self._grant()
 
     def _welcome(self, peer: str, hello: Hello) -> None:
-        worker, lost = self._workers.welcome(hello, peer, time.monotonic())
+        worker, lost = self._workers.welcome(
+            hello, peer, now_s=time.monotonic(), policy_version=self._policy_version
+        )
         logger.info("%s is here with version %d (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
         self._leasing.lose(lost)
         self._channel.send(peer, Welcome(self._learner_id, self._policy_version))
@@ -244,6 +251,8 @@ class Intake:
 
     def _answer(self, peer: str, heartbeat: Heartbeat) -> None:
         worker = self._workers.heard(heartbeat, time.monotonic())
+        if worker is not None and self._broadcaster is not None:
+            self._broadcaster.join(heartbeat.worker_id, heartbeat.policy_version)  # one that was left out is back
         sequence = -1 if worker is None else worker.lease_sequence  # -1: say Hello
         self._channel.send(peer, HeartbeatReply(self._learner_id, self._policy_version, sequence))
 

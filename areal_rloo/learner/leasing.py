@@ -49,6 +49,7 @@ class Leasing:
             leases[workers[number % len(workers)].worker_id].append(lease)
         self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
         room = {worker.worker_id: worker.free_samples for worker in workers}
+        joined = {worker.worker_id: worker.joined_version for worker in workers}
         for group, indices in self._ledger.waiting():
             worker_id = max(room, key=lambda name: room[name])
             if room[worker_id] <= 0:
@@ -63,7 +64,7 @@ class Leasing:
                     prompt_tokens=group.prompt.tokens,
                     answer=group.prompt.answer,
                     purpose="train",
-                    min_version=group.admission_version,
+                    min_version=max(group.admission_version, joined[worker_id]),
                     seed=_lease_seed(self._config.run.seed, group.group_id),
                 )
             )

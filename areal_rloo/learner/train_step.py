@@ -32,7 +32,8 @@ from areal_rloo.trajectory import Group, Trajectory
 class StepResult:
     """What a train step did; sums and shares are over completion tokens in the loss unless said otherwise."""
 
-    finite: bool = True
+    num_optimizer_steps: int = 0
+    num_skipped: int = 0
     loss: float = 0.0
     gradient_norm: float = 0.0
     learning_rate: float = 0.0
@@ -182,8 +183,9 @@ class Trainer:
         if bool(torch.isfinite(norm)) and all(bool(torch.isfinite(output.loss)) for output in outputs):
             self.optimizer.step()
             self.schedule.step()
+            result.num_optimizer_steps += 1
         else:
-            result.finite = False
+            result.num_skipped += 1
         return outputs
 
     def _loss(self, minibatch: _Minibatch, row: Row, current: Tensor, proximal: Tensor) -> LossOutput:

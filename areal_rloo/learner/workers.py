@@ -10,7 +10,11 @@ from areal_rloo.wire.messages import Heartbeat, Hello, Lease, Leases
 
 @dataclass(slots=True)
 class Worker:
-    """One rollout worker. `held` are the samples leased to it that have not come back, evaluation included."""
+    """One rollout worker.
+
+    `held` are the samples leased to it that have not come back, evaluation included; `joined_version` is the learner's
+    version when it said Hello: it starts on nothing before it runs that version.
+    """
 
     worker_id: str
     incarnation: str
@@ -20,6 +24,7 @@ class Worker:
     policy_version: int
     held: set[SampleId] = field(default_factory=set)
     held_train: int = 0
+    joined_version: int = 0
     lease_sequence: int = 0
     idle_s: float = 0.0
     generated_tokens: int = 0
@@ -52,7 +57,9 @@ class Workers:
         self._idle_before_s = 0.0
         self._generated_before = 0
 
-    def welcome(self, hello: Hello, peer: str, now_s: float) -> tuple[Worker, set[SampleId]]:
+    def welcome(
+        self, hello: Hello, peer: str, *, now_s: float, policy_version: int
+    ) -> tuple[Worker, set[SampleId]]:
         """Register a worker; also the samples its account held that it says it does not hold."""
         worker = self.alive.get(hello.worker_id)
         lost: set[SampleId] = set()
@@ -63,6 +70,7 @@ class Workers:
             worker = Worker(
                 hello.worker_id, hello.incarnation, peer, hello.capacity_samples, now_s, hello.policy_version
             )
+            worker.joined_version = policy_version
             self.alive[hello.worker_id] = worker
         for sample_id in worker.held - set(hello.held):
             worker.release(sample_id)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -61,6 +62,20 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
         if eos is not None:
             stops |= {eos} if isinstance(eos, int) else set(eos)
     return tuple(sorted(stops))
+
+
+def model_folder(path: str) -> Path:
+    """The local folder of a model: the path itself, or where the hub's files are, downloaded if need be.
+
+    Raises:
+        ModelError: it is neither a folder nor to be had from the hub.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(_unreadable(path, error)) from error
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -41,12 +41,13 @@ def packed_logprobs(
         [num_targets] float32, with a gradient to the weights.
     """
     with torch.autocast(input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        hidden = model.base_model(
-            input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, packed=layout
-        ).last_hidden_state[0]
-        return chosen_logprobs(
-            hidden.index_select(0, predicts), model.get_output_embeddings().weight, targets, temperature
-        )
+        hidden = _hidden(model, input_ids, layout, predicts)
+        return chosen_logprobs(hidden, model.get_output_embeddings().weight, targets, temperature)
+
+
+def packed_logits(model: PreTrainedModel, *, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
+    """All logits at `predicts`: [num_targets, vocab_size]; for small vocabularies. Arguments as `packed_logprobs`."""
+    return _hidden(model, input_ids, layout, predicts) @ model.get_output_embeddings().weight.T
 
 
 def chosen_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -69,6 +70,14 @@ def chosen_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: 
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
     return torch.cat(parts)
+
+
+def _hidden(model: PreTrainedModel, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
+    """Last hidden states at `predicts`: [num_targets, hidden_size]."""
+    hidden: Tensor = model.base_model(
+        input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, packed=layout
+    ).last_hidden_state[0]
+    return hidden.index_select(0, predicts)
 
 
 def _chunk_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:

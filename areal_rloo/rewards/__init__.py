@@ -1,0 +1,1 @@
+"""What a completion is worth: answers taken out of text and compared."""

@@ -143,6 +143,8 @@ class Broadcaster:
         """A worker is here and runs this version; if that is behind, it is offered the newest."""
         with self._changed:
             member = self._members.setdefault(worker_id, _Member(policy_version))
+            if member.left_out or policy_version < member.policy_version:
+                logger.info("%s is back with version %d", worker_id, policy_version)
             member.policy_version, member.left_out = policy_version, False
             self._changed.notify_all()
 

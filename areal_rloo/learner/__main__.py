@@ -1,0 +1,227 @@
+"""`python -m areal_rloo.learner`: builds the learner of a run folder and runs it. Started by a launcher.
+
+Exit codes: 0 done or drained, 2 a mistake the user can mend, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import torch
+from prometheus_client import CollectorRegistry
+from transformers import PreTrainedTokenizerBase
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.errors import ArealRlooError, UserError
+from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
+from areal_rloo.learner.evaluation import Evaluation
+from areal_rloo.learner.intake import Intake
+from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.learner.train_step import Trainer
+from areal_rloo.learner.worker import Learner, Reporter, write_summary
+from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights
+from areal_rloo.tasks import load_items
+from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics
+from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.shared_memory import SharedMemorySender
+from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.security import load_keys
+
+logger = get_logger(__name__)
+
+
+class Arguments(argparse.Namespace):
+    """The command line."""
+
+    run_folder: Path
+    model_path: str
+    device: str
+    num_threads: int
+    port: int
+    metrics_port: int
+    segment_folder: Path
+    same_host: bool
+    resume: bool
+    warm_start_s: float
+
+
+def main() -> int:
+    """Run the learner; errors the user can mend are one line."""
+    arguments = _parse()
+    torch.set_num_threads(arguments.num_threads)
+    config = load_config(str(arguments.run_folder / "config.yaml"))
+    setup_logs("learner", level=config.telemetry.log_level, file=arguments.run_folder / "logs" / "learner.log")
+    try:
+        return _run(config, arguments)
+    except UserError as error:
+        logger.error("%s", error)
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
+        return 2
+    except ArealRlooError as error:
+        logger.exception("the learner stopped")
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _run(config: Config, arguments: Arguments) -> int:
+    folder, device = arguments.run_folder, torch.device(arguments.device)
+    torch.manual_seed(config.run.seed)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
+    restored = checkpoints.load_newest() if arguments.resume else None
+    if arguments.resume and restored is None:
+        logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
+    model_path = arguments.model_path if restored is None else str(restored[0] / "model")
+    tokenizer = load_tokenizer(arguments.model_path)
+    model = load_policy(model_path, device=device, gradient_checkpointing=config.model.gradient_checkpointing)
+    trainer = Trainer(model, config, device=device)
+    stream = _prompt_stream(config, tokenizer)
+    ledger, totals, policy_version = Ledger(), Totals(), 0
+    if restored is not None:
+        ledger, totals, policy_version = _restore(restored, trainer, stream)
+    reporter = _reporter(folder, policy_version, arguments.metrics_port, fresh=restored is None)
+    evaluation = Evaluation(_eval_prompts(config, tokenizer), reporter.evaluation)
+    keys = load_keys(folder / "keys", end="learner") if config.curve else None
+    limits = Limits(max_message_bytes=config.wire.max_message_bytes)
+    intake = Intake(
+        config,
+        channel=lambda: LearnerChannel.bind(config.wire.host, arguments.port, limits=limits, keys=keys),
+        ledger=ledger,
+        stream=stream,
+        evaluation=evaluation,
+        policy_version=policy_version,
+    )
+    broadcaster = _broadcaster(config, arguments, trainer, intake)
+    if policy_version > 0:
+        broadcaster.publish(policy_version, named_weights(model))
+    intake.start()
+    intake.attach(broadcaster)
+    _drain_on_signals(intake)
+    learner = Learner(
+        config,
+        trainer=trainer,
+        tokenizer=tokenizer,
+        intake=intake,
+        broadcaster=broadcaster,
+        reporter=reporter,
+        checkpoints=checkpoints,
+        policy_version=policy_version,
+        totals=totals,
+    )
+    if not any(record.policy_version == policy_version for record in reporter.evaluations):
+        intake.advance(policy_version, evaluate=True)
+    reason = "failed"
+    try:
+        reason = learner.run()
+    finally:
+        intake.stop_workers(config.launcher.drain_timeout_s / 4)
+        write_summary(
+            folder / "summary.json",
+            learner=learner,
+            evaluations=reporter.evaluations,
+            statistics=intake.statistics(),
+            warm_start_s=arguments.warm_start_s,
+            exit_reason=reason,
+        )
+        broadcaster.close()
+        intake.close()
+    logger.info("the learner is done: %s at version %d", reason, learner.policy_version)
+    return 0
+
+
+def _prompt_stream(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
+    items = load_items(config.data, "train", seed=config.run.seed)
+    tokenize = Tokenizer(tokenizer, config.data)
+    return PromptStream(items, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
+
+
+def _eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    tokenize = Tokenizer(tokenizer, config.data)
+    items = load_items(config.data, "eval", seed=config.run.seed)
+    return [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
+
+
+def _restore(
+    restored: tuple[Path, LearnerState], trainer: Trainer, stream: PromptStream
+) -> tuple[Ledger, Totals, int]:
+    path, state = restored
+    optimizer = load_optimizer(path)
+    trainer.optimizer.load_state_dict(optimizer["optimizer"])
+    trainer.schedule.load_state_dict(optimizer["schedule"])
+    logger.info("resuming from %s at version %d", path, state.policy_version)
+    return restore_ledger(state, stream), state.totals, state.policy_version
+
+
+def _reporter(folder: Path, policy_version: int, metrics_port: int, *, fresh: bool) -> Reporter:
+    """Open metrics.jsonl; on a resume, what came after the checkpoint did not happen and is cut off."""
+    path = folder / "metrics.jsonl"
+    records = [] if fresh else [r for r in read_records(path) if r.policy_version <= policy_version]
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    registry = CollectorRegistry()
+    serve_metrics(registry, metrics_port)
+    evaluations = [record for record in records if isinstance(record, EvalRecord)]
+    return Reporter(MetricsFile(path), LearnerMetrics(registry), evaluations)
+
+
+def _broadcaster(config: Config, arguments: Arguments, trainer: Trainer, intake: Intake) -> Broadcaster:
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    manifest = build_manifest(
+        named_weights(trainer.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype
+    )
+    kind = config.weights.transport
+    if kind == "auto":
+        kind = "shared_memory" if arguments.same_host else "collective"
+    transport: SendTransport
+    if kind == "shared_memory":
+        transport = SharedMemorySender(manifest, arguments.segment_folder)
+    else:
+        transport = CollectiveSender(
+            manifest,
+            host=config.wire.host,
+            device=torch.device(arguments.device),
+            timeout_s=config.weights.timeout_s,
+        )
+    return Broadcaster(
+        manifest=manifest, transport=transport, timeout_s=config.weights.timeout_s, send_notice=intake.send_notice
+    )
+
+
+def _drain_on_signals(intake: Intake) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if intake.draining:
+            os._exit(128 + number)  # a second signal stops at once
+        logger.info("signal %d: draining", number)
+        intake.begin_drain()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def _parse() -> Arguments:
+    parser = argparse.ArgumentParser(prog="python -m areal_rloo.learner")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--metrics-port", type=int, required=True)
+    parser.add_argument("--segment-folder", type=Path, required=True)
+    parser.add_argument("--same-host", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--warm-start-s", type=float, default=0.0)
+    return parser.parse_args(namespace=Arguments())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""`python -m areal_rloo.rollout`: builds the rollout worker of a run folder and runs it. Started by a launcher.
+
+Exit codes: 0 drained or stopped, 2 a mistake the user can mend, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.errors import ArealRlooError, UserError
+from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.metrics import RolloutMetrics, serve_metrics
+from areal_rloo.weights.receive import Receiver
+from areal_rloo.wire.channels import WorkerChannel
+from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.security import load_keys
+
+logger = get_logger(__name__)
+
+_METRICS_EVERY_S = 1.0
+
+
+class Arguments(argparse.Namespace):
+    """The command line."""
+
+    run_folder: Path
+    model_path: str
+    worker_id: str
+    address: str
+    device: str
+    num_threads: int
+    metrics_port: int
+
+
+def main() -> int:
+    """Run the worker; errors the user can mend are one line."""
+    arguments = _parse()
+    torch.set_num_threads(arguments.num_threads)
+    config = load_config(str(arguments.run_folder / "config.yaml"))
+    setup_logs(
+        arguments.worker_id,
+        level=config.telemetry.log_level,
+        file=arguments.run_folder / "logs" / f"{arguments.worker_id}.log",
+    )
+    try:
+        asyncio.run(_run(config, arguments))
+    except UserError as error:
+        logger.error("%s", error)
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
+        return 2
+    except ArealRlooError as error:
+        logger.exception("the rollout worker stopped")
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+async def _run(config: Config, arguments: Arguments) -> None:
+    device = torch.device(arguments.device)
+    tokenizer = load_tokenizer(arguments.model_path)
+    engine = EmbeddedEngine(
+        model_folder(arguments.model_path),
+        device=device,
+        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        num_slots=config.rollout.num_slots,
+        context_tokens=config.context_tokens,
+    )
+    incarnation = uuid.uuid4().hex
+    channel = WorkerChannel(
+        arguments.address,
+        worker_id=arguments.worker_id,
+        incarnation=incarnation,
+        limits=Limits(max_message_bytes=config.wire.max_message_bytes),
+        max_unacked=config.wire.max_unacked,
+        keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
+    )
+    worker = RolloutWorker(
+        config,
+        worker_id=arguments.worker_id,
+        incarnation=incarnation,
+        channel=channel,
+        engine=engine,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+    )
+    receiver = Receiver(
+        worker_id=arguments.worker_id,
+        policy_version=engine.statistics().policy_version,
+        load_weights=engine.load_weights,
+        on_received=worker.on_weights_received,
+        on_failed=worker.on_weights_failed,
+        device=device,
+    )
+    worker.attach(receiver)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop)
+    metrics = asyncio.create_task(_publish_metrics(engine, channel, worker, arguments.metrics_port))
+    logger.info("ready on %s with %d threads", device, arguments.num_threads)
+    try:
+        await worker.run()
+    finally:
+        metrics.cancel()
+        receiver.close()
+        engine.close()
+        await channel.close()
+    logger.info("done")
+
+
+async def _publish_metrics(engine: EmbeddedEngine, channel: WorkerChannel, worker: RolloutWorker, port: int) -> None:
+    registry = CollectorRegistry()
+    metrics = RolloutMetrics(registry)
+    serve_metrics(registry, port)
+    while True:
+        statistics, rewards = engine.statistics(), worker.reward_counts
+        metrics.update(
+            {
+                "policy_version": statistics.policy_version,
+                "num_running": statistics.num_running,
+                "num_waiting": statistics.num_waiting,
+                "unacknowledged": channel.statistics().unacknowledged,
+                "generated_tokens": statistics.generated_tokens,
+                "prefill_tokens": statistics.prefill_tokens,
+                "weight_updates": statistics.weight_updates,
+                "idle_s": statistics.idle_s,
+                "swap_s": statistics.swap_s,
+                "scored": rewards.scored,
+            },
+            rewards.dropped,
+        )
+        await asyncio.sleep(_METRICS_EVERY_S)
+
+
+def _parse() -> Arguments:
+    parser = argparse.ArgumentParser(prog="python -m areal_rloo.rollout")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--metrics-port", type=int, required=True)
+    return parser.parse_args(namespace=Arguments())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

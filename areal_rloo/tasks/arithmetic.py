@@ -1,0 +1,97 @@
+"""Sums of a few one-digit numbers, written out step by step in GSM8K's answer format.
+
+    3+5+7=?     ─►     3+5=8
+                       8+7=15
+                       #### 15
+
+Items are made on access from (seed, index). Which split a problem belongs to is decided by a hash of its text, so no
+problem can be in two splits, whatever the seeds. Three to ten numbers give completions with a long tail.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from areal_rloo.rewards.answers import answer_reward
+from areal_rloo.tasks.base import Item, Split
+
+_COUNTS = (3, 4, 5, 6, 8, 10)
+_NUM_TRAIN = 20_000
+_NUM_HELD_OUT = 2_000
+
+Part = Literal["train", "eval", "validation"]
+
+
+def part_of(prompt: str) -> Part:
+    """The split a problem belongs to: 80 % train, 10 % held out, 10 % for the warm start's stopping rule."""
+    tenth = zlib.crc32(prompt.encode()) % 10
+    return "eval" if tenth == 0 else "validation" if tenth == 1 else "train"
+
+
+class ArithmeticTask:
+    """The task; `seed` draws the items."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def items(self, split: Split) -> Sequence[Item]:
+        if split == "train":
+            return _Problems("train", self._seed, _NUM_TRAIN)
+        # One held-out set for every seed, so that runs can be compared.
+        return _distinct(_Problems("eval", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+
+    def validation_items(self) -> Sequence[Item]:
+        """Items of neither split."""
+        return _distinct(_Problems("validation", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+
+    def reward(self, completion_text: str, answer: str) -> float:
+        return answer_reward(completion_text, answer)
+
+
+def demonstration(item: Item, rng: random.Random, *, error_rate: float) -> str:
+    """The steps and the answer; each step is wrong with probability `error_rate`, and later ones go on from it."""
+    first, *others = (int(number) for number in item.prompt.partition("=")[0].split("+"))
+    lines, total = [], first
+    for number in others:
+        result = total + number
+        if rng.random() < error_rate:
+            result = max(1, result + rng.choice((-2, -1, 1, 2)))
+        lines.append(f"{total}+{number}={result}")
+        total = result
+    return "\n".join([*lines, f"#### {total}"])
+
+
+class _Problems(Sequence[Item]):
+    """Problems of one part, each a function of (seed, index)."""
+
+    def __init__(self, part: Part, seed: int, num: int) -> None:
+        self._part = part
+        self._seed = seed
+        self._indices = range(num)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return [self._item(i) for i in self._indices[index]]
+        return self._item(self._indices[index])
+
+    def _item(self, index: int) -> Item:
+        rng = random.Random(f"{self._part}/{self._seed}/{index}")  # noqa: S311 - problems, not secrets
+        while True:
+            numbers = [rng.randint(1, 9) for _ in range(rng.choice(_COUNTS))]
+            prompt = "+".join(map(str, numbers)) + "=?\n"
+            if part_of(prompt) == self._part:
+                return Item(prompt, f"#### {sum(numbers)}")
+
+
+def _distinct(problems: Sequence[Item], num: int) -> Sequence[Item]:
+    return list(dict.fromkeys(problems))[:num]

@@ -1,0 +1,71 @@
+"""The terminal: one live line on a terminal, plain lines otherwise. Fed with records by whoever watches the run."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+
+_PLAIN_EVERY_S = 2.0
+
+
+class Progress:
+    """Shows where a run stands. Use as a context manager."""
+
+    def __init__(self, console: Console, *, num_train_steps: int) -> None:
+        self._console = console
+        self._num_train_steps = num_train_steps
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._train: TrainRecord | None = None
+        self._eval: EvalRecord | None = None
+        self._printed_s = -_PLAIN_EVERY_S
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, records: list[Record]) -> None:
+        """Take in new records."""
+        for record in records:
+            if isinstance(record, TrainRecord):
+                self._train = record
+            else:
+                self._eval = record
+                if self._live is None:
+                    self.say(f"evaluation: version {record.policy_version}, accuracy {record.accuracy:.3f}")
+        if self._train is None or not records:
+            return
+        if self._live is not None:
+            self._live.update(Text(self.line()), refresh=True)
+        elif time.monotonic() - self._printed_s >= _PLAIN_EVERY_S or self._train.num_train_steps == self._num_train_steps:
+            self._printed_s = time.monotonic()
+            self.say(self.line())
+
+    def line(self) -> str:
+        """The state in one line."""
+        train = self._train
+        assert train is not None, "no train step yet"
+        left = self._num_train_steps - train.num_train_steps
+        eta_s = int(left * train.wall_s / max(1, train.num_train_steps))
+        accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
+        return (
+            f"step {train.num_train_steps}/{self._num_train_steps}  reward {train.reward_mean:.3f}  "
+            f"eval {accuracy}  {train.trained_tokens_per_s:,.0f} tok/s  "
+            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  ETA {eta_s // 60}:{eta_s % 60:02d}"
+        )
