@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,10 +131,3 @@ class SharedMemoryReader:
         while len(self._mapped) > 3:
             del self._mapped[next(iter(self._mapped))]
         return list(flat.split(list(manifest.bucket_num_bytes)))
-
-
-def segment_folder(run_id: str) -> Path:
-    """Where the segments of a run lie; its launcher removes the folder when all is over."""
-    memory = Path("/dev/shm")
-    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"areal_rloo-{run_id}"

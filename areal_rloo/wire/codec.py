@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_rloo.errors import DecodeError, WireVersionError
-from areal_rloo.trajectory import Completion, FinishReason, Int32Array, Trajectory
+from areal_rloo.trajectory import Completion, FinishReason, Trajectory
 from areal_rloo.wire.messages import (
     WIRE_VERSION,
     Abort,
@@ -37,6 +37,8 @@ from areal_rloo.wire.messages import (
     Welcome,
     WorkerMessage,
 )
+
+Int32Array = npt.NDArray[np.int32]
 
 _FINISH_REASONS = frozenset(get_args(FinishReason))
 _LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by float32 rounding of a log-softmax, not by more

@@ -1,0 +1,169 @@
+"""From a config and a machine to the processes of a run: a pure function, printed by `--dry-run`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.config import Config
+from areal_rloo.errors import PreflightError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a host offers."""
+
+    num_cores: int
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a run listens. `metrics_ports` are the learner's and then one for each rollout worker."""
+
+    wire_port: int
+    metrics_ports: tuple[int, ...]
+    segment_folder: Path
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to start."""
+
+    name: str
+    role: str
+    device: str
+    num_threads: int
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+
+
+def plan_preparation(config: Config, machine: Machine, run_folder: Path) -> ProcessSpec | None:
+    """The process that makes the tiny model before the others start, where the run uses it; it has all cores."""
+    if config.model.path != "tiny":
+        return None
+    command = (
+        *_module("areal_rloo.learner.warm_start"),
+        f"--run-folder={run_folder}",
+        f"--num-threads={machine.num_cores}",
+    )
+    return ProcessSpec(
+        name="warm_start",
+        role="warm start",
+        device="cpu",
+        num_threads=machine.num_cores,
+        command=command,
+        environment=_environment(machine.num_cores, ()),
+    )
+
+
+def plan_run(
+    config: Config,
+    machine: Machine,
+    *,
+    run_folder: Path,
+    model_path: str,
+    addresses: Addresses,
+    resume: bool,
+    warm_start_s: float,
+) -> list[ProcessSpec]:
+    """The learner first, then the rollout workers.
+
+    GPUs go one to the learner and one to each worker, in order; cores are shared evenly where the config says 0.
+
+    Raises:
+        PreflightError: a device was asked for that the machine does not have; says by how much.
+    """
+    num_workers = config.rollout.num_workers
+    wanted_gpus = _wants_gpu(config.learner.device, machine) + num_workers * _wants_gpu(config.rollout.device, machine)
+    if wanted_gpus > len(machine.gpu_ids):
+        raise PreflightError(
+            f"devices: the plan needs {wanted_gpus} GPUs (learner.device={config.learner.device}, "
+            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}), this machine has "
+            f"{len(machine.gpu_ids)}; lower rollout.num_workers or set a device to cpu"
+        )
+    gpus = list(machine.gpu_ids)
+    share = max(1, machine.num_cores // (1 + num_workers))
+    learner_gpu = tuple(gpus.pop(0) for _ in range(_wants_gpu(config.learner.device, machine)))
+    learner_threads = config.learner.num_threads or share
+    learner = ProcessSpec(
+        name="learner",
+        role="learner",
+        device="cuda" if learner_gpu else "cpu",
+        num_threads=learner_threads,
+        command=(
+            *_module("areal_rloo.learner"),
+            f"--run-folder={run_folder}",
+            f"--model-path={model_path}",
+            f"--device={'cuda' if learner_gpu else 'cpu'}",
+            f"--num-threads={learner_threads}",
+            f"--port={addresses.wire_port}",
+            f"--metrics-port={addresses.metrics_ports[0]}",
+            f"--segment-folder={addresses.segment_folder}",
+            f"--warm-start-s={warm_start_s}",
+            "--same-host",
+            *(("--resume",) if resume else ()),
+        ),
+        environment=_environment(learner_threads, learner_gpu),
+    )
+    specs = [learner]
+    threads = config.rollout.num_threads or share
+    for index in range(num_workers):
+        gpu = tuple(gpus.pop(0) for _ in range(_wants_gpu(config.rollout.device, machine)))
+        specs.append(
+            ProcessSpec(
+                name=f"rollout-{index}",
+                role="rollout worker",
+                device="cuda" if gpu else "cpu",
+                num_threads=threads,
+                command=(
+                    *_module("areal_rloo.rollout"),
+                    f"--run-folder={run_folder}",
+                    f"--model-path={model_path}",
+                    f"--worker-id=rollout-{index}",
+                    f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
+                    f"--device={'cuda' if gpu else 'cpu'}",
+                    f"--num-threads={threads}",
+                    f"--metrics-port={addresses.metrics_ports[1 + index]}",
+                ),
+                environment=_environment(threads, gpu),
+                max_restarts=config.launcher.max_restarts,
+            )
+        )
+    return specs
+
+
+def describe(specs: list[ProcessSpec]) -> str:
+    """The plan as a table."""
+    rows = [("PROCESS", "ROLE", "DEVICE", "THREADS", "RESTARTS", "COMMAND")]
+    for spec in specs:
+        device = spec.environment.get("CUDA_VISIBLE_DEVICES", "")
+        shown = f"cuda:{device}" if spec.device == "cuda" else spec.device
+        command = " ".join(("python", *spec.command[1:]))
+        rows.append((spec.name, spec.role, shown, str(spec.num_threads), str(spec.max_restarts), command))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+    return "\n".join(lines)
+
+
+def _wants_gpu(device: str, machine: Machine) -> int:
+    if device == "auto":
+        return int(bool(machine.gpu_ids))
+    return int(device.startswith("cuda"))
+
+
+def _module(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name)
+
+
+def _environment(num_threads: int, gpu_ids: tuple[str, ...]) -> dict[str, str]:
+    threads = str(num_threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids),
+    }

@@ -1,0 +1,112 @@
+"""What is checked before anything starts, in well under a second: each failure is one line with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from areal_rloo.config import Config, is_loopback
+from areal_rloo.errors import ModelError, PreflightError
+from areal_rloo.launcher.plan import Machine
+from areal_rloo.tasks import check_data
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def this_machine() -> Machine:
+    """Cores this process may use, and GPUs as the driver lists them; no torch needed."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = tuple(part for part in visible.split(",") if part)
+    elif shutil.which("nvidia-smi") is None:
+        gpus = ()
+    else:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+        gpus = tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+    return Machine(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, gpus)
+
+
+def check(config: Config) -> None:
+    """Everything that can be known before the plan.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    if config.rollout.engine == "sglang":
+        raise PreflightError(
+            "rollout.engine: sglang cannot be driven by this version; set rollout.engine=embedded, which serves "
+            "Qwen2, Qwen3 and Llama checkpoints"
+        )
+    _check_model(config.model.path)
+    check_data(config.data)
+    for key, port in (("wire.port", config.wire.port), ("telemetry.metrics_port", config.telemetry.metrics_port)):
+        if port:
+            _check_port(key, config.wire.host if key == "wire.port" else "127.0.0.1", port)
+
+
+def check_disk(config: Config, folder: Path) -> None:
+    """The run folder can be written and has room.
+
+    Raises:
+        PreflightError: it cannot or has not.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise PreflightError(f"run.folder: {folder} cannot be written: {error}; choose another") from error
+    free, least = shutil.disk_usage(folder).free, config.launcher.min_free_disk_bytes
+    if free < least:
+        raise PreflightError(
+            f"run.folder: {folder} has {free} bytes free, expected launcher.min_free_disk_bytes={least} or more"
+        )
+
+
+def free_ports(num: int) -> list[int]:
+    """Ports of loopback that are free at this moment, all different."""
+    sockets = [socket.socket() for _ in range(num)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _check_model(path: str) -> None:
+    if path == "tiny":
+        return
+    folder = Path(path)
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(path) and not path.startswith("."):
+            return  # a hub name; whether the hub can be reached, the learner finds out
+        raise ModelError(f"model.path: {path}: no such folder; expected a model folder, a hub name (org/name), or tiny")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {path}: config.json cannot be read: {error}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.path: {path}: no .safetensors file in it; expected a Hugging Face model folder")
+
+
+def _check_port(key: str, host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host if is_loopback(host) else "", port))
+        except OSError as error:
+            raise PreflightError(f"{key}: port {port} is in use ({error.strerror}); choose another, or 0") from error

@@ -1,0 +1,78 @@
+"""The run folder: where a run keeps everything, and which one a resume goes on with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.config import Config, dump_config
+from areal_rloo.errors import CheckpointError, PreflightError
+from areal_rloo.launcher.plan import Machine
+
+_LATEST = Path("runs") / "latest"
+
+
+def choose_folder(config: Config, *, resume: bool) -> Path:
+    """`run.folder`, or runs/<name>-<time>; on a resume without a folder, the newest run.
+
+    Raises:
+        CheckpointError: there is no run to resume.
+        PreflightError: the folder holds a run already, and this is no resume.
+    """
+    if config.run.folder is not None:
+        folder = Path(config.run.folder).resolve()
+    elif resume:
+        folder = _LATEST.resolve()
+    else:
+        folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+        if folder.exists():  # a second run in the same second
+            folder = folder.with_name(f"{folder.name}-{os.getpid()}")
+    holds_run = (folder / "config.yaml").exists()
+    if resume and not holds_run:
+        raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
+    if holds_run and not resume:
+        raise PreflightError(f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another")
+    return folder
+
+
+def write_beginning(folder: Path, config: Config, machine: Machine) -> None:
+    """The resolved config and the environment; runs/latest points here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
+    environment = {
+        "python": sys.version,
+        "platform": platform.platform(),
+        "num_cores": machine.num_cores,
+        "gpu_ids": machine.gpu_ids,
+        "packages": {name: _version(name) for name in packages},
+        "command": sys.argv,
+    }
+    (folder / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(environment), indent=2))
+    if folder.parent == _LATEST.parent.resolve():
+        fresh = _LATEST.with_name(f".latest-{os.getpid()}")
+        with contextlib.suppress(OSError):  # a file system without links; the folder is named in the output anyway
+            fresh.symlink_to(folder.name)
+            fresh.rename(_LATEST)
+
+
+def segment_folder(run_id: str) -> Path:
+    """Where a run's shared memory lies: a name now, made by the learner, removed by the launcher when all is over."""
+    memory = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
+    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"areal_rloo-{run_id}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
