@@ -1,19 +1,19 @@
 """Every error the package raises on purpose, as one tree.
 
-    ArealRlooError
-    ├── UserError            something the user can mend: one line, exit code 2, no traceback
-    │   ├── ConfigError          a config file or an override
-    │   ├── DataError            a data file or one of its rows
-    │   ├── ModelError           a model folder or an architecture
-    │   ├── PreflightError       ports, devices, disk: what is checked before anything starts
-    │   └── CheckpointError      a checkpoint to resume from
-    ├── WireError            messages between the learner and a rollout worker
-    │   ├── DecodeError          bytes that are not a valid message
-    │   └── WireVersionError     a peer that speaks another wire version
-    ├── WeightsError         a broadcast that failed
-    │   └── ChecksumError        what arrived is not what was sent
-    ├── EngineError          an engine that cannot serve a request
-    └── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
+ArealRlooError
+├── UserError            something the user can mend: one line, exit code 2, no traceback
+│   ├── ConfigError          a config file or an override
+│   ├── DataError            a data file or one of its rows
+│   ├── ModelError           a model folder or an architecture
+│   ├── PreflightError       ports, devices, disk: what is checked before anything starts
+│   └── CheckpointError      a checkpoint to resume from
+├── WireError            messages between the learner and a rollout worker
+│   ├── DecodeError          bytes that are not a valid message
+│   └── WireVersionError     a peer that speaks another wire version
+├── WeightsError         a broadcast that failed
+│   └── ChecksumError        what arrived is not what was sent
+├── EngineError          an engine that cannot serve a request
+└── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
 """
 
 

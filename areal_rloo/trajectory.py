@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Float32Array = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop token, the token limit, or an abort. Said by the engine, never guessed from a length."""
+"""Why a completion ended: a stop token, the token limit, or an abort. Said by the engine, never guessed."""
 
 SampleId = tuple[int, int]
 """(group_id, sample_index): names one trajectory in the whole run."""

@@ -1,0 +1,1 @@
+"""The mathematics alone: advantages, the loss, the staleness bound."""

@@ -44,7 +44,8 @@ def _level_index(group_ids: Tensor, level: str) -> Tensor:
     """Number the levels 0, 1, ...: [num_trajectories] int64."""
     if level == "batch":
         return torch.zeros_like(group_ids)
-    return torch.unique(group_ids, return_inverse=True)[1]
+    index: Tensor = torch.unique(group_ids, return_inverse=True)[1]
+    return index
 
 
 def _centred(values: Tensor, index: Tensor, leave1out: bool) -> Tensor:

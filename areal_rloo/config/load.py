@@ -1,6 +1,6 @@
 """From a YAML file and dotted overrides to a `Config`: every mistake is one line that names the key and the remedy.
 
-    file ─► mapping ─► overrides laid on it ─► unknown keys refused ─► typed structs ─► `validate`
+file ─► mapping ─► overrides laid on it ─► unknown keys refused ─► typed structs ─► `validate`
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}"
+        ) from error
     keys = tuple(key.split("."))
     for old, new in _ALIASES.items():
         if keys[: len(old)] == old:
@@ -151,9 +153,8 @@ def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callabl
         here = f"{path}.{key}" if path else str(key)
         if key not in hints:
             raise ConfigError(f"{source_of(here)}: unknown key '{here}'; {_suggestion(str(key), here, hints)}")
-        if value is None and _struct_in(hints[key]) is hints[key]:
-            value = {}  # a section written without any key: its defaults
-        clean[key] = _checked_keys(value, hints[key], here, source_of)
+        empty_section = value is None and _struct_in(hints[key]) is hints[key]
+        clean[key] = _checked_keys({} if empty_section else value, hints[key], here, source_of)
     return clean
 
 

@@ -36,7 +36,7 @@ class RunConfig(_Section, frozen=True):
 class WarmStartConfig(_Section, frozen=True):
     """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes."""
 
-    target_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5  # greedy, on validation prompts; then it stops
+    target_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.4  # greedy, on validation prompts; then it stops
     max_steps: NonNegativeInt = 1500
     batch_size: PositiveInt = 32
     learning_rate: PositiveFloat = 1e-3

@@ -141,7 +141,9 @@ class _LocalRun:
         if code != 0:
             words = self._supervisor.last_words("warm_start").removeprefix("error: ")
             raise PreflightError(f"the warm start ended with code {code}: {words}")
-        made = msgspec.json.decode((self._folder / "model.json").read_bytes(), type=dict[str, str | float | bool | None])
+        made = msgspec.json.decode(
+            (self._folder / "model.json").read_bytes(), type=dict[str, str | float | bool | None]
+        )
         return str(made["path"]), float(made["warm_start_s"] or 0.0)
 
     def _supervise(self, model_path: str, warm_start_s: float, progress: Progress) -> int:

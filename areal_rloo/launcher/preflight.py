@@ -27,7 +27,7 @@ def this_machine() -> Machine:
         gpus = ()
     else:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],  # noqa: S607
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=10,

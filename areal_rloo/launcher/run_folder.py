@@ -39,7 +39,9 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     if resume and not holds_run:
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
     if holds_run and not resume:
-        raise PreflightError(f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another")
+        raise PreflightError(
+            f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another"
+        )
     return folder
 
 
@@ -66,7 +68,7 @@ def write_beginning(folder: Path, config: Config, machine: Machine) -> None:
 
 def segment_folder(run_id: str) -> Path:
     """Where a run's shared memory lies: a name now, made by the learner, removed by the launcher when all is over."""
-    memory = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
+    memory = Path("/dev/shm")
     base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"areal_rloo-{run_id}"
 

@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
+_CLEAN_BACKOFF_S = 10.0
 
 
 @dataclass(slots=True)
@@ -64,7 +65,9 @@ class Supervisor:
         if child.restart_at_s is None:
             if child.num_restarts >= child.spec.max_restarts:
                 return False
-            wait_s = _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
+            # A worker that ended well was told to: the learner is about to end too, and then none is needed.
+            clean = self.exit_code(name) == 0
+            wait_s = _CLEAN_BACKOFF_S if clean else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
             logger.warning("%s ended with code %s; restart in %.1f s", name, self.exit_code(name), wait_s)
             child.restart_at_s = time.monotonic() + wait_s
         if time.monotonic() >= child.restart_at_s:

@@ -152,9 +152,7 @@ def _eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
     return [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
 
 
-def _restore(
-    restored: tuple[Path, LearnerState], trainer: Trainer, stream: PromptStream
-) -> tuple[Ledger, Totals, int]:
+def _restore(restored: tuple[Path, LearnerState], trainer: Trainer, stream: PromptStream) -> tuple[Ledger, Totals, int]:
     path, state = restored
     optimizer = load_optimizer(path)
     trainer.optimizer.load_state_dict(optimizer["optimizer"])
@@ -176,9 +174,7 @@ def _reporter(folder: Path, policy_version: int, metrics_port: int, *, fresh: bo
 
 def _broadcaster(config: Config, arguments: Arguments, trainer: Trainer, intake: Intake) -> Broadcaster:
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    manifest = build_manifest(
-        named_weights(trainer.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype
-    )
+    manifest = build_manifest(named_weights(trainer.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
     kind = config.weights.transport
     if kind == "auto":
         kind = "shared_memory" if arguments.same_host else "collective"

@@ -89,9 +89,7 @@ class Buffer:
     def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
         for trajectory in group.group.trajectories:
             versions = trajectory.completion.versions
-            fresh = within_bound(
-                versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness
-            )
+            fresh = within_bound(versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness)
             if not fresh.all():
                 self._ledger.drop_sample(trajectory.sample_id, "stale")
         if len(group.samples) < self._min_group:

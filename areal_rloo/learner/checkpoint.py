@@ -55,9 +55,7 @@ class LearnerState(msgspec.Struct, frozen=True):
     totals: Totals
 
 
-def capture(
-    ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals
-) -> LearnerState:
+def capture(ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals) -> LearnerState:
     """The learner's state at this moment; call where ledger and stream stand still."""
     buffered = [s.trajectory for g in ledger.groups.values() for s in g.samples.values() if s.trajectory is not None]
     return LearnerState(
@@ -95,7 +93,7 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: dict[str, Any],
     ) -> Path | None:
-        """Write a checkpoint, and drop the oldest beyond `keep`. None, with an alarm in the log, if the disk refuses."""
+        """Write a checkpoint and drop the oldest beyond `keep`; None, with an alarm in the log, if the disk refuses."""
         target = self._folder / f"step-{state.policy_version:06d}"
         unfinished = self._folder / f".unfinished-{state.policy_version:06d}"
         try:

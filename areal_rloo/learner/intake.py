@@ -237,9 +237,7 @@ class Intake:
         self._grant()
 
     def _welcome(self, peer: str, hello: Hello) -> None:
-        worker, lost = self._workers.welcome(
-            hello, peer, now_s=time.monotonic(), policy_version=self._policy_version
-        )
+        worker, lost = self._workers.welcome(hello, peer, now_s=time.monotonic(), policy_version=self._policy_version)
         logger.info("%s is here with version %d (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
         self._leasing.lose(lost)
         self._channel.send(peer, Welcome(self._learner_id, self._policy_version))
@@ -372,7 +370,7 @@ class Intake:
         for worker in self._workers.alive.values():
             self._channel.send(worker.peer, Drain(abort_running=True))
         ends_s = time.monotonic() + timeout_s
-        while self._workers.alive and time.monotonic() < ends_s:
+        while self._workers.alive and time.monotonic() < ends_s:  # noqa: ASYNC110 - nothing else needs an event for it
             await asyncio.sleep(0.02)
         if self._workers.alive:
             logger.warning("no goodbye from %s within %.0f s", ", ".join(self._workers.alive), timeout_s)
@@ -381,4 +379,3 @@ class Intake:
         worker: Worker | None = self._workers.alive.get(worker_id)
         if worker is not None:
             self._channel.send(worker.peer, notice)
-

@@ -30,7 +30,11 @@ from areal_rloo.trajectory import Group, Trajectory
 
 @dataclass(slots=True)
 class StepResult:
-    """What a train step did; sums and shares are over completion tokens in the loss unless said otherwise."""
+    """What a train step did.
+
+    Token counts are over all completion tokens within the bound; ratio, behaviour_weight and entropy over those of
+    trajectories with an advantage other than 0, the only ones with a gradient.
+    """
 
     num_optimizer_steps: int = 0
     num_skipped: int = 0
@@ -85,7 +89,7 @@ class Trainer:
         result = StepResult(
             advantage_abs_mean=float(advantages.abs().mean()),
             zero_variance_group_share=_zero_variance_share(groups),
-            learning_rate=self.schedule.get_last_lr()[0],
+            learning_rate=float(self.schedule.get_last_lr()[0]),
         )
         masks = self._masks(trajectories, policy_version, result)
         minibatches = self._minibatches(trajectories, advantages, masks, policy_version)
@@ -144,12 +148,29 @@ class Trainer:
                 max_new_tokens=self._config.rollout.sampling.max_new_tokens,
                 config=self._config.algorithm.loss,
             )
-            chosen = [trajectories[i] for i in indices]
-            rows = pack(chosen, max_tokens=self._config.learner.microbatch_tokens, device=self._device)
             minibatches.append(
-                _Minibatch(chosen, [float(advantages[i]) for i in indices], list(weights.split(lengths.tolist())), rows)
+                self._minibatch(
+                    [trajectories[i] for i in indices],
+                    [float(advantages[i]) for i in indices],
+                    list(weights.split(lengths.tolist())),
+                )
             )
         return minibatches
+
+    def _minibatch(self, trajectories: list[Trajectory], advantages: list[float], weights: list[Tensor]) -> _Minibatch:
+        """Pack what has a gradient.
+
+        A trajectory with advantage 0 has none, so it costs no forward pass; its tokens stand in the denominator all
+        the same. Where none has an advantage, one trajectory is kept for the metrics.
+        """
+        live = [index for index, advantage in enumerate(advantages) if advantage != 0] or [0]
+        trajectories, advantages, weights = (
+            [trajectories[i] for i in live],
+            [advantages[i] for i in live],
+            [weights[i] for i in live],
+        )
+        rows = pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device)
+        return _Minibatch(trajectories, advantages, weights, rows)
 
     def _logprobs(self, row: Row) -> Tensor:
         return packed_logprobs(
@@ -166,20 +187,18 @@ class Trainer:
     def _logprobs_without_gradient(self, minibatch: _Minibatch) -> list[Tensor]:
         return [self._logprobs(row) for row in minibatch.rows]
 
-    def _optimize(
-        self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult
-    ) -> list[LossOutput]:
+    def _optimize(self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult) -> list[LossOutput]:
         """Gradients of all rows, then one optimizer step, unless something is not finite."""
         self.optimizer.zero_grad(set_to_none=True)
         outputs = []
         for index, row in enumerate(minibatch.rows):
             current = self._logprobs(row)
             output = self._loss(minibatch, row, current, current.detach() if proximal is None else proximal[index])
-            output.loss.backward()  # type: ignore[no-untyped-call]
+            output.loss.backward()
             outputs.append(output)
         max_norm = self._config.learner.optimizer.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        result.gradient_norm = max(result.gradient_norm, float(norm))
+        result.gradient_norm = max(result.gradient_norm, norm.item())
         if bool(torch.isfinite(norm)) and all(bool(torch.isfinite(output.loss)) for output in outputs):
             self.optimizer.step()
             self.schedule.step()
@@ -214,7 +233,7 @@ def _zero_variance_share(groups: Sequence[Group]) -> float:
 
 def _summarize(outputs: Sequence[LossOutput], result: StepResult, *, num_minibatches: int) -> None:
     num_tokens = max(1.0, sum(float(output.num_tokens) for output in outputs))
-    result.loss = sum(float(output.loss) for output in outputs) / num_minibatches
+    result.loss = sum(output.loss.item() for output in outputs) / num_minibatches
     result.entropy = sum(float(output.negative_logprob_sum) for output in outputs) / num_tokens
     result.ratio_mean = sum(float(output.ratio_sum) for output in outputs) / num_tokens
     result.ratio_max = max(float(output.ratio_max) for output in outputs)

@@ -81,7 +81,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     """AdamW on noisy demonstrations until greedy accuracy reaches the target; gives the accuracy it ended with."""
     tokenizer = make_tiny_tokenizer()
     task = ArithmeticTask(seed)
-    items, rng = task.items("train"), random.Random(seed)  # noqa: S311 - demonstrations, not secrets
+    items, rng = task.items("train"), random.Random(seed)
     validation = [
         _encoded(tokenizer, item.prompt, demonstration(item, rng, error_rate=0.0))
         for item in task.validation_items()[:_NUM_VALIDATION]
@@ -131,9 +131,7 @@ def greedy_accuracy(model: PreTrainedModel, sequences: Sequence[tuple[list[int],
     return num_right / len(sequences)
 
 
-def _forward(
-    model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[int]]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits at the completion tokens, those tokens, and which sequence each belongs to."""
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     starts = np.cumsum([0, *lengths])

@@ -131,9 +131,7 @@ class Learner:
             "optimizer": self._trainer.optimizer.state_dict(),
             "schedule": self._trainer.schedule.state_dict(),
         }
-        self._checkpoints.save(
-            state, model=self._trainer.model, tokenizer=self._tokenizer, optimizer=optimizer
-        )
+        self._checkpoints.save(state, model=self._trainer.model, tokenizer=self._tokenizer, optimizer=optimizer)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         result = self._trainer.step(batch, policy_version=self.policy_version)
@@ -175,8 +173,8 @@ class Learner:
         totals = self.totals
         totals.trained_tokens += result.num_tokens
         totals.masked_tokens += result.num_masked_tokens
-        for staleness, number in result.staleness_tokens.items():
-            totals.staleness_tokens[staleness] = totals.staleness_tokens.get(staleness, 0) + number
+        for value, count in result.staleness_tokens.items():
+            totals.staleness_tokens[value] = totals.staleness_tokens.get(value, 0) + count
         self._update_totals(statistics)
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         rewards = np.array([trajectory.reward for trajectory in trajectories])

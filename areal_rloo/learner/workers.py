@@ -57,9 +57,7 @@ class Workers:
         self._idle_before_s = 0.0
         self._generated_before = 0
 
-    def welcome(
-        self, hello: Hello, peer: str, *, now_s: float, policy_version: int
-    ) -> tuple[Worker, set[SampleId]]:
+    def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> tuple[Worker, set[SampleId]]:
         """Register a worker; also the samples its account held that it says it does not hold."""
         worker = self.alive.get(hello.worker_id)
         lost: set[SampleId] = set()

@@ -31,7 +31,8 @@ def load_policy(path: str, *, device: torch.device, gradient_checkpointing: bool
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints in train mode only
-    return model.to(device)  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
+    return model
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

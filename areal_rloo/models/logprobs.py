@@ -47,7 +47,8 @@ def packed_logprobs(
 
 def packed_logits(model: PreTrainedModel, *, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
     """All logits at `predicts`: [num_targets, vocab_size]; for small vocabularies. Arguments as `packed_logprobs`."""
-    return _hidden(model, input_ids, layout, predicts) @ model.get_output_embeddings().weight.T
+    logits: Tensor = _hidden(model, input_ids, layout, predicts) @ model.get_output_embeddings().weight.T
+    return logits
 
 
 def chosen_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:

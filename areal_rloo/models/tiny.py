@@ -48,7 +48,7 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
     config = config_class(
         vocab_size=len(_SPECIAL) + 256,
         hidden_size=recipe.hidden_size,
-        intermediate_size=4 * recipe.hidden_size,
+        intermediate_size=8 * recipe.hidden_size // 3,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_kv_heads,
@@ -62,7 +62,8 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model: PreTrainedModel = model_class(config)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def save_tiny_model(model: PreTrainedModel, folder: Path) -> None:

@@ -31,7 +31,7 @@ def extract_answer(text: str) -> Decimal | None:
     match = _NUMBER.fullmatch(line)
     if not mark or match is None or not (match["digits"] or match["fraction"]):
         return None
-    if match["before"] and match["after"] or not _UNIT.fullmatch(match["rest"]):
+    if (match["before"] and match["after"]) or not _UNIT.fullmatch(match["rest"]):
         return None
     number = Decimal((match["digits"] or "0").replace(",", "") + (match["fraction"] or ""))
     return -number if "-" in (match["before"], match["after"]) else number

@@ -260,7 +260,9 @@ class RolloutWorker:
         try:
             reward = await asyncio.wait_for(scoring, self._config.rollout.reward_timeout_s)
         except TimeoutError:
-            await self._failed(sample_id, "reward_timeout", f"no reward within {self._config.rollout.reward_timeout_s} s")
+            await self._failed(
+                sample_id, "reward_timeout", f"no reward within {self._config.rollout.reward_timeout_s} s"
+            )
         except Exception as error:  # noqa: BLE001 - a reward is the user's code; whatever it raises drops its sample alone
             await self._failed(sample_id, "reward_error", f"{type(error).__name__}: {error}")
         else:

@@ -71,5 +71,7 @@ def _eval_source(data: DataConfig) -> SourceConfig | None:
     path = Path(train.path)
     sibling = path.with_name("test" + path.suffix)
     if not sibling.is_file():
-        raise DataError(f"data.eval.path: null, and there is no {sibling}; set it, or switch it off with data.eval=null")
+        raise DataError(
+            f"data.eval.path: null, and there is no {sibling}; set it, or switch it off with data.eval=null"
+        )
     return msgspec.structs.replace(source, path=str(sibling))

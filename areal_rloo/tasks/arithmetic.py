@@ -85,7 +85,7 @@ class _Problems(Sequence[Item]):
         return self._item(self._indices[index])
 
     def _item(self, index: int) -> Item:
-        rng = random.Random(f"{self._part}/{self._seed}/{index}")  # noqa: S311 - problems, not secrets
+        rng = random.Random(f"{self._part}/{self._seed}/{index}")
         while True:
             numbers = [rng.randint(1, 9) for _ in range(rng.choice(_COUNTS))]
             prompt = "+".join(map(str, numbers)) + "=?\n"

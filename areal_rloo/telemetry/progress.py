@@ -53,7 +53,9 @@ class Progress:
             return
         if self._live is not None:
             self._live.update(Text(self.line()), refresh=True)
-        elif time.monotonic() - self._printed_s >= _PLAIN_EVERY_S or self._train.num_train_steps == self._num_train_steps:
+            return
+        done = self._train.num_train_steps == self._num_train_steps
+        if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
             self._printed_s = time.monotonic()
             self.say(self.line())
 

@@ -1,4 +1,4 @@
-"""The lines of a run folder's metrics.jsonl: written by the learner, read by the progress line, the report and tests."""
+"""The lines of a run folder's metrics.jsonl: written by the learner, read by the progress line and the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="train"):
-    """One train step. Shares are of trained tokens unless said otherwise; seconds are of a monotonic clock."""
+    """One train step. Seconds are of a monotonic clock.
+
+    Entropy, ratio and behaviour_weight are over tokens with a gradient: within the staleness bound, and of trajectories
+    whose advantage is not 0. Other shares are of trained tokens unless said otherwise.
+    """
 
     num_train_steps: int  # steps done, this one included
     policy_version: int  # version published after this step
@@ -32,7 +36,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     advantage_abs_mean: float
     gradient_norm: float  # before clipping
     learning_rate: float
-    entropy: float  # mean over trained tokens of -log p(token): an unbiased estimate on fresh tokens
+    entropy: float  # mean of -log p(token): an estimate from the sampled tokens
     ratio_mean: float  # current / proximal
     ratio_max: float
     ratio_clipped_share: float

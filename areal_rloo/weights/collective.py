@@ -10,13 +10,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    _Group = ProcessGroupGloo | ProcessGroupNCCL
 
 _IN_FLIGHT = 2  # broadcasts under way together: the next one's start hides behind the other's end
 
@@ -32,12 +38,10 @@ class CollectiveSender:
         self._device = device
         self._timeout_s = timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._store = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
-        self._group: dist.ProcessGroup | None = None
+        self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
 
     def stage(self) -> Sequence[Tensor]:
@@ -90,7 +94,7 @@ class CollectiveReader:
         self._worker_id = worker_id
         self._device = device
         self._epoch: tuple[str, int, int] | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: _Group | None = None
         self._buckets: Sequence[Tensor] = ()
 
     def take(self, offer: CollectiveOffer, manifest: Manifest) -> Sequence[Tensor]:
@@ -106,7 +110,7 @@ class CollectiveReader:
             if self._group is None or epoch != self._epoch:
                 self._group = None
                 timeout = timedelta(seconds=offer.timeout_s)
-                store = dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
+                store = TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
                 rank, size = offer.ranks[self._worker_id], len(offer.ranks) + 1
                 self._group = _group(store, offer.epoch, rank, size, offer.backend, offer.host, offer.timeout_s)
                 self._epoch = epoch
@@ -117,8 +121,8 @@ class CollectiveReader:
         return self._buckets
 
 
-def _broadcast(group: dist.ProcessGroup, buckets: Sequence[Tensor], device: torch.device) -> None:
-    options = dist.BroadcastOptions()
+def _broadcast(group: _Group, buckets: Sequence[Tensor], device: torch.device) -> None:
+    options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     under_way = []
@@ -132,20 +136,20 @@ def _broadcast(group: dist.ProcessGroup, buckets: Sequence[Tensor], device: torc
         torch.cuda.synchronize(device)
 
 
-def _group(
-    store: dist.Store, epoch: int, rank: int, size: int, backend: str, host: str, timeout_s: float
-) -> dist.ProcessGroup:
+def _group(store: Store, epoch: int, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
     """Meet the others of an epoch; blocks until all are here."""
-    prefixed = dist.PrefixStore(f"epoch-{epoch}", store)
+    prefixed = PrefixStore(f"epoch-{epoch}", store)
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from CPU builds of torch
+
+        options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    gloo_options = dist.ProcessGroupGloo._Options()
+        return ProcessGroupNCCL(prefixed, rank, size, options)
+    gloo_options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo_options._timeout = timeout
-    gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
-    return dist.ProcessGroupGloo(prefixed, rank, size, gloo_options)
+    gloo_options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    return ProcessGroupGloo(prefixed, rank, size, gloo_options)
 
 
 def _address_towards(host: str) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 import zmq
@@ -100,8 +101,9 @@ class LearnerChannel:
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; False where the peer is gone or its queue is full."""
         frames = encode(message)
-        # Through the asyncio socket, although the future is done at once: it re-arms the receiver's edge-triggered poll.
-        error = self._socket.send_multipart([bytes.fromhex(peer), *frames], zmq.NOBLOCK).exception()
+        # Through the asyncio socket although the future is done at once: it re-arms the receiver's edge-triggered poll.
+        done = cast(asyncio.Future[object], self._socket.send_multipart([bytes.fromhex(peer), *frames], zmq.NOBLOCK))
+        error = done.exception()
         if error is not None:
             self._counts["unroutable"] += 1
             logger.info("%s to %s is lost: %s", type(message).__name__, peer, error)

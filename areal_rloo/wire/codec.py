@@ -170,7 +170,9 @@ def decode_trajectory(frame: bytes, limits: Limits) -> Trajectory:
 def _header(frames: Sequence[bytes], limits: Limits, decoder: Any) -> Any:
     size = sum(len(frame) for frame in frames)
     _require(len(frames) > 0, "message", "no frame")
-    _require(size <= limits.max_message_bytes, "message", f"expected at most {limits.max_message_bytes} bytes, got {size}")
+    _require(
+        size <= limits.max_message_bytes, "message", f"expected at most {limits.max_message_bytes} bytes, got {size}"
+    )
     try:
         version, body = _version_decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

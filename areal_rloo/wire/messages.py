@@ -15,8 +15,9 @@
                                         ◄─   Drain               finish what runs, push it, say Goodbye
     Goodbye                             ─►
 
-Nobody waits for an answer in lock step. Every message can come twice and some can be lost with a connection: a repeated
-trajectory is acknowledged and ignored, an unacknowledged one is sent again, a lost lease is found by its missing number.
+Nobody waits for an answer in lock step. Every message can come twice, and some can be lost with a connection: a
+repeated trajectory is acknowledged and ignored, an unacknowledged one is sent again, a lost lease is found by its
+missing number.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         incarnation: differs at every start of the process.
         capacity_samples: how many unfinished samples the worker wants to hold, train and eval together.
         policy_version: version of the weights its engine runs.
-        held: samples it holds or has not had acknowledged; what the learner thinks is leased to it and is not here is lost.
+        held: samples it holds or has not had acknowledged; others the learner leased to it are lost.
     """
 
     worker_id: str

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,9 +189,11 @@ class DecodeBatch:
             self._cache[:, row, :, :, :length] = self._cache[:, last, :, :, :length]
             for tensor in (self._tokens, self._uniforms, self._out_tokens, self._out_logprobs):
                 tensor[row] = tensor[last]
-            for array in (self._stops, self._positions, self._made, self._limits, self._minimums):
-                array[row] = array[last]
-            for array in (self._temperatures, self._greedy, self._top_p, self._top_k):
+            state: tuple[np.ndarray[Any, Any], ...] = (
+                *(self._stops, self._positions, self._made, self._limits, self._minimums),
+                *(self._temperatures, self._greedy, self._top_p, self._top_k),
+            )
+            for array in state:
                 array[row] = array[last]
             self._running[row] = self._running[last]
         self._running.pop()

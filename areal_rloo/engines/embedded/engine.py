@@ -46,9 +46,7 @@ class EmbeddedEngine:
         context_tokens: int,
         policy_version: int = 0,
     ) -> None:
-        parameters, cos, sin = load_checkpoint(
-            model_path, context_tokens=context_tokens, device=device, dtype=dtype
-        )
+        parameters, cos, sin = load_checkpoint(model_path, context_tokens=context_tokens, device=device, dtype=dtype)
         self._rope = torch.stack([cos, signed(sin)]).to(dtype)
         self._context_tokens = context_tokens
         self._policy_version = policy_version
@@ -141,7 +139,7 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except Exception as error:  # noqa: BLE001 - whatever it was, every caller has to hear of it
+        except Exception as error:
             logger.exception("the engine stopped")
             self._die(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
 

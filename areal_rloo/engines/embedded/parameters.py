@@ -199,7 +199,9 @@ def load_checkpoint(
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     index = path / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    )
     for name in names:
         with safe_open(path / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping

@@ -29,7 +29,9 @@ def signed(sin: Tensor) -> Tensor:
     return torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
 
 
-def decode(parameters: Parameters, cache: Tensor, tokens: Tensor, positions: Tensor, longest: int, rope: Tensor) -> Tensor:
+def decode(
+    parameters: Parameters, cache: Tensor, tokens: Tensor, positions: Tensor, longest: int, rope: Tensor
+) -> Tensor:
     """One token a row: writes its keys and values, and gives the logits of the next.
 
     Args:
@@ -98,7 +100,7 @@ def _heads(hidden: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Queries, keys and values, normed where the architecture does it: [..., num_heads + 2 num_kv_heads, head_dim]."""
     a = parameters.architecture
     normed = F.rms_norm(hidden, (a.hidden_size,), layer.input_norm, a.norm_eps)
-    heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, a.head_dim))
+    heads: Tensor = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, a.head_dim))
     if layer.qk_norm is None:
         return heads
     num_normed = a.num_heads + a.num_kv_heads
