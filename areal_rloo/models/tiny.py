@@ -48,7 +48,7 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
     config = config_class(
         vocab_size=len(_SPECIAL) + 256,
         hidden_size=recipe.hidden_size,
-        intermediate_size=8 * recipe.hidden_size // 3,
+        intermediate_size=3 * recipe.hidden_size,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_kv_heads,

@@ -5,7 +5,7 @@
                        #### 15
 
 Items are made on access from (seed, index). Which split a problem belongs to is decided by a hash of its text, so no
-problem can be in two splits, whatever the seeds. Three to ten numbers give completions with a long tail.
+problem can be in two splits, whatever the seeds. Three to ten numbers, mostly few, give completions a long tail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, overload
 from areal_rloo.rewards.answers import answer_reward
 from areal_rloo.tasks.base import Item, Split
 
-_COUNTS = (3, 4, 5, 6, 8, 10)
+_COUNTS = (3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 8, 10)  # most problems are short, a few are long
 _NUM_TRAIN = 20_000
 _NUM_HELD_OUT = 2_000
 

@@ -127,7 +127,7 @@ def _broadcast(group: _Group, buckets: Sequence[Tensor], device: torch.device) -
     options.rootTensor = 0
     under_way = []
     for bucket in buckets:
-        under_way.append(group.broadcast([bucket], options))
+        under_way.append(group.broadcast([bucket], options))  # type: ignore[union-attr]
         if len(under_way) == _IN_FLIGHT:
             under_way.pop(0).wait()
     for work in under_way:

@@ -1,0 +1,51 @@
+"""Shared by all tests: where the data is, small models, and which tests need a GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("areal_rloo", deadline=None)  # no time is asserted, not even by a library
+settings.load_profile("areal_rloo")
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(scope="session")
+def gsm8k_folder() -> Path:
+    """The real GSM8K: $AREAL_RLOO_DATA, or ../shared/data beside the checkout."""
+    folder = Path(os.environ.get("AREAL_RLOO_DATA", REPO.parent / "shared" / "data")) / "gsm8k"
+    if not (folder / "train.jsonl").is_file():
+        pytest.skip(f"no GSM8K in {folder}; set AREAL_RLOO_DATA to a folder with gsm8k/train.jsonl and test.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random checkpoint of each architecture, by name; weights large enough for distributions with a shape."""
+    from areal_rloo.config import TinyModelConfig
+    from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
+
+    folders = {}
+    for name in ("qwen2", "qwen3", "llama"):
+        recipe = TinyModelConfig(
+            architecture=name, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, warm_start=None
+        )
+        model = make_tiny_model(recipe)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(6)
+        folders[name] = tmp_path_factory.mktemp(name)
+        save_tiny_model(model, folders[name])
+    return folders

@@ -1,0 +1,80 @@
+"""adv_norm against a slow reference, and its invariants."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_rloo.algorithm.advantage import normalize
+from areal_rloo.config import NormConfig
+
+RLOO = NormConfig(mean_level="group", mean_leave1out=True)
+
+batches = st.lists(
+    st.tuples(st.integers(0, 5), st.floats(-10, 10, allow_nan=False, width=32)), min_size=1, max_size=24
+)
+
+
+def _slow_leave_one_out(rewards: list[float], groups: list[int]) -> Iterator[float]:
+    for i, reward in enumerate(rewards):
+        others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and j != i]
+        yield reward - sum(others) / len(others) if others else 0.0
+
+
+def _normalized(rewards: list[float], groups: list[int], norm: NormConfig) -> torch.Tensor:
+    return normalize(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), norm)
+
+
+@given(batches)
+def test_rloo_equals_the_slow_reference_on_ragged_interleaved_groups(batch: list[tuple[int, float]]) -> None:
+    groups, rewards = [g for g, _ in batch], [r for _, r in batch]
+    expected = torch.tensor(list(_slow_leave_one_out(rewards, groups)))
+    torch.testing.assert_close(_normalized(rewards, groups, RLOO), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(batches)
+def test_rloo_advantages_of_a_group_sum_to_zero(batch: list[tuple[int, float]]) -> None:
+    groups, rewards = [g for g, _ in batch], [r for _, r in batch]
+    advantages = _normalized(rewards, groups, RLOO)
+    for group in set(groups):
+        total = sum(float(a) for a, g in zip(advantages, groups, strict=True) if g == group)
+        assert total == pytest.approx(0.0, abs=1e-4)
+
+
+@given(batches, st.integers(-5, 5))
+def test_adding_a_constant_to_the_rewards_changes_nothing(batch: list[tuple[int, float]], shift: int) -> None:
+    groups, rewards = [g for g, _ in batch], [r for _, r in batch]
+    shifted = _normalized([r + shift for r in rewards], groups, RLOO)
+    torch.testing.assert_close(shifted, _normalized(rewards, groups, RLOO), rtol=1e-4, atol=1e-4)
+
+
+@given(st.floats(-1e3, 1e3, allow_nan=False), st.integers(1, 9))
+def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
+    assert torch.count_nonzero(_normalized([reward] * size, [7] * size, RLOO)) == 0
+
+
+def test_rloo_of_one_right_in_four_is_the_textbook_value() -> None:
+    torch.testing.assert_close(
+        _normalized([1, 0, 0, 0], [3, 3, 3, 3], RLOO), torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3])
+    )
+
+
+def test_a_group_of_one_gives_zero_under_leave_one_out() -> None:
+    assert _normalized([1.0, 0.0, 1.0], [0, 1, 1], RLOO)[0] == 0
+
+
+def test_grpo_divides_by_the_groups_unbiased_standard_deviation() -> None:
+    norm = NormConfig(mean_level="group", std_level="group", eps=0.0)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    torch.testing.assert_close(_normalized([1, 0, 0, 1], [0] * 4, norm), (rewards - 0.5) / rewards.std())
+
+
+def test_no_level_leaves_the_rewards_as_they_are() -> None:
+    assert _normalized([1.5, -2.0], [0, 1], NormConfig()).tolist() == [1.5, -2.0]
+
+
+def test_a_lone_group_is_not_blown_up_by_its_missing_deviation() -> None:
+    norm = NormConfig(mean_level="none", std_level="group", eps=1e-6)
+    assert _normalized([1.0], [0], norm).tolist() == [1.0]
