@@ -26,11 +26,13 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 with YAML 1.2's floats: PyYAML alone reads `1e-6` as a string."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.[\d_]+)$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: a string that looks like such a float is quoted."""
+
+
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.[\d_]+)$")
+for _end in (_Loader, _Dumper):
+    _end.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -49,8 +51,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {_described(tree)}")
-    for old, new in _ALIASES.items():
-        _move(tree, old, new)
+    for alias, ours in _ALIASES.items():
+        _move(tree, alias, ours)
     sources: dict[str, str] = {}
     for override in overrides:
         keys, value = parse_override(override)
@@ -87,23 +89,23 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
             f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}"
         ) from error
     keys = tuple(key.split("."))
-    for old, new in _ALIASES.items():
-        if keys[: len(old)] == old:
-            keys = new + keys[len(old) :]
+    for alias, ours in _ALIASES.items():
+        if keys[: len(alias)] == alias:
+            keys = ours + keys[len(alias) :]
     return keys, value
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
 
 
-def _move(tree: dict[str, Any], old: tuple[str, str], new: tuple[str, str]) -> None:
-    section = tree.get(old[0])
-    if isinstance(section, dict) and old[1] in section:
-        tree.setdefault(new[0], {})[new[1]] = section.pop(old[1])
+def _move(tree: dict[str, Any], alias: tuple[str, str], ours: tuple[str, str]) -> None:
+    section, ours_section = tree.get(alias[0]), tree.get(ours[0]) or {}
+    if isinstance(section, dict) and alias[1] in section and isinstance(ours_section, dict):
+        tree[ours[0]] = ours_section | {ours[1]: section.pop(alias[1])}
         if not section:
-            del tree[old[0]]
+            del tree[alias[0]]
 
 
 def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:

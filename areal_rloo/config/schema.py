@@ -59,7 +59,6 @@ class TinyModelConfig(_Section, frozen=True):
 class ModelConfig(_Section, frozen=True):
     path: str = "tiny"  # a folder, a hub name, or `tiny`: the built-in model, made on first use
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computation; master weights are always float32
-    gradient_checkpointing: bool = False
     tiny: TinyModelConfig = TinyModelConfig()
 
 

@@ -84,7 +84,7 @@ def _run(config: Config, arguments: Arguments) -> int:
         logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
     model_path = arguments.model_path if restored is None else str(restored[0] / "model")
     tokenizer = load_tokenizer(arguments.model_path)
-    model = load_policy(model_path, device=device, gradient_checkpointing=config.model.gradient_checkpointing)
+    model = load_policy(model_path, device=device)
     trainer = Trainer(model, config, device=device)
     stream = _prompt_stream(config, tokenizer)
     ledger, totals, policy_version = Ledger(), Totals(), 0

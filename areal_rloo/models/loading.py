@@ -15,7 +15,7 @@ from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import PACKED_ATTENTION
 
 
-def load_policy(path: str, *, device: torch.device, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     """A causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
     Raises:
@@ -28,9 +28,6 @@ def load_policy(path: str, *, device: torch.device, gradient_checkpointing: bool
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_unreadable(path, error)) from error
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints in train mode only
     model.to(device)  # type: ignore[arg-type]
     return model
 

@@ -1,0 +1,257 @@
+"""The two ends of the wire over real sockets."""
+
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from areal_rloo.errors import PreflightError
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.messages import Drain, Goodbye, Refusal, TrajectoryBatch, Welcome
+from areal_rloo.wire.security import CurveKeys, load_keys, make_keys
+
+LIMITS = Limits(max_message_bytes=2**22)
+
+
+def _trajectory(group_id: int, index: int = 0) -> Trajectory:
+    arrays = (np.ones(4, np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))
+    return Trajectory(group_id, index, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0)
+
+
+def _worker(port: int, **options: object) -> WorkerChannel:
+    values = {"worker_id": "w", "incarnation": "1", "limits": LIMITS, "max_unacked": 100, "keys": None, **options}
+    return WorkerChannel(f"tcp://127.0.0.1:{port}", **values)  # type: ignore[arg-type]
+
+
+def _run(scenario: Callable[[LearnerChannel], Awaitable[None]], keys: CurveKeys | None = None) -> None:
+    async def main() -> None:
+        learner = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=keys)
+        try:
+            async with asyncio.timeout(30):
+                await scenario(learner)
+        finally:
+            learner.close()
+
+    asyncio.run(main())
+
+
+def test_messages_go_both_ways() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port)
+        await worker.send(Goodbye("w"))
+        peer, message = await learner.receive()
+        assert message == Goodbye("w")
+        assert learner.send(peer, Welcome("x", 3))
+        assert await worker.receive() == Welcome("x", 3)
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port)
+        receiving = asyncio.create_task(worker.receive())
+        for index in range(50):
+            await worker.push(_trajectory(index))
+        received, num_messages = [], 0
+        while len(received) < 50:
+            peer, message = await learner.receive()
+            assert isinstance(message, TrajectoryBatch)
+            received += [t.group_id for t in message.trajectories]
+            num_messages += 1
+            learner.acknowledge(peer, [message.batch_id])
+        assert received == list(range(50))
+        assert num_messages < 25
+        assert await worker.drain(5)
+        assert worker.unacknowledged() == []
+        receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_push_waits_while_too_much_is_unacknowledged() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port, max_unacked=3)
+        receiving = asyncio.create_task(worker.receive())
+        for index in range(3):
+            await worker.push(_trajectory(index))
+        blocked = asyncio.create_task(worker.push(_trajectory(3)))
+        await asyncio.sleep(0.1)
+        assert not blocked.done()
+        peer, message = await learner.receive()
+        assert isinstance(message, TrajectoryBatch)
+        learner.acknowledge(peer, [message.batch_id])
+        await blocked
+        receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_a_learner_that_comes_back_gets_everything_that_was_not_acknowledged() -> None:
+    async def main() -> None:
+        first = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
+        port = first.port
+        worker = _worker(port, resend_after_s=0.5)
+        receiving = asyncio.create_task(worker.receive())
+        for index in range(20):
+            await worker.push(_trajectory(index))
+        await first.receive()
+        first.close()  # nothing was acknowledged
+        await asyncio.sleep(0.2)
+        second = LearnerChannel.bind("127.0.0.1", port, limits=LIMITS, keys=None)
+        for index in range(20, 30):
+            await worker.push(_trajectory(index))
+        seen: set[int] = set()
+        async with asyncio.timeout(20):
+            while len(seen) < 30:
+                peer, message = await second.receive()
+                assert isinstance(message, TrajectoryBatch)
+                seen |= {t.group_id for t in message.trajectories}
+                second.acknowledge(peer, [message.batch_id])
+        assert await worker.drain(5)
+        assert worker.statistics().resent > 0
+        receiving.cancel()
+        await worker.close()
+        second.close()
+
+    asyncio.run(main())
+
+
+def _push_for_ever(port: int) -> None:
+    async def main() -> None:
+        worker = _worker(port, incarnation="killed")
+        for index in range(10**9):
+            await worker.push(_trajectory(index))
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_worker_killed_in_mid_stream_leaves_whole_messages_and_its_successor_goes_on() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        process = multiprocessing.get_context("spawn").Process(target=_push_for_ever, args=(learner.port,))
+        process.start()
+        await learner.receive()
+        assert process.pid is not None
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        worker = _worker(learner.port, incarnation="next")
+        await worker.push(_trajectory(-5))
+        while True:
+            _, message = await learner.receive()
+            assert isinstance(message, TrajectoryBatch)
+            if message.trajectories[0].group_id == -5:
+                break
+        assert learner.statistics().refused == 0
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_trash_is_counted_answered_and_does_not_stall_the_others() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        vandal = zmq.Context.instance().socket(zmq.DEALER)
+        vandal.connect(f"tcp://127.0.0.1:{learner.port}")
+        for number in range(500):
+            vandal.send_multipart([bytes([number % 256]) * (number % 50), b"x"])
+        worker = _worker(learner.port)
+        await worker.send(Goodbye("w"))
+        assert (await learner.receive())[1] == Goodbye("w")
+        while learner.statistics().refused < 500:
+            await asyncio.wait([asyncio.create_task(_ignored(learner))], timeout=0.05)
+        assert vandal.poll(2000)
+        assert b"refusal" in vandal.recv()
+        vandal.close(0)
+        await worker.close()
+
+    _run(scenario)
+
+
+async def _ignored(learner: LearnerChannel) -> None:
+    try:
+        async with asyncio.timeout(0.04):
+            await learner.receive()
+    except TimeoutError:
+        return
+
+
+def test_a_message_to_a_peer_that_is_gone_is_counted_and_nothing_more() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        assert not learner.send(b"nobody".hex(), Drain(True))
+        assert learner.statistics().unroutable == 1
+
+    _run(scenario)
+
+
+def test_with_curve_a_peer_without_the_key_gets_nothing_through(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "other")
+
+    async def scenario(learner: LearnerChannel) -> None:
+        stranger = _worker(learner.port, incarnation="plain")
+        forger = _worker(learner.port, incarnation="forged", keys=_forged(tmp_path))
+        worker = _worker(learner.port, keys=load_keys(tmp_path / "keys", end="worker"))
+        await stranger.send(Goodbye("stranger"))
+        await forger.send(Goodbye("forger"))
+        await asyncio.sleep(0.3)
+        await worker.send(Goodbye("w"))
+        assert (await learner.receive())[1] == Goodbye("w")
+        for channel in (stranger, forger, worker):
+            await channel.close()
+
+    _run(scenario, keys=load_keys(tmp_path / "keys", end="learner"))
+
+
+def _forged(folder: Path) -> CurveKeys:
+    """The right server key, a client key of one's own."""
+    own = load_keys(folder / "other", end="worker")
+    return CurveKeys(own.public, own.secret, load_keys(folder / "keys", end="worker").peer_public)
+
+
+def test_keys_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "keys").iterdir()} == {0o600}
+    (tmp_path / "keys" / "learner.secret").chmod(0o644)
+    with pytest.raises(PreflightError, match="others can read"):
+        load_keys(tmp_path / "keys", end="learner")
+
+
+def test_an_open_address_without_keys_and_a_taken_port_are_refused() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        with pytest.raises(PreflightError, match="needs CURVE"):
+            LearnerChannel.bind("0.0.0.0", 0, limits=LIMITS, keys=None)
+        with pytest.raises(PreflightError, match=r"wire\.port: cannot bind"):
+            LearnerChannel.bind("127.0.0.1", learner.port, limits=LIMITS, keys=None)
+
+    _run(scenario)
+
+
+def test_a_message_the_learner_cannot_read_is_answered_with_why() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port)
+        await worker._socket.send_multipart([b"\x92\x02\x80"])  # wire version 2
+        receiving = asyncio.create_task(_ignored_for_ever(learner))
+        message = await worker.receive()
+        assert isinstance(message, Refusal)
+        assert "wire version 2" in message.detail
+        receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
+async def _ignored_for_ever(learner: LearnerChannel) -> None:
+    while True:
+        await learner.receive()

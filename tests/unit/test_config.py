@@ -1,0 +1,220 @@
+"""Config: files, overrides, and a clear line for every mistake."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_rloo.config import Config, dump_config, load_config
+from areal_rloo.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refusal(name: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, overrides)
+    message = str(caught.value)
+    assert "\n" not in message, "a mistake is told in one line"
+    return message
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+def test_a_section_written_as_nothing_gives_its_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "learner:\nalgorithm:\n  loss:\n")) == Config()
+
+
+def test_an_unknown_key_is_refused_with_the_file_the_key_and_a_suggestion(tmp_path: Path) -> None:
+    name = write(tmp_path, "algorithm: {group_sise: 4}")
+    assert refusal(name) == f"{name}: unknown key 'algorithm.group_sise'; did you mean 'group_size'?"
+
+
+def test_an_unknown_section_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    assert "did you mean 'learner'?" in refusal(write(tmp_path, "lerner: {}"))
+
+
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs(tmp_path: Path) -> None:
+    assert "did you mean 'algorithm.loss.eps_low'?" in refusal(write(tmp_path, "algorithm: {eps_low: 0.2}"))
+
+
+def test_a_key_unlike_any_other_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    assert "expected one of name, seed, folder in run" in refusal(write(tmp_path, "run: {zzz: 1}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("algorithm: {group_size: many}", "algorithm.group_size", "'many'"),
+        ("algorithm: {group_size: 2.5}", "algorithm.group_size", "2.5"),
+        ("algorithm: {max_staleness: -1}", "algorithm.max_staleness", "-1"),
+        ("algorithm: {stale_tokens: keep}", "algorithm.stale_tokens", "'keep'"),
+        ("learner: {optimizer: {learning_rate: 0}}", "learner.optimizer.learning_rate", "0"),
+        ("learner: {optimizer: {betas: [0.9]}}", "learner.optimizer.betas", "[0.9]"),
+        ("rollout: {sampling: {top_p: 1.5}}", "rollout.sampling.top_p", "1.5"),
+        ("wire: {port: 70000}", "wire.port", "70000"),
+        ("run: 3", "run", "3"),
+        ("data: {train: null}", "data.train", None),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(tmp_path: Path, text: str, key: str, value: str | None) -> None:
+    name = write(tmp_path, text)
+    if value is None:  # a section may be null where that means its defaults
+        assert load_config(name) == Config()
+        return
+    message = refusal(name)
+    assert message.startswith(f"{name}: {key}: "), message
+    assert message.endswith(f"the value is {value}"), message
+
+
+def test_a_group_of_one_under_rloo_is_refused() -> None:
+    message = refusal("quickstart.yaml", "algorithm.group_size=1")
+    assert message.startswith("override 'algorithm.group_size=1': algorithm.group_size: expected at least 2")
+
+
+def test_a_group_of_one_is_allowed_without_leave_one_out() -> None:
+    overrides = ["algorithm.group_size=1", "algorithm.adv_norm.mean_leave1out=false"]
+    assert load_config("quickstart.yaml", overrides).algorithm.group_size == 1
+
+
+def test_leave_one_out_without_a_mean_is_refused() -> None:
+    assert "set algorithm.adv_norm.mean_level=group" in refusal("quickstart.yaml", "algorithm.adv_norm.mean_level=none")
+
+
+@pytest.mark.parametrize("override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"])
+def test_truncated_sampling_is_refused_unless_allowed(override: str) -> None:
+    assert "rollout.sampling.allow_truncated=true" in refusal("quickstart.yaml", override)
+    load_config("quickstart.yaml", [override, "rollout.sampling.allow_truncated=true"])
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rollout.sampling.min_new_tokens=1000", "rollout.sampling.min_new_tokens"),
+        ("learner.num_minibatches=1000", "learner.num_minibatches"),
+        ("learner.microbatch_tokens=10", "learner.microbatch_tokens"),
+        ("wire.heartbeat_timeout_s=1", "wire.heartbeat_timeout_s"),
+        ("model.tiny.num_heads=7", "model.tiny"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_with_what_to_expect(override: str, key: str) -> None:
+    message = refusal("quickstart.yaml", override)
+    assert f"{key}: expected" in message
+    assert "got" in message
+
+
+def test_a_missing_file_is_refused_with_the_shipped_names() -> None:
+    message = refusal("nope.yaml")
+    assert message.startswith("nope.yaml: no such config file")
+    assert "quickstart.yaml" in message
+
+
+def test_bad_yaml_is_refused_with_the_place(tmp_path: Path) -> None:
+    name = write(tmp_path, "run: {seed: 1\nlearner: [")
+    message = refusal(name)
+    assert message.startswith(f"{name}: not valid YAML: ")
+    assert "line 2" in message
+
+
+@pytest.mark.parametrize("text", ["- run", "run", "3"])
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    assert "expected a mapping of sections" in refusal(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(b"\xff\xfe\x00run")
+    assert refusal(str(path)).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("spelling", ["1e-6", "1E-6", "1.0e-6", "0.000001", "+1e-6", "1e-06"])
+def test_a_float_may_be_written_in_any_usual_way(tmp_path: Path, spelling: str) -> None:
+    config = load_config(write(tmp_path, f"learner: {{optimizer: {{learning_rate: {spelling}}}}}"))
+    assert config.learner.optimizer.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize("spelling", ["none", "null", "~", ""])
+def test_no_level_may_be_written_as_the_word_or_as_null(tmp_path: Path, spelling: str) -> None:
+    config = load_config(
+        write(tmp_path, f"algorithm:\n  adv_norm:\n    mean_level: group\n    std_level: {spelling}\n")
+    )
+    assert config.algorithm.adv_norm.std_level == "none"
+    config = load_config("quickstart.yaml", [f"algorithm.adv_norm.std_level={spelling}"])
+    assert config.algorithm.adv_norm.std_level == "none"
+
+
+def test_the_spelling_of_areal_is_understood(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "actor: {adv_norm: {mean_level: batch, std_level: batch}}"))
+    assert config.algorithm.adv_norm.mean_level == "batch"
+    assert config.algorithm.adv_norm.std_level == "batch"
+    config = load_config("quickstart.yaml", ["actor.adv_norm.std_level=batch"])
+    assert config.algorithm.adv_norm.std_level == "batch"
+
+
+def test_the_spelling_of_areal_goes_beside_other_keys_or_an_empty_section(tmp_path: Path) -> None:
+    alias = "actor: {adv_norm: {mean_level: batch}}\n"
+    assert load_config(write(tmp_path, alias + "algorithm:\n")).algorithm.adv_norm.mean_level == "batch"
+    assert load_config(write(tmp_path, alias + "algorithm: {group_size: 3}")).algorithm.group_size == 3
+    assert "unknown key 'actor'" in refusal(write(tmp_path, alias + "algorithm: 3"))
+
+
+def test_no_other_key_of_areals_actor_section_is_known(tmp_path: Path) -> None:
+    assert "unknown key 'actor" in refusal(write(tmp_path, "actor: {path: x}"))
+
+
+def test_overrides_are_laid_on_the_file_with_or_without_dashes(tmp_path: Path) -> None:
+    name = write(tmp_path, "run: {seed: 1, name: a}")
+    config = load_config(name, ["run.seed=2", "--learner.optimizer.learning_rate=3e-5"])
+    assert (config.run.seed, config.run.name, config.learner.optimizer.learning_rate) == (2, "a", 3e-5)
+
+
+def test_the_last_of_two_overrides_holds() -> None:
+    assert load_config("quickstart.yaml", ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+def test_an_override_may_hold_a_section() -> None:
+    config = load_config("quickstart.yaml", ["rollout.sampling={temperature: 0.7}"])
+    assert config.rollout.sampling.temperature == 0.7
+    assert config.rollout.sampling.max_new_tokens == Config().rollout.sampling.max_new_tokens
+
+
+def test_an_override_may_switch_a_section_off() -> None:
+    config = load_config("quickstart.yaml", ["model.tiny.warm_start=null", "data.eval=null"])
+    assert config.model.tiny.warm_start is None
+    assert config.data.eval is None
+
+
+def test_a_mistake_in_an_override_names_the_override() -> None:
+    message = refusal("quickstart.yaml", "--algorithm.group_sise=4")
+    assert message.startswith("override '--algorithm.group_sise=4': unknown key 'algorithm.group_sise'")
+    assert refusal("quickstart.yaml", "run.seed=x").startswith(
+        "override 'run.seed=x': run.seed: expected `int`".replace("`", "")
+    )
+
+
+@pytest.mark.parametrize("override", ["run.seed", "=3", "--=3", "run.seed=[", "run.seed.deep=3", "a..b=1", ".=1"])
+def test_a_malformed_override_is_refused_with_what_was_written(override: str) -> None:
+    assert f"override '{override}'" in refusal("quickstart.yaml", override)
+
+
+def test_a_bare_name_is_looked_up_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart.yaml").write_text("run: {name: mine}")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart.yaml").run.name == "mine"
+
+
+def test_a_shipped_config_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart.yaml").run.name == "quickstart"
+
+
+def test_the_resolved_config_is_complete(tmp_path: Path) -> None:
+    text = dump_config(load_config("quickstart.yaml"))
+    for section in msgspec.structs.fields(Config):
+        assert f"\n{section.name}:" in f"\n{text}"

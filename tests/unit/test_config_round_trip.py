@@ -1,0 +1,86 @@
+"""The resolved config of a run folder reads back as the config that was resolved, whatever it holds."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_rloo.config import Config, dump_config, load_config
+
+# `validate` relates these to each other; they keep their defaults here, and test_config.py looks at them.
+RELATED = {
+    *("group_size", "mean_level", "mean_leave1out", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
+    *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
+    *("heartbeat_s", "heartbeat_timeout_s", "hidden_size", "num_heads", "num_kv_heads"),
+}
+TREACHEROUS_WORDS = [
+    "1e-6",
+    "1e3",
+    "none",
+    "null",
+    "~",
+    "on",
+    "no",
+    "0x10",
+    "1:30",
+    "3",
+    ".5",
+    "",
+    " a",
+    "a: b",
+    "#",
+    "é",
+]
+
+
+def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+    """Values that a field of this type may hold."""
+    match kind:
+        case msgspec.inspect.StructType():
+            fields = {f.name: values(f.type) for f in kind.fields if f.name not in RELATED}
+            return st.fixed_dictionaries({}, optional=fields).map(lambda given: kind.cls(**given))
+        case msgspec.inspect.UnionType():
+            return st.one_of([values(one) for one in kind.types])
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case msgspec.inspect.IntType():
+            return st.integers(kind.ge, 2**53 if kind.le is None else kind.le)
+        case msgspec.inspect.FloatType():
+            low = kind.gt if kind.gt is not None else kind.ge
+            high = kind.lt if kind.lt is not None else kind.le
+            return st.floats(
+                low,
+                high,
+                exclude_min=kind.gt is not None,
+                exclude_max=kind.lt is not None,
+                allow_nan=False,
+                allow_infinity=False,
+            )
+        case msgspec.inspect.TupleType():
+            return st.tuples(*[values(one) for one in kind.item_types])
+        case msgspec.inspect.StrType():
+            return st.sampled_from(TREACHEROUS_WORDS) | st.text(st.characters(codec="utf-8"), max_size=8)
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.NoneType():
+            return st.none()
+    raise AssertionError(f"no values known for {kind}")
+
+
+@settings(max_examples=150, deadline=None)
+@given(values(msgspec.inspect.type_info(Config)))
+def test_what_is_dumped_is_loaded_again(config: Config) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        assert load_config(str(path)) == config
+
+
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_a_float_in_an_override_is_taken_as_it_is_written(value: float) -> None:
+    for text in (repr(value), f"{value:.17e}", f"{value:.17g}"):
+        config = load_config("quickstart.yaml", [f"learner.optimizer.learning_rate={text}"])
+        assert config.learner.optimizer.learning_rate == value

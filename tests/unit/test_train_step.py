@@ -1,0 +1,158 @@
+"""One train step against a 40-line synchronous reference: the gradient does not depend on how it is computed."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.learner.packing import plan_rows
+from areal_rloo.learner.train_step import StepResult, Trainer
+from areal_rloo.models.loading import load_policy
+from areal_rloo.trajectory import Completion, Group, Trajectory
+
+VERSION = 3
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(
+        "quickstart.yaml",
+        ["learner.optimizer.max_grad_norm=1e9", "learner.num_minibatches=1", "rollout.sampling.temperature=0.8", *overrides],
+    )
+
+
+def _groups(seed: int = 0, *, num_groups: int = 5) -> list[Group]:
+    """Ragged groups of random tokens; some tokens are past the bound of eta = 2."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id in range(num_groups):
+        prompt = rng.integers(2, 200, rng.integers(1, 9)).astype(np.int32)
+        trajectories = []
+        for index in range(int(rng.integers(2, 5))):
+            num = int(rng.integers(1, 30))
+            completion = Completion(
+                rng.integers(2, 200, num).astype(np.int32),
+                -rng.random(num, dtype=np.float32) * 0.2 - 4.5,
+                np.sort(rng.integers(0, VERSION + 1, num)).astype(np.int32),
+                "stop",
+            )
+            trajectories.append(Trajectory(group_id, index, prompt, completion, float(rng.random())))
+        groups.append(Group(group_id, 5, tuple(trajectories)))
+    return groups
+
+
+def _reference_gradient(folder: Path, groups: list[Group], config: Config) -> dict[str, torch.Tensor]:
+    """RLOO with the decoupled loss, one sequence at a time, straight from the equations."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    terms, num_tokens = [], 0
+    for group in groups:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        for i, trajectory in enumerate(group.trajectories):
+            others = rewards[:i] + rewards[i + 1 :]
+            advantage = rewards[i] - sum(others) / len(others)
+            prompt, completion = trajectory.prompt_tokens.tolist(), trajectory.completion
+            logits = model(torch.tensor([[*prompt, *completion.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / config.rollout.sampling.temperature).log_softmax(-1)
+            for t, token in enumerate(completion.tokens.tolist()):
+                if VERSION - completion.versions[t] > config.algorithm.max_staleness:
+                    continue
+                current = logprobs[t, token]
+                weight = min(float(torch.exp(current.detach() - float(completion.behaviour_logprobs[t]))), 5.0)
+                ratio = torch.exp(current - current.detach())
+                terms.append(-weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+                num_tokens += 1
+    (torch.stack(terms).sum() / num_tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class _Spy(torch.optim.SGD):
+    """An optimizer that keeps the gradients of its last step and moves nothing."""
+
+    def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+        super().__init__([p for _, p in parameters], lr=0.0)
+        self.named = parameters
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.gradients.append({name: p.grad.clone() for name, p in self.named if p.grad is not None})
+
+
+def _step(folder: Path, groups: list[Group], config: Config) -> tuple[list[dict[str, torch.Tensor]], StepResult]:
+    model = load_policy(str(folder), device=torch.device("cpu"))
+    trainer = Trainer(model, config, device=torch.device("cpu"))
+    spy = _Spy(list(model.named_parameters()))
+    trainer.optimizer = spy  # type: ignore[assignment]
+    trainer.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
+    result = trainer.step(groups, policy_version=VERSION)
+    return spy.gradients, result
+
+
+def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    scale = max(float(gradient.abs().max()) for gradient in other.values())
+    assert scale > 0
+    for name, gradient in one.items():
+        torch.testing.assert_close(gradient, other[name], rtol=1e-4, atol=2e-6 * scale, msg=name)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("microbatch_tokens", [128, 256, 8192])
+def test_the_gradient_is_that_of_the_synchronous_reference_for_any_microbatching(
+    tiny_folders: dict[str, Path], name: str, microbatch_tokens: int
+) -> None:
+    config, groups = _config(f"learner.microbatch_tokens={microbatch_tokens}"), _groups()
+    (gradient,), result = _step(tiny_folders[name], groups, config)
+    _assert_same(gradient, _reference_gradient(tiny_folders[name], groups, config))
+    assert result.num_masked_tokens > 0
+
+
+def test_the_order_of_trajectories_and_groups_does_not_matter(tiny_folders: dict[str, Path]) -> None:
+    config, groups = _config(), _groups()
+    (expected,), _ = _step(tiny_folders["qwen2"], groups, config)
+    rng = random.Random(0)
+    shuffled = [Group(g.group_id, g.deadline, tuple(rng.sample(g.trajectories, len(g.trajectories)))) for g in groups]
+    rng.shuffle(shuffled)
+    (gradient,), _ = _step(tiny_folders["qwen2"], shuffled, config)
+    _assert_same(gradient, expected)
+
+
+def test_proximal_logprobs_of_later_minibatches_are_those_of_the_steps_beginning(tiny_folders: dict[str, Path]) -> None:
+    """With a frozen model they equal the current ones, so every ratio is 1 in both minibatches."""
+    gradients, result = _step(tiny_folders["qwen2"], _groups(), _config("learner.num_minibatches=2"))
+    assert len(gradients) == 2
+    assert result.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert result.ratio_max == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) -> None:
+    groups = [
+        Group(g.group_id, 5, tuple(Trajectory(t.group_id, t.sample_index, t.prompt_tokens, t.completion, 0.7) for t in g.trajectories))
+        for g in _groups()
+    ]
+    (gradient,), result = _step(tiny_folders["qwen2"], groups, _config())
+    assert all(torch.count_nonzero(g) == 0 for g in gradient.values())
+    assert result.zero_variance_group_share == 1.0
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_folders: dict[str, Path]) -> None:
+    groups = _groups()
+    trajectory = groups[0].trajectories[0]
+    trajectory.completion.behaviour_logprobs[:] = -np.inf
+    config = _config("algorithm.loss.behaviour_weight.rule=none", "algorithm.max_staleness=9")
+    gradients, result = _step(tiny_folders["qwen2"], groups, config)
+    assert gradients == []
+    assert (result.num_optimizer_steps, result.num_skipped) == (0, 1)
+
+
+def test_rows_are_full_hold_everything_once_and_never_pass_the_budget() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        lengths = rng.integers(1, 100, rng.integers(1, 60)).tolist()
+        rows = plan_rows(lengths, 128)
+        assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in row) <= 128 for row in rows)
+        sizes = [sum(lengths[index] for index in row) for row in rows]
+        assert all(a + b > 128 for a, b in zip(sizes, sizes[1:], strict=False)) or len(rows) < 2
