@@ -1,156 +1,199 @@
-"""Every metric of the system in one registry file, and the run folder's metrics.jsonl.
+"""Every metric of the system in one registry file, how a process serves its own, and the run folder's metrics.jsonl.
 
-The learner feeds `LearnerMetrics` from the same records it appends to metrics.jsonl; a rollout worker feeds
-`RolloutMetrics` from its statistics. Dashboards and alert rules may name only what stands here.
+The learner feeds `LearnerMetrics` with the records it appends to metrics.jsonl; what keeps its own statistics (engine,
+wire, weights) is read at each scrape through `watch`. Dashboards and alert rules may name only what stands here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from areal_rloo.errors import DataError
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, Record, TrainRecord
 
 PREFIX = "areal_rloo_"
 
-TRAIN_GAUGES = {
-    "loss": "Decoupled PPO loss of the last train step",
-    "reward_mean": "Mean reward of the last batch",
-    "reward_std": "Standard deviation of the rewards of the last batch",
-    "zero_variance_group_share": "Share of groups of the last batch whose rewards are all equal",
-    "advantage_abs_mean": "Mean absolute advantage of the last batch",
-    "gradient_norm": "Gradient norm before clipping, the largest of the step's minibatches",
-    "learning_rate": "Learning rate of the last train step",
-    "entropy": "Mean of -log p over trained tokens",
-    "ratio_mean": "Mean of current / proximal over trained tokens",
-    "ratio_max": "Largest current / proximal of the last step",
-    "ratio_clipped_share": "Share of trained tokens whose ratio was clipped",
-    "behaviour_weight_mean": "Mean of proximal / behaviour over trained tokens, after its limit",
-    "behaviour_weight_max": "Largest proximal / behaviour of the last step, before its limit",
-    "behaviour_weight_limited_share": "Share of trained tokens whose behaviour_weight met its limit",
-    "staleness_mean": "Mean staleness of trained tokens, in versions",
-    "staleness_max": "Largest staleness of a trained token, in versions",
-    "masked_token_share": "Share of completion tokens past the staleness bound, out of the loss",
-    "completion_tokens_mean": "Mean completion length of the last batch, in tokens",
-    "completion_tokens_max": "Longest completion of the last batch, in tokens",
-    "truncated_share": "Share of trajectories that ended at the token limit",
-    "generated_tokens_per_s": "Tokens generated per second since the previous step",
-    "trained_tokens_per_s": "Tokens trained on per second since the previous step",
-    "policy_version": "Version of the weights published last",
-    "num_workers": "Rollout workers alive",
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of a table: its name without the prefix, and its definition. A name that ends in `_total` only grows."""
+
+    name: str
+    text: str
+    label: str | None = None
+
+    @property
+    def kind(self) -> Literal["gauge", "counter"]:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+# By field of TrainRecord.
+TRAIN = {
+    "num_train_steps": Metric("train_steps_total", "Train steps done"),
+    "skipped_steps": Metric("skipped_steps_total", "Optimizer steps skipped because something was not finite"),
+    "policy_version": Metric("policy_version", "Version of the weights published last"),
+    "num_workers": Metric("rollout_workers", "Rollout workers alive"),
+    "loss": Metric("loss", "Loss of the last train step"),
+    "reward_mean": Metric("reward_mean", "Mean reward of the last batch"),
+    "reward_std": Metric("reward_std", "Standard deviation of the rewards of the last batch"),
+    "zero_variance_group_share": Metric("zero_variance_group_share", "Share of groups whose rewards are all equal"),
+    "advantage_abs_mean": Metric("advantage_abs_mean", "Mean absolute advantage of the last batch"),
+    "gradient_norm": Metric("gradient_norm", "Gradient norm before clipping, the largest of the step's minibatches"),
+    "learning_rate": Metric("learning_rate", "Learning rate of the last train step"),
+    "entropy": Metric("entropy", "Mean of -log p over tokens with a gradient"),
+    "ratio_mean": Metric("ratio_mean", "Mean of current / proximal over tokens with a gradient"),
+    "ratio_max": Metric("ratio_max", "Largest current / proximal of the last step"),
+    "ratio_clipped_share": Metric("ratio_clipped_share", "Share of tokens with a gradient whose ratio was clipped"),
+    "behaviour_weight_mean": Metric("behaviour_weight_mean", "Mean of proximal / behaviour, after its limit"),
+    "behaviour_weight_max": Metric("behaviour_weight_max", "Largest proximal / behaviour, before its limit"),
+    "behaviour_weight_limited_share": Metric(
+        "behaviour_weight_limited_share", "Share of tokens with a gradient whose behaviour_weight met its limit"
+    ),
+    "staleness_mean": Metric("staleness_mean_versions", "Mean staleness of trained tokens of the last step"),
+    "staleness_max": Metric("staleness_max_versions", "Largest staleness of a trained token of the last step"),
+    "masked_token_share": Metric("masked_token_share", "Share of completion tokens past the bound, out of the loss"),
+    "completion_tokens_mean": Metric("completion_tokens_mean", "Mean completion length of the last batch, in tokens"),
+    "completion_tokens_max": Metric("completion_tokens_max", "Longest completion of the last batch, in tokens"),
+    "truncated_share": Metric("truncated_share", "Share of trajectories that ended at the token limit"),
+    "train_step_s": Metric("train_step_seconds", "Seconds of the last train step, without the wait for its batch"),
+    "learner_idle_s": Metric("learner_idle_seconds_total", "Seconds the learner waited for a batch"),
+    "rollout_idle_s": Metric(
+        "rollout_idle_seconds_total", "Seconds a worker had nothing to generate since the first step, mean over workers"
+    ),
+    "generated_tokens": Metric("generated_tokens_total", "Completion tokens generated by all workers"),
+    "generated_tokens_per_s": Metric("generated_tokens_per_second", "Tokens generated per second in the last step"),
+    "trained_tokens_per_s": Metric("trained_tokens_per_second", "Tokens trained on per second in the last step"),
 }
-TRAIN_COUNTERS = {
-    "num_train_steps": ("train_steps_total", "Train steps done"),
-    "skipped_steps": ("skipped_steps_total", "Optimizer steps skipped because something was not finite"),
-    "generated_tokens": ("generated_tokens_total", "Tokens generated by all workers"),
-    "learner_idle_s": ("learner_idle_seconds_total", "Seconds the learner waited for a batch"),
-    "rollout_idle_s": ("rollout_idle_seconds_total", "Seconds a worker had nothing to generate, mean over workers"),
+TRAINED_TOKENS = Metric("trained_tokens_total", "Completion tokens trained on, by staleness in versions", "staleness")
+
+# By field of EvalRecord.
+EVALUATION = {
+    "accuracy": Metric("evaluation_accuracy", "Mean reward on the held-out split, greedy"),
+    "policy_version": Metric("evaluation_policy_version", "Version that the last evaluation measured"),
+    "completion_tokens_mean": Metric("evaluation_completion_tokens_mean", "Mean completion length, in tokens"),
 }
-EVAL_GAUGES = {
-    "accuracy": ("evaluation_accuracy", "Mean reward on the held-out split, greedy"),
-    "policy_version": ("evaluation_policy_version", "Version the last evaluation measured"),
+
+LEDGER_STATES = ("admitted", "trained", "buffered", "in_flight")
+LEDGER = Metric("ledger_samples", f"Samples by state: {', '.join(LEDGER_STATES)}", "state")
+DROPPED = Metric("ledger_dropped_samples_total", "Samples dropped from the ledger, by reason", "reason")
+UNBALANCED = Metric("ledger_imbalance_samples", "Samples admitted and not accounted for; anything but 0 is a bug")
+
+# By key of `RolloutMetrics.update`.
+ROLLOUT = {
+    "policy_version": Metric("rollout_policy_version", "Version of the weights this worker's engine runs"),
+    "num_running": Metric("rollout_running_completions", "Completions being decoded"),
+    "num_waiting": Metric("rollout_waiting_requests", "Requests waiting for a slot or a version"),
+    "unacknowledged": Metric("rollout_unacknowledged_trajectories", "Trajectories sent and not acknowledged yet"),
+    "generated_tokens": Metric("rollout_generated_tokens_total", "Completion tokens this worker generated"),
+    "prefill_tokens": Metric("rollout_prefill_tokens_total", "Prompt tokens this worker computed"),
+    "weight_updates": Metric("rollout_weight_updates_total", "Versions this worker took"),
+    "idle_s": Metric("rollout_worker_idle_seconds_total", "Seconds this worker had nothing to generate"),
+    "swap_s": Metric("rollout_swap_seconds_total", "Seconds decoding stood still to take weights"),
+    "scored": Metric("rollout_rewards_total", "Completions this worker scored"),
 }
-LEDGER_GAUGES = {
-    "admitted": "Samples admitted",
-    "trained": "Samples trained on",
-    "buffered": "Samples finished and waiting to be trained on",
-    "in_flight": "Samples being generated or waiting for a worker",
+ROLLOUT_DROPPED = Metric("rollout_dropped_completions_total", "Completions this worker dropped, by reason", "reason")
+
+# By field of the wire's ChannelStatistics; either end has them.
+WIRE = {
+    "messages_in": Metric("wire_received_messages_total", "Messages received"),
+    "messages_out": Metric("wire_sent_messages_total", "Messages sent"),
+    "bytes_in": Metric("wire_received_bytes_total", "Bytes received"),
+    "bytes_out": Metric("wire_sent_bytes_total", "Bytes sent"),
+    "refused": Metric("wire_refused_messages_total", "Messages that could not be read or were not allowed"),
+    "unroutable": Metric("wire_unroutable_messages_total", "Messages whose peer was gone"),
+    "resent": Metric("wire_resent_messages_total", "Batches of trajectories sent again for want of an ack"),
 }
-ROLLOUT_GAUGES = {
-    "policy_version": ("rollout_policy_version", "Version of the weights the engine runs"),
-    "num_running": ("rollout_running", "Completions being decoded"),
-    "num_waiting": ("rollout_waiting", "Requests waiting for a slot or a version"),
-    "unacknowledged": ("rollout_unacknowledged", "Trajectories sent and not acknowledged"),
+
+# By field of the weights' BroadcastStatistics (learner) and ReceiveStatistics (worker).
+BROADCAST = {
+    "broadcasts": Metric("weights_broadcasts_total", "Broadcasts of weights begun"),
+    "failures": Metric("weights_failures_total", "Versions that a worker said it could not take"),
+    "left_out": Metric("weights_left_out_total", "Times a worker was left out of a broadcast for not answering"),
+    "broadcast_s": Metric("weights_broadcast_seconds_total", "Seconds spent broadcasting"),
+    "last_broadcast_s": Metric("weights_last_broadcast_seconds", "Seconds that the last broadcast took"),
+    "sent_bytes": Metric("weights_sent_bytes_total", "Bytes of weights sent"),
 }
-ROLLOUT_COUNTERS = {
-    "generated_tokens": ("rollout_generated_tokens_total", "Tokens this worker generated"),
-    "prefill_tokens": ("rollout_prefill_tokens_total", "Prompt tokens this worker computed"),
-    "weight_updates": ("rollout_weight_updates_total", "Versions this worker took"),
-    "idle_s": ("rollout_worker_idle_seconds_total", "Seconds this worker had nothing to generate"),
-    "swap_s": ("rollout_swap_seconds_total", "Seconds decoding stood still to take weights"),
-    "scored": ("rollout_rewards_total", "Completions scored"),
+RECEIVE = {
+    "received": Metric("weights_received_total", "Versions this worker received"),
+    "failed": Metric("weights_receive_failures_total", "Versions that did not arrive whole at this worker"),
+    "received_bytes": Metric("weights_received_bytes_total", "Bytes of weights this worker received"),
 }
+
+Table = Mapping[str, Metric]
+
+
+def all_metrics() -> Iterator[Metric]:
+    """Every row of every table."""
+    for table in (TRAIN, EVALUATION, ROLLOUT, WIRE, BROADCAST, RECEIVE):
+        yield from table.values()
+    yield from (TRAINED_TOKENS, LEDGER, DROPPED, UNBALANCED, ROLLOUT_DROPPED)
 
 
 def metric_names() -> Iterator[str]:
     """Every metric name, as a dashboard or an alert rule writes it."""
-    yield from (PREFIX + name for name in TRAIN_GAUGES)
-    yield from (PREFIX + "ledger_samples", PREFIX + "ledger_dropped_samples", PREFIX + "rollout_dropped_total")
-    for table in (TRAIN_COUNTERS, EVAL_GAUGES, ROLLOUT_GAUGES, ROLLOUT_COUNTERS):
-        yield from (PREFIX + name for name, _ in table.values())
+    return (PREFIX + metric.name for metric in all_metrics())
 
 
 class LearnerMetrics:
-    """The learner's metrics, fed from its records."""
+    """The learner's metrics, fed with its records."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges = {key: Gauge(PREFIX + key, text, registry=registry) for key, text in TRAIN_GAUGES.items()}
-        self._counters = {key: _Total(name, text, registry) for key, (name, text) in TRAIN_COUNTERS.items()}
-        self._eval = {key: Gauge(PREFIX + n, text, registry=registry) for key, (n, text) in EVAL_GAUGES.items()}
-        self._ledger = Gauge(PREFIX + "ledger_samples", "Samples by state", ["state"], registry=registry)
-        self._dropped = Gauge(PREFIX + "ledger_dropped_samples", "Samples dropped", ["reason"], registry=registry)
+        self._train = _Values(TRAIN, registry)
+        self._evaluation = _Values(EVALUATION, registry)
+        self._trained_tokens = _counter(TRAINED_TOKENS, registry)
+        self._ledger = _gauge(LEDGER, registry)
+        self._dropped = _Totals(DROPPED, registry)
+        self._unbalanced = _gauge(UNBALANCED, registry)
 
     def train_step(self, record: TrainRecord) -> None:
-        values = msgspec.structs.asdict(record)
-        for key, gauge in self._gauges.items():
-            gauge.set(values[key])
-        for key, total in self._counters.items():
-            total.reach(values[key])
+        self._train.update(msgspec.structs.asdict(record))
+        for staleness, num_tokens in record.staleness_tokens.items():
+            self._trained_tokens.labels(str(staleness)).inc(num_tokens)
         self.ledger(record.ledger)
 
     def evaluation(self, record: EvalRecord) -> None:
-        values = msgspec.structs.asdict(record)
-        for key, gauge in self._eval.items():
-            gauge.set(values[key])
+        self._evaluation.update(msgspec.structs.asdict(record))
 
     def ledger(self, counts: LedgerCounts) -> None:
         values = msgspec.structs.asdict(counts)
-        for state in LEDGER_GAUGES:
+        for state in LEDGER_STATES:
             self._ledger.labels(state).set(values[state])
-        for reason, number in counts.dropped.items():
-            self._dropped.labels(reason).set(number)
+        self._dropped.reach(counts.dropped)
+        accounted = counts.trained + sum(counts.dropped.values()) + counts.buffered + counts.in_flight
+        self._unbalanced.set(counts.admitted - accounted)
 
 
 class RolloutMetrics:
-    """A rollout worker's metrics, fed from running totals."""
+    """A rollout worker's metrics, fed with running totals."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges = {key: Gauge(PREFIX + n, text, registry=registry) for key, (n, text) in ROLLOUT_GAUGES.items()}
-        self._counters = {key: _Total(name, text, registry) for key, (name, text) in ROLLOUT_COUNTERS.items()}
-        self._dropped = Counter(
-            PREFIX + "rollout_dropped", "Completions dropped by this worker", ["reason"], registry=registry
-        )
-        self._dropped_so_far: dict[str, int] = {}
+        self._values = _Values(ROLLOUT, registry)
+        self._dropped = _Totals(ROLLOUT_DROPPED, registry)
 
     def update(self, values: Mapping[str, float], dropped: Mapping[str, int]) -> None:
-        """Values by the keys of ROLLOUT_GAUGES and ROLLOUT_COUNTERS; drops by reason, both since the start."""
-        for key, gauge in self._gauges.items():
-            gauge.set(values[key])
-        for key, total in self._counters.items():
-            total.reach(values[key])
-        for reason, number in dropped.items():
-            self._dropped.labels(reason).inc(number - self._dropped_so_far.get(reason, 0))
-            self._dropped_so_far[reason] = number
+        """Values by the keys of ROLLOUT; drops by reason; counts are since the start."""
+        self._values.update(values)
+        self._dropped.reach(dropped)
 
 
-class _Total:
-    """A counter that is told the total, and counts the difference."""
-
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._counter = Counter(PREFIX + name.removesuffix("_total"), text, registry=registry)
-        self._reached = 0.0
-
-    def reach(self, total: float) -> None:
-        self._counter.inc(max(0.0, total - self._reached))
-        self._reached = max(self._reached, total)
+def watch(registry: CollectorRegistry, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
+    """Serve a table from what `read` gives at each scrape, on the scrape's thread; keys beyond the table are ignored."""
+    registry.register(_Watch(table, read))
 
 
-def serve_metrics(registry: CollectorRegistry, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve /metrics on loopback; gives the port (0 asks for a free one) and a function that ends it."""
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+def serve_metrics(
+    registry: CollectorRegistry, port: int, *, address: str = "127.0.0.1"
+) -> tuple[int, Callable[[], None]]:
+    """Serve /metrics; gives the port (0 asks for a free one) and a function that ends it."""
+    server, thread = start_http_server(port, addr=address, registry=registry)
 
     def stop() -> None:
         server.shutdown()
@@ -183,18 +226,91 @@ class RecordTail:
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
     def read(self) -> list[Record]:
-        """Whole lines since the last call; a line cut by a killed writer is left out."""
+        """The records since the last call; a line that a killed writer has cut is left out.
+
+        Raises:
+            DataError: a line is whole, and no record of this version.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if file.seek(0, 2) < self._position:  # a resumed run wrote the file again, up to its checkpoint
+                self._position = 0
             file.seek(self._position)
-            whole, _, _ = file.read().rpartition(b"\n")
-        if not whole:
-            return []
-        self._position += len(whole) + 1
-        return [self._decoder.decode(line) for line in whole.split(b"\n") if line.endswith(b"}")]
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        return [record for line in whole.split(b"\n") if (record := self._decoded(line)) is not None]
+
+    def _decoded(self, line: bytes) -> Record | None:
+        try:
+            return self._decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
+        except msgspec.DecodeError:
+            return None
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole records of a metrics.jsonl."""
+    """All records of a metrics.jsonl that are whole."""
     return RecordTail(path).read()
+
+
+class _Values:
+    """The metrics of a table; a counter is told the total so far and never goes back."""
+
+    def __init__(self, table: Table, registry: CollectorRegistry) -> None:
+        self._gauges = {key: _gauge(metric, registry) for key, metric in table.items() if metric.kind == "gauge"}
+        self._counters = {key: _counter(metric, registry) for key, metric in table.items() if metric.kind == "counter"}
+        self._reached = dict.fromkeys(self._counters, 0.0)
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        for key, gauge in self._gauges.items():
+            gauge.set(values[key])
+        for key, counter in self._counters.items():
+            if values[key] > self._reached[key]:
+                counter.inc(values[key] - self._reached[key])
+                self._reached[key] = values[key]
+
+
+class _Totals:
+    """One counter with a label, told the totals so far by label; it never goes back."""
+
+    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
+        self._counter = _counter(metric, registry)
+        self._reached: dict[str, int] = {}
+
+    def reach(self, totals: Mapping[str, int]) -> None:
+        for label, total in totals.items():
+            reached = self._reached.get(label, 0)
+            self._counter.labels(label).inc(max(0, total - reached))
+            self._reached[label] = max(total, reached)
+
+
+class _Watch(Collector):
+    def __init__(self, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
+        self._table = table
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        values = self._read()
+        for key, metric in self._table.items():
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            yield family(PREFIX + metric.name, metric.text, value=values[key])
+
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Names alone, so that registering reads nothing."""
+        for metric in self._table.values():
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            yield family(PREFIX + metric.name, metric.text)
+
+
+def _gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
+    return Gauge(PREFIX + metric.name, metric.text, _labels(metric), registry=registry)
+
+
+def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:
+    return Counter(PREFIX + metric.name, metric.text, _labels(metric), registry=registry)
+
+
+def _labels(metric: Metric) -> tuple[str, ...]:
+    return () if metric.label is None else (metric.label,)

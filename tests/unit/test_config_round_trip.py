@@ -16,7 +16,7 @@ RELATED = {
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
     *("heartbeat_s", "heartbeat_timeout_s", "hidden_size", "num_heads", "num_kv_heads"),
 }
-TREACHEROUS_WORDS = [
+TREACHEROUS = [
     "1e-6",
     "1e3",
     "none",
@@ -36,7 +36,7 @@ TREACHEROUS_WORDS = [
 ]
 
 
-def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - a return for each kind of type
     """Values that a field of this type may hold."""
     match kind:
         case msgspec.inspect.StructType():
@@ -62,7 +62,7 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
         case msgspec.inspect.TupleType():
             return st.tuples(*[values(one) for one in kind.item_types])
         case msgspec.inspect.StrType():
-            return st.sampled_from(TREACHEROUS_WORDS) | st.text(st.characters(codec="utf-8"), max_size=8)
+            return st.sampled_from(TREACHEROUS) | st.text(st.characters(codec="utf-8"), max_size=8)
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.NoneType():

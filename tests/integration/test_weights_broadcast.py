@@ -1,0 +1,245 @@
+"""Broadcasts between real processes, over both transports, with receivers that die, stop, and come late."""
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.receive import Receiver
+from areal_rloo.weights.shared_memory import SharedMemorySender
+
+TIMEOUT_S = 2.0
+spawn = multiprocessing.get_context("spawn")
+
+
+def _tensors(version: int) -> list[tuple[str, torch.Tensor]]:
+    return [(f"layer.{i}", torch.full((64, 128 + i), float(version))) for i in range(5)]
+
+
+def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tuple[Any, ...]]", device: str) -> None:
+    """A rollout worker's half: loads what is offered, and says when something is not wholly of one version."""
+
+    def load(version: int, weights: Any) -> Future[int]:
+        future: Future[int] = Future()
+        torn = [name for name, tensor in weights if not bool((tensor == version).all())]
+        if torn:
+            answers.put(("torn", worker_id, version, torn))
+        future.set_result(version)
+        return future
+
+    receiver = Receiver(
+        worker_id=worker_id,
+        policy_version=0,
+        load_weights=load,
+        on_received=lambda version, total: answers.put(("received", worker_id, version, total)),
+        on_failed=lambda version, detail: answers.put(("failed", worker_id, version, detail)),
+        device=torch.device(device),
+    )
+    answers.put(("ready", worker_id))
+    while (body := offers.get()) is not None:
+        receiver.offer(body)
+    receiver.close()
+
+
+class Cluster:
+    """A broadcaster here, receivers in processes of their own, queues instead of the wire."""
+
+    def __init__(self, transport: Callable[[Any], SendTransport], device: str) -> None:
+        self.answers: Queue[tuple[Any, ...]] = spawn.Queue()
+        self.offers: dict[str, Queue[bytes | None]] = {}
+        self.processes: dict[str, BaseProcess] = {}
+        self.torn: list[tuple[Any, ...]] = []
+        self.device = device
+        manifest = build_manifest(_tensors(0), bucket_bytes=100_000)
+        self.broadcaster = Broadcaster(
+            manifest=manifest, transport=transport(manifest), timeout_s=TIMEOUT_S, send_notice=self.send
+        )
+
+    def send(self, worker_id: str, version: int, body: bytes) -> None:
+        self.offers[worker_id].put(body)
+
+    def start(self, worker_id: str) -> None:
+        self.offers[worker_id] = spawn.Queue()
+        arguments = (worker_id, self.offers[worker_id], self.answers, self.device)
+        self.processes[worker_id] = spawn.Process(target=_receive, args=arguments, daemon=True)
+        self.processes[worker_id].start()
+        while self.answers.get(timeout=60) != ("ready", worker_id):
+            pass
+        self.broadcaster.join(worker_id, 0)
+
+    def pump(self, until: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Carry answers back, as the intake would."""
+        ends_s = time.monotonic() + timeout_s
+        while not until():
+            assert time.monotonic() < ends_s, self.broadcaster.statistics()
+            try:
+                kind, worker_id, version, detail = self.answers.get(timeout=0.02)
+            except queue.Empty:
+                continue
+            match kind:
+                case "received":
+                    self.broadcaster.acknowledge(worker_id, version, detail)
+                case "failed":
+                    self.broadcaster.fail(worker_id, version, detail)
+                case "torn":
+                    self.torn.append((worker_id, version, detail))
+
+    def at(self, worker_id: str, version: int) -> Callable[[], bool]:
+        return lambda: self.broadcaster.statistics().versions.get(worker_id) == version
+
+    def signal(self, worker_id: str, number: int) -> None:
+        pid = self.processes[worker_id].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def close(self) -> None:
+        for worker_id, process in self.processes.items():
+            self.offers[worker_id].put(None)
+            process.join(timeout=2)
+            process.kill()
+            process.join()
+        self.broadcaster.close()
+
+
+@pytest.fixture(params=["shared_memory", "collective", pytest.param("nccl", marks=pytest.mark.gpu)])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    device = "cuda" if request.param == "nccl" else "cpu"
+
+    def transport(manifest: Any) -> SendTransport:
+        if request.param == "shared_memory":
+            return SharedMemorySender(manifest, tmp_path / "segments")
+        return CollectiveSender(manifest, host="127.0.0.1", device=torch.device(device), timeout_s=TIMEOUT_S)
+
+    made = Cluster(transport, device)
+    yield made
+    made.close()
+    assert made.torn == []
+
+
+def test_every_receiver_gets_version_after_version_whole(cluster: Cluster) -> None:
+    for worker_id in ("a", "b"):
+        cluster.start(worker_id)
+    for version in range(1, 31):
+        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.pump(lambda v=version: cluster.at("a", v)() and cluster.at("b", v)())  # type: ignore[misc]
+    assert cluster.broadcaster.statistics().failures == 0
+
+
+def test_versions_published_faster_than_they_are_taken_end_at_the_newest(cluster: Cluster) -> None:
+    cluster.start("a")
+    for version in range(1, 41):
+        cluster.broadcaster.publish(version, _tensors(version))
+    cluster.pump(cluster.at("a", 40))
+    assert cluster.broadcaster.statistics().broadcasts < 40
+
+
+def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
+    cluster.start("a")
+    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.pump(cluster.at("a", 3))
+    cluster.start("b")
+    cluster.pump(cluster.at("b", 3))
+
+
+def test_a_killed_receiver_holds_nobody_up(cluster: Cluster) -> None:
+    for worker_id in ("a", "b"):
+        cluster.start(worker_id)
+    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.pump(lambda: cluster.at("a", 1)() and cluster.at("b", 1)())
+    cluster.signal("b", signal.SIGKILL)
+    cluster.broadcaster.publish(2, _tensors(2))
+    cluster.pump(cluster.at("a", 2))
+    cluster.broadcaster.leave("b")
+    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.pump(cluster.at("a", 3))
+
+
+def test_a_stopped_receiver_is_left_out_and_comes_back_to_whole_weights(cluster: Cluster) -> None:
+    for worker_id in ("a", "b"):
+        cluster.start(worker_id)
+    cluster.signal("b", signal.SIGSTOP)
+    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.pump(lambda: cluster.broadcaster.statistics().left_out > 0)
+    for version in range(2, 8):
+        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.pump(cluster.at("a", version))
+    cluster.signal("b", signal.SIGCONT)
+    cluster.broadcaster.join("b", 0)
+    cluster.pump(lambda: cluster.at("a", 7)() and cluster.at("b", 7)(), timeout_s=40)
+
+
+def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> None:
+    cluster.start("a")
+    cluster.signal("a", signal.SIGSTOP)
+    for version in range(1, 6):
+        cluster.broadcaster.publish(version, _tensors(version))
+    assert cluster.broadcaster.statistics().newest_version == 5
+    assert cluster.broadcaster.statistics().broadcasts == 0
+    cluster.signal("a", signal.SIGCONT)
+    cluster.pump(cluster.at("a", 5))
+
+
+def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
+    bodies: list[tuple[int, bytes]] = []
+    loaded: list[int] = []
+    failures: list[str] = []
+    tensors = _tensors(1)
+    manifest = build_manifest(tensors, bucket_bytes=100_000)
+    broadcaster = Broadcaster(
+        manifest=manifest,
+        transport=SharedMemorySender(manifest, tmp_path / "segments"),
+        timeout_s=TIMEOUT_S,
+        send_notice=lambda worker_id, version, body: bodies.append((version, body)),
+    )
+
+    def load(version: int, weights: object) -> Future[int]:
+        loaded.append(version)
+        future: Future[int] = Future()
+        future.set_result(version)
+        return future
+
+    receiver = Receiver(
+        worker_id="a",
+        policy_version=0,
+        load_weights=load,
+        on_received=lambda version, total: broadcaster.acknowledge("a", version, total),
+        on_failed=lambda version, detail: failures.append(detail),
+        device=torch.device("cpu"),
+    )
+    broadcaster.publish(1, tensors)
+    segment = next((tmp_path / "segments").iterdir())
+    with segment.open("r+b") as file:
+        good = file.read(8)
+        file.seek(0)
+        file.write(b"damaged!")
+    broadcaster.join("a", 0)
+    while not bodies:
+        time.sleep(0.01)
+    receiver.offer(bodies.pop()[1])
+    while not failures:
+        time.sleep(0.01)
+    assert "expected" in failures[0]
+    assert loaded == []
+    with segment.open("r+b") as file:
+        file.write(good)
+    broadcaster.fail("a", 1, failures[0])
+    while not bodies:
+        time.sleep(0.01)
+    receiver.offer(bodies.pop()[1])
+    assert broadcaster.flush(10)
+    assert loaded == [1]
+    receiver.close()
+    broadcaster.close()

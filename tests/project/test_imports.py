@@ -1,0 +1,71 @@
+"""The layers hold, and what everybody imports is light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "numpy", "transformers", "zmq", "rich", "prometheus_client")
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_contracts_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["errors", "trajectory", "config"])
+def test_nouns_and_options_import_nothing_heavy(module: str) -> None:
+    code = f"import sys, areal_rloo.{module}; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert python(code).strip() == "[]"
+
+
+def test_a_config_is_loaded_and_checked_without_anything_heavy() -> None:
+    code = f"""
+import sys
+from areal_rloo.config import dump_config, load_config
+dump_config(load_config("quickstart.yaml", ["run.seed=1"]))
+print(sorted(set({HEAVY!r}) & set(sys.modules)))"""
+    assert python(code).strip() == "[]"
+
+
+def test_the_launcher_starts_without_torch() -> None:
+    """A mistake on the command line is told at once, not after seconds of imports."""
+    code = "import sys, areal_rloo.launcher.local; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert python(code).split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("library", "homes"),
+    [
+        ("zmq", ["wire"]),
+        ("torch.distributed", ["weights/collective.py", "learner/parallel.py"]),
+        ("ray", ["launcher/ray.py"]),
+        ("sglang", []),
+    ],
+)
+def test_a_library_is_known_at_home_only(library: str, homes: list[str]) -> None:
+    package = ROOT / "areal_rloo"
+    strangers = []
+    for path in package.rglob("*.py"):
+        inside = str(path.relative_to(package))
+        if any(inside == home or inside.startswith(f"{home}/") for home in homes):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if any(name == library or name.startswith(f"{library}.") for name in names):
+                strangers.append(f"{inside}:{node.lineno}")
+    assert not strangers
