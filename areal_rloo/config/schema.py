@@ -37,8 +37,8 @@ class WarmStartConfig(_Section, frozen=True):
     """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes."""
 
     target_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.4  # greedy, on validation prompts; then it stops
-    max_steps: NonNegativeInt = 1500
-    batch_size: PositiveInt = 32
+    max_steps: NonNegativeInt = 4000
+    batch_size: PositiveInt = 8  # many small steps learn sooner than few large ones
     learning_rate: PositiveFloat = 1e-3
     error_rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of wrong steps in the demonstrations
 
@@ -49,8 +49,8 @@ class TinyModelConfig(_Section, frozen=True):
     architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
     hidden_size: PositiveInt = 96
     num_layers: PositiveInt = 3
-    num_heads: PositiveInt = 3
-    num_kv_heads: PositiveInt = 3
+    num_heads: PositiveInt = 6
+    num_kv_heads: PositiveInt = 6
     max_position: PositiveInt = 4096
     seed: NonNegativeInt = 0
     warm_start: WarmStartConfig | None = WarmStartConfig()  # null leaves the random weights

@@ -37,7 +37,7 @@ from areal_rloo.telemetry.logs import get_logger, setup_logs
 logger = get_logger(__name__)
 
 _RECIPE_VERSION = 1  # raise it when the same options make another model
-_CHECK_EVERY = 5
+_CHECK_EVERY = 20
 _HOPEFUL_LOSS = 0.25  # above it hardly any completion is right, and looking costs as much as a step
 _NUM_VALIDATION = 200
 _ROW_TOKENS = 8192
@@ -98,7 +98,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 0:
+        if step % 200 == 0:
             logger.info("warm start: step %d, loss %.3f, greedy accuracy %.2f", step, loss.item(), accuracy)
         if step % _CHECK_EVERY == 0 and loss.item() < _HOPEFUL_LOSS:
             accuracy = greedy_accuracy(model, validation)

@@ -54,6 +54,7 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
         num_key_value_heads=recipe.num_kv_heads,
         head_dim=recipe.hidden_size // recipe.num_heads,
         max_position_embeddings=recipe.max_position,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # short texts: neighbours must differ
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,

@@ -18,7 +18,7 @@ from typing import Literal, overload
 from areal_rloo.rewards.answers import answer_reward
 from areal_rloo.tasks.base import Item, Split
 
-_COUNTS = (3, 4, 5, 6, 8, 10)
+_COUNTS = (3, 4, 5, 6, 8, 9)
 _NUM_TRAIN = 20_000
 _NUM_HELD_OUT = 2_000
 
@@ -87,7 +87,7 @@ class _Problems(Sequence[Item]):
     def _item(self, index: int) -> Item:
         rng = random.Random(f"{self._part}/{self._seed}/{index}")
         while True:
-            numbers = [rng.randint(1, 9) for _ in range(rng.choice(_COUNTS))]
+            numbers = rng.sample(range(1, 10), rng.choice(_COUNTS))
             prompt = "+".join(map(str, numbers)) + "=?\n"
             if part_of(prompt) == self._part:
                 return Item(prompt, f"#### {sum(numbers)}")

@@ -27,7 +27,7 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = []
+    handlers: list[logging.Handler] = [logging.NullHandler()]  # without any, logging writes to stderr by itself
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))

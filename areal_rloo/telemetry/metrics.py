@@ -185,7 +185,7 @@ class RolloutMetrics:
 
 
 def watch(registry: CollectorRegistry, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
-    """Serve a table from what `read` gives at each scrape, on the scrape's thread; keys beyond the table are ignored."""
+    """Serve a table from what `read` gives at each scrape, on the thread of the scrape; other keys are ignored."""
     registry.register(_Watch(table, read))
 
 
@@ -243,11 +243,13 @@ class RecordTail:
 
     def _decoded(self, line: bytes) -> Record | None:
         try:
+            msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            return None
+        try:
             return self._decoder.decode(line)
         except msgspec.ValidationError as error:
             raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
-        except msgspec.DecodeError:
-            return None
 
 
 def read_records(path: Path) -> list[Record]:

@@ -52,7 +52,7 @@ class Progress:
         if self._train is None or not records:
             return
         if self._live is not None:
-            self._live.update(Text(self.line()), refresh=True)
+            self._live.update(Text(self.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
             return
         done = self._train.num_train_steps == self._num_train_steps
         if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:

@@ -1,0 +1,319 @@
+"""Whole runs under the local launcher, small and on CPU: real processes, sockets, weights and signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model.tiny.warm_start=null",
+    "model.tiny.hidden_size=48",
+    "model.tiny.num_layers=2",
+    "data.eval.num_prompts=8",
+    "rollout.num_slots=16",
+    "rollout.sampling.max_new_tokens=24",
+    "algorithm.group_size=4",
+    "learner.groups_per_step=4",
+    "learner.num_train_steps=5",
+    "evaluation.every_n_versions=2",
+    "checkpoint.every_n_steps=2",
+    "wire.heartbeat_s=0.2",
+    "wire.heartbeat_timeout_s=2",
+    "launcher.drain_timeout_s=20",
+]
+
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A launcher process and its run folder."""
+
+    def __init__(self, folder: Path, *arguments: str, config: str = "quickstart.yaml") -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", config, f"run.folder={folder}"]
+        self.process = subprocess.Popen(
+            [*command, *SMALL, *arguments],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def wait(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def records(self) -> list[TrainRecord]:
+        return [r for r in read_records(self.folder / "metrics.jsonl") if isinstance(r, TrainRecord)]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def children(self, module: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if module in command and f"--run-folder={self.folder}" in command:
+                found.append(process)
+        return found
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + 90
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < ends_s, "the run makes no progress"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    monkeypatch.setenv("AREAL_RLOO_CACHE", str(REPO / ".pytest_cache" / "models"))
+    runs: list[Run] = []
+
+    def begin(*arguments: str, name: str = "run", **options: str) -> Run:
+        runs.append(Run(tmp_path / name, *arguments, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+        assert _gone(run), "orphans"
+
+
+def _gone(run: Run) -> bool:
+    ends_s = time.monotonic() + 20
+    while run.children("areal_rloo.learner") or run.children("areal_rloo.rollout"):
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _balanced(ledger: dict[str, Any]) -> bool:
+    parts = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["buffered"] + ledger["in_flight"]
+    return bool(ledger["admitted"] == parts)
+
+
+def test_a_run_ends_balanced_within_its_bound_and_leaves_nothing_behind(start: Callable[..., Run]) -> None:
+    run = start("algorithm.max_staleness=2", "learner.num_train_steps=6")
+    code, output = run.wait()
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["exit_reason"] == "completed"
+    assert summary["num_train_steps"] == summary["policy_version"] == 6
+    assert summary["ledger"] == {"admitted": 96, "trained": 96, "dropped": {}, "buffered": 0, "in_flight": 0}
+    assert [e["policy_version"] for e in summary["evaluation"]][0] == 0
+    assert [e["policy_version"] for e in summary["evaluation"]][-1] == 6
+    assert 0 < summary["staleness"]["mean_trained"] <= summary["staleness"]["max_trained"] <= 2
+    assert summary["time_s"].keys() >= {"warm_start", "wall", "learner_idle", "rollout_idle"}
+    assert all(record.ledger.balanced for record in run.records())
+    assert len(run.records()) == 6
+    assert (run.folder / "report.html").stat().st_size > 5000
+    assert output.strip().endswith("report.html")
+    assert run.children("areal_rloo.rollout") == []
+
+
+def test_with_staleness_zero_every_token_is_fresh_and_two_runs_are_the_same(start: Callable[..., Run]) -> None:
+    losses = []
+    for name in ("one", "two"):
+        run = start("algorithm.max_staleness=0", name=name)
+        code, output = run.wait()
+        assert code == 0, output
+        assert run.summary()["staleness"]["by_value"].keys() == {"0"}
+        losses.append([(r.loss, r.reward_mean, r.gradient_norm, r.trained_tokens) for r in run.records()])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 5
+
+
+def test_a_killed_rollout_worker_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    (worker,) = run.children("areal_rloo.rollout")
+    worker.kill()
+    code, output = run.wait()
+    assert code == 0, output
+    assert _balanced(run.summary()["ledger"])
+    assert run.summary()["ledger"]["trained"] == 8 * 16
+    assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
+
+
+def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8")
+    run.wait_for(lambda: (run.folder / "checkpoints" / "step-000004").is_dir())
+    (learner,) = run.children("areal_rloo.learner")
+    learner.kill()
+    code, output = run.wait()
+    assert code == 137, output
+    assert "--resume" in output
+    again = Run(run.folder, "learner.num_train_steps=8", "--resume")
+    code, output = again.wait()
+    assert again.process.stdout is not None
+    again.process.stdout.close()
+    assert code == 0, output
+    assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 9))
+    ledger = run.summary()["ledger"]
+    assert _balanced(ledger)
+    assert ledger["trained"] == 8 * 16
+    assert run.summary()["num_train_steps"] == 8
+
+
+def test_sigterm_drains_to_a_checkpoint_and_exit_code_zero(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["exit_reason"] == "drained"
+    assert _balanced(summary["ledger"])
+    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()
+
+
+def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    (learner,) = run.children("areal_rloo.learner")
+    learner.suspend()  # it cannot drain
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 137, output
+
+
+def test_a_killed_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    run.process.kill()
+    run.process.wait()
+    assert _gone(run)
+
+
+def test_two_workers_over_gloo_with_curve_train_together(start: Callable[..., Run]) -> None:
+    run = start("rollout.num_workers=2", "weights.transport=collective", "wire.curve=true")
+    code, output = run.wait()
+    assert code == 0, output
+    assert _balanced(run.summary()["ledger"])
+    for name in ("rollout-0", "rollout-1"):
+        assert "done" in (run.folder / "logs" / f"{name}.log").read_text()
+    assert run.records()[-1].num_workers == 2
+
+
+def test_every_process_serves_its_metrics(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    for module, metric in (
+        ("areal_rloo.learner", "areal_rloo_train_steps_total"),
+        ("areal_rloo.rollout", "areal_rloo_rollout_generated_tokens_total"),
+    ):
+        (process,) = run.children(module)
+        port = next(a.partition("=")[2] for a in process.cmdline() if a.startswith("--metrics-port="))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            values = [line for line in answer.read().decode().splitlines() if line.startswith(metric + " ")]
+        assert float(values[0].split()[1]) > 0
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 0
+
+
+def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folder: Path) -> None:
+    run = start(
+        f"data.train.path={gsm8k_folder / 'train.jsonl'}",
+        "rollout.engine=embedded",
+        "rollout.num_workers=1",
+        "model.path=tiny",
+        "model.dtype=float32",
+        "data.max_prompt_tokens=1600",
+        "learner.num_train_steps=3",
+        "learner.microbatch_tokens=4096",
+        "learner.num_minibatches=1",
+        config="gsm8k_rloo.yaml",
+    )
+    code, output = run.wait()
+    assert code == 0, output
+    assert run.summary()["num_train_steps"] == 3
+    assert _balanced(run.summary()["ledger"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "nope.yaml"], "nope.yaml: no such config file"),
+        (["--config", "quickstart.yaml", "algorithm.group_sise=3"], "did you mean 'group_size'?"),
+        (["--config", "quickstart.yaml", "rollout.num_workers=many"], "rollout.num_workers: expected int, got str"),
+        (["--config", "quickstart.yaml", "algorithm.group_size=1"], "algorithm.group_size: expected at least 2"),
+        (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
+        (["--config", "quickstart.yaml", "learner.device=cuda"], "the plan needs 1 GPUs"),
+        (["--config", "quickstart.yaml", "--fast"], "argument '--fast'"),
+        (["--config", "gsm8k_rloo.yaml"], "rollout.engine: sglang"),
+        (["--config", "gsm8k_rloo.yaml", "rollout.engine=embedded", "data.train.path=no.jsonl", "data.eval=null"], "no.jsonl"),
+        (["--config", "quickstart.yaml", "run.folder=/proc/run"], "run.folder: /proc/run cannot be written"),
+        (["--config", "quickstart.yaml", "run.folder=/nowhere", "--resume"], "holds no run"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_rloo.launcher.local", *arguments],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: ")
+    assert words in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_port_in_use_and_an_unreadable_model_are_named(tmp_path: Path) -> None:
+    import socket
+
+    (tmp_path / "config.json").write_text("{not json")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for argument, words in (
+            (f"wire.port={port}", f"wire.port: port {port} is in use"),
+            (f"telemetry.metrics_port={port}", f"telemetry.metrics_port: port {port} is in use"),
+            (f"model.path={tmp_path}", "config.json cannot be read"),
+        ):
+            command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml", argument]
+            ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+            assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+            assert words in ended.stderr
+
+
+def test_a_dry_run_prints_config_and_plan_and_starts_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml", "--dry-run"]
+    ended = subprocess.run(
+        [*command, f"run.folder={tmp_path / 'run'}", "rollout.num_workers=3"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0
+    assert "max_staleness" in ended.stdout
+    assert all(name in ended.stdout for name in ("warm_start", "learner", "rollout-0", "rollout-1", "rollout-2"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,75 @@
+"""Records as the learner writes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+
+MakeTrainRecord = Callable[..., TrainRecord]
+
+
+@pytest.fixture
+def ledger_counts() -> LedgerCounts:
+    return LedgerCounts(admitted=64, trained=32, dropped={"stale": 3, "reward_failed": 1}, buffered=12, in_flight=16)
+
+
+@pytest.fixture
+def eval_record() -> EvalRecord:
+    return EvalRecord(
+        policy_version=4,
+        policy_version_max=4,
+        accuracy=0.625,
+        num_prompts=200,
+        completion_tokens_mean=44.5,
+        wall_s=9.5,
+    )
+
+
+@pytest.fixture
+def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
+    """Gives the record of a step, with the fields that a test cares about."""
+    base = TrainRecord(
+        num_train_steps=1,
+        policy_version=1,
+        wall_s=2.0,
+        loss=-0.01,
+        reward_mean=0.5,
+        reward_std=0.5,
+        zero_variance_group_share=0.1,
+        advantage_abs_mean=0.4,
+        gradient_norm=0.25,
+        learning_rate=1e-4,
+        entropy=0.14,
+        ratio_mean=1.0,
+        ratio_max=1.5,
+        ratio_clipped_share=0.01,
+        behaviour_weight_mean=1.01,
+        behaviour_weight_max=2.5,
+        behaviour_weight_limited_share=0.0,
+        staleness_mean=0.75,
+        staleness_max=2,
+        staleness_tokens={0: 50, 1: 25, 2: 25},
+        masked_token_share=0.02,
+        completion_tokens_mean=41.0,
+        completion_tokens_max=96,
+        truncated_share=0.05,
+        trained_tokens=100,
+        skipped_steps=0,
+        train_step_s=1.5,
+        wait_s=0.5,
+        learner_idle_s=0.5,
+        rollout_idle_s=0.1,
+        generated_tokens=150,
+        generated_tokens_per_s=75.0,
+        trained_tokens_per_s=50.0,
+        num_workers=2,
+        ledger=ledger_counts,
+    )
+
+    def make(**changes: Any) -> TrainRecord:
+        return msgspec.structs.replace(base, **changes)
+
+    return make

@@ -1,0 +1,77 @@
+"""Logs: one line a record, whose parts can be told apart."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.telemetry.logs import get_logger, setup_logs
+
+LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>\w+) +(?P<process>\S+) (?P<module>\w+): (?P<text>.*)"
+)
+
+
+@pytest.fixture(autouse=True)
+def other_tests_log_as_before() -> Iterator[None]:
+    root = logging.getLogger("areal_rloo")  # noqa: TID251 - only to put it back
+    before = (root.level, root.propagate, list(root.handlers))
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.level, root.propagate, root.handlers[:] = before
+
+
+def test_a_line_has_time_level_process_module_and_message(tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "learner.log"
+    setup_logs("learner", level="info", file=file)
+    get_logger(__name__).info("version %d is out", 3)
+    found = LINE.fullmatch(file.read_text().rstrip("\n"))
+    assert found is not None
+    assert found.group("level", "process", "text") == ("INFO", "learner", "version 3 is out")
+    assert found.group("module") == Path(__file__).stem
+
+
+def test_records_below_the_level_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="warning", file=file)
+    get_logger("areal_rloo.learner").info("no")
+    get_logger("areal_rloo.learner").warning("yes")
+    assert [line.rpartition(": ")[2] for line in file.read_text().splitlines()] == ["yes"]
+
+
+def test_an_exception_comes_with_its_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="info", file=file)
+    try:
+        raise ValueError("the cause")
+    except ValueError:
+        get_logger(__name__).exception("it failed")
+    text = file.read_text()
+    assert "it failed" in text
+    assert "ValueError: the cause" in text
+    assert "Traceback" in text
+
+
+def test_a_file_is_appended_to_and_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    setup_logs("learner", level="info", file=first)
+    get_logger(__name__).info("one")
+    setup_logs("learner", level="info", file=first)
+    get_logger(__name__).info("two")
+    setup_logs("learner", level="info", file=second)
+    get_logger(__name__).info("three")
+    assert [line[-3:] for line in first.read_text().splitlines()] == ["one", "two"]
+    assert len(second.read_text().splitlines()) == 1
+
+
+def test_standard_error_gets_the_same_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("rollout-0", level="info", file=file, to_stderr=True)
+    get_logger(__name__).error("gone")
+    assert capfd.readouterr().err == file.read_text()
+    setup_logs("rollout-0", level="info", file=None)
+    get_logger(__name__).error("unheard")
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,235 @@
+"""Metrics: one table, counters that only grow, an endpoint that serves them, a file that survives its writer."""
+
+import re
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from areal_rloo.engines.base import EngineStatistics
+from areal_rloo.errors import DataError
+from areal_rloo.telemetry.metrics import (
+    BROADCAST,
+    EVALUATION,
+    PREFIX,
+    RECEIVE,
+    ROLLOUT,
+    TRAIN,
+    WIRE,
+    LearnerMetrics,
+    MetricsFile,
+    RecordTail,
+    RolloutMetrics,
+    all_metrics,
+    metric_names,
+    read_records,
+    serve_metrics,
+    watch,
+)
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+from areal_rloo.weights.broadcast import BroadcastStatistics
+from areal_rloo.weights.receive import ReceiveStatistics
+from areal_rloo.wire.channels import ChannelStatistics
+
+MakeTrainRecord = Callable[..., TrainRecord]
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(PREFIX + name, labels)
+
+
+def served_names(registry: CollectorRegistry) -> set[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#") and "_created" not in line}
+
+
+def test_every_name_is_unique_prefixed_and_in_base_units() -> None:
+    names = list(metric_names())
+    assert len(names) == len(set(names))
+    for name in names:
+        assert re.fullmatch(r"areal_rloo_[a-z]+(_[a-z]+)*", name), name
+        assert not name.endswith(("_s", "_ms", "_s_total", "_milliseconds", "_kb", "_mb", "_count")), name
+
+
+def test_every_metric_says_what_it_is() -> None:
+    for metric in all_metrics():
+        assert len(metric.text) > 8, metric.name
+        assert not metric.text.endswith("."), metric.name
+
+
+def test_tables_name_fields_that_exist() -> None:
+    def fields(struct: type[msgspec.Struct]) -> set[str]:
+        return {field.name for field in msgspec.structs.fields(struct)}
+
+    assert TRAIN.keys() <= fields(TrainRecord)
+    assert EVALUATION.keys() <= fields(EvalRecord)
+    assert WIRE.keys() <= fields(ChannelStatistics)
+    assert BROADCAST.keys() <= fields(BroadcastStatistics)
+    assert RECEIVE.keys() <= fields(ReceiveStatistics)
+    assert ROLLOUT.keys() - {"unacknowledged", "scored"} <= fields(EngineStatistics)
+
+
+def test_what_is_served_is_what_the_table_says(make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> None:
+    registry = CollectorRegistry()
+    learner, rollout = LearnerMetrics(registry), RolloutMetrics(registry)
+    learner.train_step(make_train_record())
+    learner.evaluation(eval_record)
+    rollout.update(dict.fromkeys(ROLLOUT, 1), {"reward_failed": 1})
+    for table in (WIRE, BROADCAST, RECEIVE):
+        watch(registry, table, lambda table=table: dict.fromkeys(table, 2.0))
+    assert served_names(registry) == set(metric_names())
+
+
+def test_a_train_step_is_shown(make_train_record: MakeTrainRecord) -> None:
+    registry = CollectorRegistry()
+    LearnerMetrics(registry).train_step(make_train_record(reward_mean=0.75, num_train_steps=7))
+    assert value(registry, "reward_mean") == 0.75
+    assert value(registry, "train_steps_total") == 7
+    assert value(registry, "trained_tokens_total", staleness="1") == 25
+    assert value(registry, "ledger_samples", state="in_flight") == 16
+    assert value(registry, "ledger_dropped_samples_total", reason="stale") == 3
+    assert value(registry, "ledger_imbalance_samples") == 0
+
+
+def test_an_unbalanced_ledger_is_shown(ledger_counts: LedgerCounts) -> None:
+    registry = CollectorRegistry()
+    LearnerMetrics(registry).ledger(msgspec.structs.replace(ledger_counts, in_flight=14))
+    assert value(registry, "ledger_imbalance_samples") == 2
+
+
+def test_an_evaluation_is_shown(eval_record: EvalRecord) -> None:
+    registry = CollectorRegistry()
+    LearnerMetrics(registry).evaluation(eval_record)
+    assert value(registry, "evaluation_accuracy") == 0.625
+    assert value(registry, "evaluation_policy_version") == 4
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1))
+def test_a_counter_never_goes_back_and_reaches_the_highest_total(totals: list[int]) -> None:
+    registry = CollectorRegistry()
+    metrics = RolloutMetrics(registry)
+    highest = 0
+    for total in totals:
+        highest = max(highest, total)
+        metrics.update(dict.fromkeys(ROLLOUT, total), {"reward_failed": total})
+        assert value(registry, "rollout_generated_tokens_total") == highest
+        assert value(registry, "rollout_dropped_completions_total", reason="reward_failed") == highest
+        assert value(registry, "rollout_running_completions") == total, "a gauge goes back"
+
+
+def test_what_is_watched_is_read_at_each_scrape() -> None:
+    registry = CollectorRegistry()
+    statistics = ChannelStatistics(
+        messages_in=1, messages_out=0, bytes_in=0, bytes_out=0, refused=0, unroutable=0, unacknowledged=0, resent=0
+    )
+    watch(registry, WIRE, lambda: msgspec.structs.asdict(statistics))
+    assert value(registry, "wire_received_messages_total") == 1
+    statistics = msgspec.structs.replace(statistics, messages_in=5)
+    assert value(registry, "wire_received_messages_total") == 5
+
+
+def test_watching_reads_nothing_before_the_first_scrape() -> None:
+    def read() -> dict[str, float]:
+        raise AssertionError("read before a scrape")
+
+    watch(CollectorRegistry(), WIRE, read)
+
+
+def test_metrics_are_served_on_a_free_port_until_stopped(make_train_record: MakeTrainRecord) -> None:
+    registry = CollectorRegistry()
+    LearnerMetrics(registry).train_step(make_train_record())
+    port, stop = serve_metrics(registry, 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'areal_rloo_ledger_samples{state="trained"} 32.0' in text
+    stop()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_records_are_read_back(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    records = [make_train_record(num_train_steps=1), eval_record, make_train_record(num_train_steps=2)]
+    for record in records:
+        file.append(record)
+        assert read_records(path)[-1] == record, "a record is in the file as soon as it is appended"
+    file.close()
+    assert read_records(path) == records
+
+
+def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
+    assert read_records(tmp_path / "metrics.jsonl") == []
+
+
+@given(st.data())
+def test_a_killed_writer_loses_at_most_its_last_record(data: st.DataObject) -> None:
+    records = [
+        EvalRecord(
+            policy_version=n,
+            policy_version_max=n,
+            accuracy=0.5,
+            num_prompts=1,
+            completion_tokens_mean=1.0,
+            wall_s=float(n),
+        )
+        for n in range(3)
+    ]
+    lines = [msgspec.json.encode(record) + b"\n" for record in records]
+    content = b"".join(lines)
+    left = content[: data.draw(st.integers(0, len(content)), label="bytes written")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        path.write_bytes(left)
+        whole = records[: left.count(b"\n")]
+        assert read_records(path) == whole
+        file = MetricsFile(path)  # the next writer carries on
+        file.append(records[2])
+        file.append(records[2])
+        file.close()
+        assert read_records(path)[: len(whole)] == whole
+        assert read_records(path)[-1] == records[2]
+
+
+def test_a_tail_gives_each_record_once(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = RecordTail(path)
+    assert tail.read() == []
+    file = MetricsFile(path)
+    file.append(make_train_record(num_train_steps=1))
+    file.append(make_train_record(num_train_steps=2))
+    assert [record.num_train_steps for record in tail.read()] == [1, 2]
+    assert tail.read() == []
+    line = msgspec.json.encode(make_train_record(num_train_steps=3)) + b"\n"
+    with path.open("ab") as half:
+        half.write(line[:50])
+        half.flush()
+        assert tail.read() == [], "half a line is not read"
+        half.write(line[50:])
+    assert [record.num_train_steps for record in tail.read()] == [3]
+    file.close()
+
+
+def test_a_tail_follows_a_file_that_a_resumed_run_wrote_again(
+    tmp_path: Path, make_train_record: MakeTrainRecord
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [msgspec.json.encode(make_train_record(num_train_steps=n)) + b"\n" for n in range(1, 5)]
+    path.write_bytes(b"".join(lines))
+    tail = RecordTail(path)
+    tail.read()
+    path.write_bytes(lines[0])
+    assert [record.num_train_steps for record in tail.read()] == [1]
+
+
+def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind":"train","loss":1.0}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl: a record of another version"):
+        read_records(path)

@@ -1,0 +1,90 @@
+"""Progress: one live line on a terminal, a few plain ones elsewhere."""
+
+import io
+import re
+from collections.abc import Callable
+
+from rich.console import Console
+
+from areal_rloo.telemetry.progress import Progress
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+MakeTrainRecord = Callable[..., TrainRecord]
+
+
+def plain(num_train_steps: int = 20) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(Console(file=out, width=80), num_train_steps=num_train_steps), out
+
+
+def test_the_line_says_step_reward_accuracy_speed_staleness_and_time_left(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    progress, out = plain()
+    with progress:
+        progress.show([eval_record, make_train_record(num_train_steps=5, wall_s=50.0, trained_tokens_per_s=1234.0)])
+    line = out.getvalue().splitlines()[-1]
+    for part in ("step 5/20", "reward 0.500", "eval 0.625@v4", "1,234 tok/s", "staleness 0.75 (max 2)", "ETA 2:30"):
+        assert part in line
+
+
+def test_before_the_first_evaluation_there_is_no_accuracy(make_train_record: MakeTrainRecord) -> None:
+    progress, out = plain()
+    with progress:
+        progress.show([make_train_record()])
+    assert "eval -" in out.getvalue()
+
+
+def test_plain_lines_are_not_a_flood_and_the_last_step_is_always_shown(make_train_record: MakeTrainRecord) -> None:
+    progress, out = plain(num_train_steps=100)
+    with progress:
+        for step in range(1, 101):
+            progress.show([make_train_record(num_train_steps=step)])
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert lines[0].startswith("step 1/100")
+    assert lines[-1].startswith("step 100/100")
+    assert len(lines) < 50
+
+
+def test_nothing_new_shows_nothing(make_train_record: MakeTrainRecord) -> None:
+    progress, out = plain()
+    with progress:
+        progress.show([])
+        progress.show([make_train_record(num_train_steps=20)])
+        before = out.getvalue()
+        progress.show([])
+    assert out.getvalue() == before
+
+
+def test_a_line_is_one_line_however_narrow_the_output(make_train_record: MakeTrainRecord) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=20), num_train_steps=5)
+    with progress:
+        progress.show([make_train_record()])
+        progress.say("run folder: /a/path/that/is/longer/than/the/width [bold]of the console[/bold]")
+    assert len(out.getvalue().splitlines()) == 2
+    assert "[bold]" in out.getvalue(), "a path with brackets is not markup"
+
+
+def test_a_terminal_gets_one_line_that_is_written_again(make_train_record: MakeTrainRecord) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
+    progress = Progress(console, num_train_steps=50)
+    with progress:
+        for step in range(1, 11):
+            progress.show([make_train_record(num_train_steps=step)])
+        progress.say("a line that stays")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "step 10/50" in text
+    assert "a line that stays" in text
+    assert out.getvalue().count("\n") < 10, "ten steps, but not ten lines"
+
+
+def test_a_narrow_terminal_cuts_the_live_line(make_train_record: MakeTrainRecord) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=30, legacy_windows=False), num_train_steps=5)
+    with progress:
+        progress.show([make_train_record()])
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert all(len(line) <= 30 for line in re.split(r"[\r\n]", text))
+    assert "…" in text
