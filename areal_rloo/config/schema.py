@@ -34,9 +34,13 @@ class RunConfig(_Section, frozen=True):
 
 
 class WarmStartConfig(_Section, frozen=True):
-    """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes."""
+    """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes.
 
-    target_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.4  # greedy, on validation prompts; then it stops
+    Accuracies are greedy, on validation prompts.
+    """
+
+    until_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7  # it trains until it was right this often,
+    keep_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5  # and keeps the last weights that were at most this
     max_steps: NonNegativeInt = 4000
     batch_size: PositiveInt = 8  # many small steps learn sooner than few large ones
     learning_rate: PositiveFloat = 1e-3

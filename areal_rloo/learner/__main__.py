@@ -29,7 +29,15 @@ from areal_rloo.learner.worker import Learner, Reporter, write_summary
 from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights
 from areal_rloo.tasks import load_items
 from areal_rloo.telemetry.logs import get_logger, setup_logs
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics
+from areal_rloo.telemetry.metrics import (
+    BROADCAST,
+    WIRE,
+    LearnerMetrics,
+    MetricsFile,
+    read_records,
+    serve_metrics,
+    watch,
+)
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
@@ -90,7 +98,8 @@ def _run(config: Config, arguments: Arguments) -> int:
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
         ledger, totals, policy_version = _restore(restored, trainer, stream)
-    reporter = _reporter(folder, policy_version, arguments.metrics_port, fresh=restored is None)
+    registry = CollectorRegistry()
+    reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
     evaluation = Evaluation(_eval_prompts(config, tokenizer), reporter.evaluation)
     keys = load_keys(folder / "keys", end="learner") if config.curve else None
     limits = Limits(max_message_bytes=config.wire.max_message_bytes)
@@ -107,6 +116,7 @@ def _run(config: Config, arguments: Arguments) -> int:
         broadcaster.publish(policy_version, named_weights(model))
     intake.start()
     intake.attach(broadcaster)
+    _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)
     _drain_on_signals(intake)
     learner = Learner(
         config,
@@ -161,13 +171,11 @@ def _restore(restored: tuple[Path, LearnerState], trainer: Trainer, stream: Prom
     return restore_ledger(state, stream), state.totals, state.policy_version
 
 
-def _reporter(folder: Path, policy_version: int, metrics_port: int, *, fresh: bool) -> Reporter:
+def _reporter(folder: Path, policy_version: int, registry: CollectorRegistry, *, fresh: bool) -> Reporter:
     """Open metrics.jsonl; on a resume, what came after the checkpoint did not happen and is cut off."""
     path = folder / "metrics.jsonl"
     records = [] if fresh else [r for r in read_records(path) if r.policy_version <= policy_version]
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    registry = CollectorRegistry()
-    serve_metrics(registry, metrics_port)
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
     return Reporter(MetricsFile(path), LearnerMetrics(registry), evaluations)
 
@@ -191,6 +199,12 @@ def _broadcaster(config: Config, arguments: Arguments, trainer: Trainer, intake:
     return Broadcaster(
         manifest=manifest, transport=transport, timeout_s=config.weights.timeout_s, send_notice=intake.send_notice
     )
+
+
+def _serve_metrics(registry: CollectorRegistry, port: int, intake: Intake, broadcaster: Broadcaster) -> None:
+    watch(registry, WIRE, lambda: msgspec.structs.asdict(intake.wire_statistics()))
+    watch(registry, BROADCAST, lambda: msgspec.structs.asdict(broadcaster.statistics()))
+    serve_metrics(registry, port)
 
 
 def _drain_on_signals(intake: Intake) -> None:

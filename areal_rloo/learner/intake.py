@@ -28,7 +28,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster
-from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.messages import (
     Abort,
     Drain,
@@ -141,6 +141,10 @@ class Intake:
 
     def statistics(self) -> IntakeStatistics:
         return self._call(self._statistics())
+
+    def wire_statistics(self) -> ChannelStatistics:
+        """Of the learner's end of the wire; callable from any thread."""
+        return self._channel.statistics()
 
     @property
     def draining(self) -> bool:

@@ -12,6 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -21,7 +22,7 @@ from areal_rloo.errors import ArealRlooError, UserError
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.telemetry.logs import get_logger, setup_logs
-from areal_rloo.telemetry.metrics import RolloutMetrics, serve_metrics
+from areal_rloo.telemetry.metrics import RECEIVE, WIRE, RolloutMetrics, serve_metrics, watch
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.codec import Limits
@@ -107,7 +108,7 @@ async def _run(config: Config, arguments: Arguments) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
-    metrics = asyncio.create_task(_publish_metrics(engine, channel, worker, arguments.metrics_port))
+    metrics = asyncio.create_task(_publish_metrics(engine, channel, receiver, worker, arguments.metrics_port))
     logger.info("ready on %s with %d threads", device, arguments.num_threads)
     try:
         await worker.run()
@@ -119,9 +120,13 @@ async def _run(config: Config, arguments: Arguments) -> None:
     logger.info("done")
 
 
-async def _publish_metrics(engine: EmbeddedEngine, channel: WorkerChannel, worker: RolloutWorker, port: int) -> None:
+async def _publish_metrics(
+    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, worker: RolloutWorker, port: int
+) -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
+    watch(registry, WIRE, lambda: msgspec.structs.asdict(channel.statistics()))
+    watch(registry, RECEIVE, lambda: msgspec.structs.asdict(receiver.statistics()))
     serve_metrics(registry, port)
     while True:
         statistics, rewards = engine.statistics(), worker.reward_counts

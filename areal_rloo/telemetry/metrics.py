@@ -6,6 +6,7 @@ wire, weights) is read at each scrape through `watch`. Dashboards and alert rule
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,12 +219,11 @@ class MetricsFile:
 
 
 class RecordTail:
-    """Reads a metrics.jsonl that is being written."""
+    """Reads a metrics.jsonl that is being written. JSON has no NaN and no infinity: both come back as NaN."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
     def read(self) -> list[Record]:
         """The records since the last call; a line that a killed writer has cut is left out.
@@ -243,11 +243,12 @@ class RecordTail:
 
     def _decoded(self, line: bytes) -> Record | None:
         try:
-            msgspec.json.decode(line)
+            values = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:
             return None
+        numbers = {key: math.nan if value is None else value for key, value in values.items()}
         try:
-            return self._decoder.decode(line)
+            return msgspec.convert(numbers, Record, str_keys=True)  # type: ignore[no-any-return]
         except msgspec.ValidationError as error:
             raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
 

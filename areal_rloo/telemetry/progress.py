@@ -54,6 +54,8 @@ class Progress:
         if self._live is not None:
             self._live.update(Text(self.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
             return
+        if not any(isinstance(record, TrainRecord) for record in records):
+            return
         done = self._train.num_train_steps == self._num_train_steps
         if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
             self._printed_s = time.monotonic()

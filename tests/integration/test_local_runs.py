@@ -120,8 +120,8 @@ def test_a_run_ends_balanced_within_its_bound_and_leaves_nothing_behind(start: C
     assert summary["exit_reason"] == "completed"
     assert summary["num_train_steps"] == summary["policy_version"] == 6
     assert summary["ledger"] == {"admitted": 96, "trained": 96, "dropped": {}, "buffered": 0, "in_flight": 0}
-    assert [e["policy_version"] for e in summary["evaluation"]][0] == 0
-    assert [e["policy_version"] for e in summary["evaluation"]][-1] == 6
+    assert summary["evaluation"][0]["policy_version"] == 0
+    assert summary["evaluation"][-1]["policy_version"] == 6
     assert 0 < summary["staleness"]["mean_trained"] <= summary["staleness"]["max_trained"] <= 2
     assert summary["time_s"].keys() >= {"warm_start", "wall", "learner_idle", "rollout_idle"}
     assert all(record.ledger.balanced for record in run.records())
@@ -157,7 +157,7 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_ends_well(start: Callab
 
 def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8")
-    run.wait_for(lambda: (run.folder / "checkpoints" / "step-000004").is_dir())
+    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
     (learner,) = run.children("areal_rloo.learner")
     learner.kill()
     code, output = run.wait()
@@ -264,7 +264,10 @@ def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folde
         (["--config", "quickstart.yaml", "learner.device=cuda"], "the plan needs 1 GPUs"),
         (["--config", "quickstart.yaml", "--fast"], "argument '--fast'"),
         (["--config", "gsm8k_rloo.yaml"], "rollout.engine: sglang"),
-        (["--config", "gsm8k_rloo.yaml", "rollout.engine=embedded", "data.train.path=no.jsonl", "data.eval=null"], "no.jsonl"),
+        (
+            ["--config", "gsm8k_rloo.yaml", "rollout.engine=embedded", "data.train.path=no.jsonl", "data.eval=null"],
+            "no.jsonl",
+        ),
         (["--config", "quickstart.yaml", "run.folder=/proc/run"], "run.folder: /proc/run cannot be written"),
         (["--config", "quickstart.yaml", "run.folder=/nowhere", "--resume"], "holds no run"),
     ],

@@ -12,9 +12,7 @@ from areal_rloo.config import NormConfig
 
 RLOO = NormConfig(mean_level="group", mean_leave1out=True)
 
-batches = st.lists(
-    st.tuples(st.integers(0, 5), st.floats(-10, 10, allow_nan=False, width=32)), min_size=1, max_size=24
-)
+batches = st.lists(st.tuples(st.integers(0, 5), st.floats(-10, 10, allow_nan=False, width=32)), min_size=1, max_size=24)
 
 
 def _slow_leave_one_out(rewards: list[float], groups: list[int]) -> Iterator[float]:

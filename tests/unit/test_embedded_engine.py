@@ -99,9 +99,7 @@ def test_untied_weights_are_served(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=False, num_key_value_heads=1, **sizes))
     model.save_pretrained(tmp_path)
-    engine = EmbeddedEngine(
-        tmp_path, device=torch.device("cpu"), dtype=torch.float32, num_slots=2, context_tokens=64
-    )
+    engine = EmbeddedEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, num_slots=2, context_tokens=64)
     (completion,) = _results(engine.submit([_request("a")]))
     engine.close()
     expected = _slow_logprobs({0: model.eval()}, PROMPT, completion)

@@ -34,7 +34,9 @@ class Simulation:
     def __init__(self, *, max_staleness: int, stale_tokens: str) -> None:
         self.config = Config(
             algorithm=AlgorithmConfig(
-                group_size=GROUP_SIZE, max_staleness=max_staleness, stale_tokens=stale_tokens  # type: ignore[arg-type]
+                group_size=GROUP_SIZE,
+                max_staleness=max_staleness,
+                stale_tokens=stale_tokens,  # type: ignore[arg-type]
             ),
             learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP, num_train_steps=NUM_STEPS),
             wire=WireConfig(max_attempts=3),
@@ -242,7 +244,9 @@ def test_a_restored_ledger_is_the_saved_one_with_what_was_in_flight_to_be_leased
     for worker_id in ("w0", "w1"):
         simulation.decode(worker_id)
         simulation.finish(worker_id, 0)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(simulation.ledger.state()), type=type(simulation.ledger.state()))
+    state = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(simulation.ledger.state()), type=type(simulation.ledger.state())
+    )
     live = simulation.ledger.groups
     trajectories = {
         s.trajectory.sample_id: s.trajectory for g in live.values() for s in g.samples.values() if s.trajectory

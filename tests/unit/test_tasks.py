@@ -56,7 +56,9 @@ def test_gsm8k_reads_jsonl_and_parquet_alike(tmp_path: Path) -> None:
 
     (tmp_path / "a.jsonl").write_text(json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
     pq.write_table(pa.Table.from_pylist([ROW, ROW]), tmp_path / "a.parquet")
-    items = [make_task(SourceConfig("gsm8k", str(tmp_path / f"a.{s}")), seed=0).items("train") for s in ("jsonl", "parquet")]
+    items = [
+        make_task(SourceConfig("gsm8k", str(tmp_path / f"a.{s}")), seed=0).items("train") for s in ("jsonl", "parquet")
+    ]
     assert items[0] == items[1]
     assert len(items[0]) == 2
 
@@ -86,7 +88,7 @@ def test_an_unknown_task_and_a_missing_file_are_named() -> None:
 def test_without_a_path_of_its_own_evaluation_takes_the_test_file_beside_the_train_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROW))
     data = DataConfig(train=SourceConfig("gsm8k", str(tmp_path / "train.jsonl")), eval=SourceConfig("gsm8k"))
-    with pytest.raises(DataError, match="data.eval.path: null"):
+    with pytest.raises(DataError, match=r"data\.eval\.path: null"):
         load_items(data, "eval", seed=0)
     (tmp_path / "test.jsonl").write_text(json.dumps({**ROW, "question": "held out"}))
     assert load_items(data, "eval", seed=0)[0].prompt.startswith("held out")

@@ -1,5 +1,6 @@
 """Metrics: one table, counters that only grow, an endpoint that serves them, a file that survives its writer."""
 
+import math
 import re
 import tempfile
 import urllib.request
@@ -162,6 +163,21 @@ def test_records_are_read_back(tmp_path: Path, make_train_record: MakeTrainRecor
         assert read_records(path)[-1] == record, "a record is in the file as soon as it is appended"
     file.close()
     assert read_records(path) == records
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_does_not_end_the_reading(
+    tmp_path: Path, make_train_record: MakeTrainRecord, value: float
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.append(make_train_record(ratio_max=value))
+    file.append(make_train_record(num_train_steps=2))
+    file.close()
+    first, second = read_records(path)
+    assert isinstance(first, TrainRecord)
+    assert math.isnan(first.ratio_max)
+    assert second == make_train_record(num_train_steps=2)
 
 
 def test_a_missing_file_has_no_records(tmp_path: Path) -> None:

@@ -46,6 +46,16 @@ def test_plain_lines_are_not_a_flood_and_the_last_step_is_always_shown(make_trai
     assert len(lines) < 50
 
 
+def test_an_evaluation_after_the_last_step_does_not_repeat_the_step(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    progress, out = plain()
+    with progress:
+        progress.show([make_train_record(num_train_steps=20)])
+        progress.show([eval_record])
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "evaluation:"]
+
+
 def test_nothing_new_shows_nothing(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:

@@ -1,5 +1,6 @@
 """One train step against a 40-line synchronous reference: the gradient does not depend on how it is computed."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -20,7 +21,12 @@ VERSION = 3
 def _config(*overrides: str) -> Config:
     return load_config(
         "quickstart.yaml",
-        ["learner.optimizer.max_grad_norm=1e9", "learner.num_minibatches=1", "rollout.sampling.temperature=0.8", *overrides],
+        [
+            "learner.optimizer.max_grad_norm=1e9",
+            "learner.num_minibatches=1",
+            "rollout.sampling.temperature=0.8",
+            *overrides,
+        ],
     )
 
 
@@ -129,7 +135,11 @@ def test_proximal_logprobs_of_later_minibatches_are_those_of_the_steps_beginning
 
 def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) -> None:
     groups = [
-        Group(g.group_id, 5, tuple(Trajectory(t.group_id, t.sample_index, t.prompt_tokens, t.completion, 0.7) for t in g.trajectories))
+        Group(
+            g.group_id,
+            5,
+            tuple(Trajectory(t.group_id, t.sample_index, t.prompt_tokens, t.completion, 0.7) for t in g.trajectories),
+        )
         for g in _groups()
     ]
     (gradient,), result = _step(tiny_folders["qwen2"], groups, _config())
@@ -155,4 +165,4 @@ def test_rows_are_full_hold_everything_once_and_never_pass_the_budget() -> None:
         assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
         assert all(sum(lengths[index] for index in row) <= 128 for row in rows)
         sizes = [sum(lengths[index] for index in row) for row in rows]
-        assert all(a + b > 128 for a, b in zip(sizes, sizes[1:], strict=False)) or len(rows) < 2
+        assert all(a + b > 128 for a, b in itertools.pairwise(sizes)) or len(rows) < 2

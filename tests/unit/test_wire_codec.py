@@ -41,7 +41,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.sampled_from(["stop", "length"])),
     )
     prompt = np.array(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=9)), np.int32)
-    return Trajectory(draw(st.integers(-(2**40), 2**40)), draw(st.integers(0, 99)), prompt, completion, draw(st.floats(-9, 9)))
+    return Trajectory(
+        draw(st.integers(-(2**40), 2**40)), draw(st.integers(0, 99)), prompt, completion, draw(st.floats(-9, 9))
+    )
 
 
 def _same(one: Trajectory, other: Trajectory) -> bool:

@@ -1,0 +1,164 @@
+"""Charts as SVG text: names and numbers in, a section of the page out. Colors are CSS variables of the page."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WIDTH, _HEIGHT = 420, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
+NUM_COLORS = 6
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A named line; `band` is the low and the high edge of an area around it, point by point."""
+
+    name: str
+    points: Sequence[Point]
+    band: Sequence[Point] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The plane between the axes, with round numbers at its grid lines."""
+
+    x_low: float
+    x_high: float
+    y_ticks: Sequence[float]
+    x_ticks: Sequence[float]
+
+    def across(self, x: float) -> float:
+        return round(_LEFT + (x - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def down(self, y: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return round(_HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    def grid(self) -> list[str]:
+        parts = []
+        for y in self.y_ticks:
+            down = self.down(y)
+            parts.append(f"<line x1={_LEFT} x2={_WIDTH - _RIGHT} y1={down} y2={down} class=grid />")
+            parts.append(f"<text x={_LEFT - 6} y={down + 4} text-anchor=end>{number(y)}</text>")
+        bottom = f"y={_HEIGHT - 8} text-anchor=middle"
+        return parts + [f"<text x={self.across(x)} {bottom}>{number(x)}</text>" for x in self.x_ticks]
+
+
+def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: bool = False, share: bool = False) -> str:
+    """Lines over a common axis, each point with its value as a tooltip; `share` fixes the axis to 0 .. 1."""
+    curves = [_finite(curve) for curve in curves]
+    points = [point for curve in curves for point in curve.points]
+    if not points:
+        return _section(title, hint, "<p class=soft>nothing measured yet</p>", [])
+    heights = [y for _, y in points] + [edge for curve in curves for pair in curve.band for edge in pair]
+    frame = _frame([x for x, _ in points], [0.0, 1.0] if share else heights)
+    parts = frame.grid()
+    for index, curve in enumerate(curves):
+        if curve.band:
+            xs = [x for x, _ in curve.points]
+            parts.append(
+                _area(frame, xs, [low for low, _ in curve.band], [high for _, high in curve.band], index, 0.18)
+            )
+        line = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in curve.points)
+        parts.append(f"<polyline points='{line}' class='line c{index % NUM_COLORS}' />")
+        parts += _marks(frame, curve, index, visible=dots or len(curve.points) == 1)
+    return _section(title, hint, _svg(title, parts), [curve.name for curve in curves])
+
+
+def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str:
+    """Shares that add up to 1 at every x, as areas on top of each other; all curves have the same x values."""
+    if not curves or not curves[0].points:
+        return _section(title, hint, "<p class=soft>nothing measured yet</p>", [])
+    xs = [x for x, _ in curves[0].points]
+    frame = _frame(xs, [0.0, 1.0])
+    parts = frame.grid()
+    floor = [0.0] * len(xs)
+    for index, curve in enumerate(curves):
+        ceiling = [low + y for low, (_, y) in zip(floor, curve.points, strict=True)]
+        parts.append(_area(frame, xs, floor, ceiling, index, 0.75))
+        middle = [(x, (low + high) / 2) for x, low, high in zip(xs, floor, ceiling, strict=True)]
+        parts += _marks(frame, Curve(curve.name, middle), index, visible=False, values=[y for _, y in curve.points])
+        floor = ceiling
+    return _section(title, hint, _svg(title, parts), [curve.name for curve in curves])
+
+
+def number(value: float) -> str:
+    """A number as a reader wants it: no digits that say nothing."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _marks(
+    frame: _Frame, curve: Curve, index: int, *, visible: bool, values: Sequence[float] | None = None
+) -> list[str]:
+    """A circle at each point that carries the tooltip; wide and unseen where the line is enough."""
+    look = f"r=3 class='dot c{index % NUM_COLORS}'" if visible else "r=6 class=unseen"
+    shown = [y for _, y in curve.points] if values is None else values
+    return [
+        f"<circle cx={frame.across(x)} cy={frame.down(y)} {look}>"
+        f"<title>{html.escape(curve.name)} at {number(x)}: {value:.4g}</title></circle>"
+        for (x, y), value in zip(curve.points, shown, strict=True)
+    ]
+
+
+def _area(
+    frame: _Frame, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], index: int, opacity: float
+) -> str:
+    there = [f"{frame.across(x)},{frame.down(y)}" for x, y in zip(xs, highs, strict=True)]
+    back = [f"{frame.across(x)},{frame.down(y)}" for x, y in zip(xs, lows, strict=True)]
+    edge = " ".join([*there, *reversed(back)])
+    return f"<polygon points='{edge}' class='area c{index % NUM_COLORS}' opacity={opacity} />"
+
+
+def _svg(title: str, parts: Sequence[str]) -> str:
+    label = html.escape(title, quote=True)
+    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{label}'>{''.join(parts)}</svg>"
+
+
+def _section(title: str, hint: str, body: str, names: Sequence[str]) -> str:
+    keys = "".join(
+        f"<span><i class='key c{index % NUM_COLORS}'></i>{html.escape(name)}</span>" for index, name in enumerate(names)
+    )
+    note = f"<span class=soft>{html.escape(hint)}</span>" if hint else ""
+    return f"<section><h2>{html.escape(title)}</h2>{body}<p class=keys>{keys}{note}</p></section>"
+
+
+def _finite(curve: Curve) -> Curve:
+    keep = [index for index, point in enumerate(curve.points) if all(map(math.isfinite, point))]
+    band = [curve.band[index] for index in keep] if curve.band else ()
+    return Curve(curve.name, [curve.points[index] for index in keep], band)
+
+
+def _frame(xs: Sequence[float], ys: Sequence[float]) -> _Frame:
+    x_low, x_high = min(xs), max(xs)
+    if x_low == x_high:
+        x_low, x_high = x_low - 1, x_high + 1
+    inside = [x for x in ticks(x_low, x_high, 6, whole=True) if x_low <= x <= x_high]
+    return _Frame(x_low, x_high, ticks(min(ys), max(ys), 5), inside)
+
+
+def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """Round numbers from at or below `low` to at or above `high`, about `most` of them."""
+    scale = max(abs(low), abs(high))
+    if scale < 1e-100:  # nothing but zeros
+        low, high = 0.0, 1.0
+    elif high - low <= 1e-9 * scale:
+        low, high = low - 0.1 * scale, high + 0.1 * scale
+    if 0 < low < 0.4 * high:
+        low = 0.0  # an axis that nearly reaches zero should
+    rough = (high - low) / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    if whole:
+        step = max(1.0, float(round(step)))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    digits = 6 - math.floor(math.log10(step))
+    return [round(index * step, digits) for index in range(first, last + 1)]

@@ -1,0 +1,170 @@
+"""From the records and the summary of a run to the text of its page: facts, charts, ledger, config."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from areal_rloo.report.charts import NUM_COLORS, Curve, line_chart, stacked_chart
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+_LIGHT = ("#2f6fde", "#dd6b20", "#2f9e5b", "#8e4ec6", "#c2304f", "#5f6b7a")
+_DARK = ("#6ea2ff", "#f59a57", "#5cc98a", "#bd8cf0", "#f0758f", "#a3afbd")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 1360px; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: .95rem; font-weight: 600; margin: 0 0 .3rem; }
+p { margin: .1rem 0; } .soft { color: var(--soft); }
+.state { display: inline-block; padding: .05rem .6rem; border-radius: 1rem; border: 1px solid var(--line);
+         font-size: .85rem; color: var(--soft); }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
+.facts div, section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+                      padding: .6rem .8rem; }
+.facts b { display: block; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.facts span { font-size: .82rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 390px), 1fr)); gap: .8rem; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 11px; }
+.grid { stroke: var(--line); stroke-width: .6; } .line { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
+.unseen { fill: transparent; } circle:hover { fill: var(--ink); opacity: .5; }
+.keys { font-size: .8rem; } .keys span { margin-right: .9rem; white-space: nowrap; }
+.key { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .35rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td { padding: .15rem 1.6rem .15rem 0; } td + td { text-align: right; padding-right: 0; }
+.below { display: grid; gap: .8rem; margin: .8rem 0; } summary { cursor: pointer; }
+pre { overflow-x: auto; font-size: .82rem; line-height: 1.4; }
+"""
+
+
+def page(
+    title: str, config: str, train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None
+) -> str:
+    """The whole page; `summary` is that of a run that has ended."""
+    state = "in progress" if summary is None else f"ended: {summary['exit_reason']}"
+    return "\n".join(
+        [
+            "<!doctype html><html lang=en><head><meta charset=utf-8>",
+            "<meta name=viewport content='width=device-width, initial-scale=1'>",
+            f"<title>{html.escape(title)}</title><style>{_palette()}{_STYLE}</style></head><body>",
+            f"<h1>{html.escape(title)}</h1><p class=state>{html.escape(state)}</p>",
+            f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
+            f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
+            f"<div class=below>{_ledger(train, summary)}<section><details><summary>Resolved config</summary>",
+            f"<pre>{html.escape(config)}</pre></details></section></div>",
+            "</body></html>",
+        ]
+    )
+
+
+def _palette() -> str:
+    def variables(colors: Sequence[str]) -> str:
+        return "".join(f"--c{index}: {color}; " for index, color in enumerate(colors))
+
+    classes = "".join(
+        f".line.c{n} {{ stroke: var(--c{n}) }} .area.c{n}, .dot.c{n} {{ fill: var(--c{n}) }} "
+        f".key.c{n} {{ background: var(--c{n}) }}\n"
+        for n in range(NUM_COLORS)
+    )
+    return (
+        ":root { color-scheme: light dark; --ink: #1c2430; --paper: #f6f7f8; --card: #fff; --line: #d9dde2; "
+        f"--soft: #66707c; {variables(_LIGHT)} }}\n"
+        "@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --paper: #12161b; --card: #1a2027; "
+        f"--line: #343c46; --soft: #97a2ae; {variables(_DARK)} }} }}\n{classes}"
+    )
+
+
+def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None) -> str:
+    facts: list[tuple[str, str]] = []
+    if evaluations:
+        by_version = sorted(evaluations, key=lambda record: record.policy_version)
+        facts.append(("held-out accuracy", f"{by_version[0].accuracy:.3f} → {by_version[-1].accuracy:.3f}"))
+    if train:
+        last = train[-1]
+        facts += [
+            ("reward", f"{train[0].reward_mean:.3f} → {last.reward_mean:.3f}"),
+            ("train steps", f"{last.num_train_steps:,}"),
+            ("training time", _duration(last.wall_s)),
+            ("learner idle", f"{100 * last.learner_idle_s / last.wall_s:.1f} %"),
+            ("rollout idle, after the first step", f"{100 * last.rollout_idle_s / last.wall_s:.1f} %"),
+            ("tokens generated", f"{last.generated_tokens:,}"),
+        ]
+    if summary is not None:
+        staleness, times = summary["staleness"], summary["time_s"]
+        facts += [
+            ("tokens trained", f"{summary['tokens']['trained']:,}"),
+            ("staleness, mean and max", f"{staleness['mean_trained']:.2f}, {staleness['max_trained']}"),
+            ("tokens past the bound", f"{100 * staleness['masked_token_share']:.2f} %"),
+            ("warm start", _duration(times["warm_start"])),
+        ]
+    return "".join(f"<div><b>{html.escape(value)}</b><span class=soft>{name}</span></div>" for name, value in facts)
+
+
+def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> list[str]:
+    fields = [msgspec.structs.asdict(record) for record in train]
+
+    def of(name: str, key: str) -> Curve:
+        return Curve(name, [(values["policy_version"], values[key]) for values in fields])
+
+    accuracy = sorted((record.policy_version, record.accuracy) for record in evaluations)
+    reward = [(record.policy_version, record.reward_mean) for record in train]
+    band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
+    values = sorted({value for record in train for value in record.staleness_tokens})
+    by_staleness = [Curve(str(value), [(r.policy_version, _share(r, value)) for r in train]) for value in values]
+    mean_max = ("mean", "max")
+    return [
+        line_chart("Held-out accuracy, greedy, by policy version", [Curve("accuracy", accuracy)], dots=True),
+        line_chart("Reward of the batch", [Curve("mean", reward, band)], hint="band: one standard deviation"),
+        line_chart("Staleness of trained tokens, in versions", [of(n, f"staleness_{n}") for n in mean_max]),
+        stacked_chart("Share of trained tokens by staleness", by_staleness),
+        line_chart("Tokens past the bound, out of the loss (share)", [of("masked", "masked_token_share")]),
+        line_chart("Completion length, in tokens", [of(n, f"completion_tokens_{n}") for n in mean_max]),
+        line_chart("Tokens per second", [of(n, f"{n}_tokens_per_s") for n in ("generated", "trained")]),
+        line_chart(
+            "Shares of groups and completions",
+            [
+                of("groups of equal rewards", "zero_variance_group_share"),
+                of("truncated completions", "truncated_share"),
+            ],
+            share=True,
+        ),
+        line_chart("Ratio: current / proximal", [of(n, f"ratio_{n}") for n in mean_max]),
+        line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in mean_max]),
+        line_chart(
+            "Share of tokens clipped or limited",
+            [of("ratio", "ratio_clipped_share"), of("behaviour_weight", "behaviour_weight_limited_share")],
+        ),
+        line_chart("Entropy, estimated from the sampled tokens", [of("entropy", "entropy")]),
+        line_chart("Gradient norm, before clipping", [of("norm", "gradient_norm")]),
+        line_chart("Loss", [of("loss", "loss")]),
+        line_chart("Seconds of a step", [of("training", "train_step_s"), of("waiting for its batch", "wait_s")]),
+        line_chart(
+            "Idle seconds since the start", [of("learner", "learner_idle_s"), of("rollout, mean", "rollout_idle_s")]
+        ),
+    ]
+
+
+def _share(record: TrainRecord, staleness: int) -> float:
+    return record.staleness_tokens.get(staleness, 0) / max(1, sum(record.staleness_tokens.values()))
+
+
+def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
+    if summary is not None:
+        counts = summary["ledger"]
+    elif train:
+        counts = msgspec.structs.asdict(train[-1].ledger)
+    else:
+        return ""
+    rows = [(state.replace("_", " "), counts[state]) for state in ("admitted", "trained", "buffered", "in_flight")]
+    rows += [(f"dropped: {reason}", count) for reason, count in sorted(counts["dropped"].items())]
+    cells = "".join(f"<tr><td>{html.escape(name)}<td>{count:,}" for name, count in rows)
+    return f"<section><h2>Ledger, in samples</h2><table>{cells}</table></section>"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

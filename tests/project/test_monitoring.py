@@ -1,0 +1,74 @@
+"""Dashboards and alert rules name only metrics that exist, and are well-formed."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_rloo.telemetry.metrics import PREFIX, all_metrics, metric_names
+
+MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
+RULES = MONITORING / "prometheus" / "alerts.yml"
+DASHBOARD = MONITORING / "grafana" / "dashboard.json"
+
+
+def expressions() -> list[str]:
+    rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return rules + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_names_only_metrics_that_exist(expression: str) -> None:
+    named = set(re.findall(rf"\b{PREFIX}\w+", expression))
+    assert named
+    assert named <= set(metric_names())
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_only_a_counter_has_a_rate(expression: str) -> None:
+    for name in re.findall(rf"\b(?:rate|increase)\(({PREFIX}\w+)", expression):
+        assert name.endswith("_total"), f"{name} is a gauge"
+
+
+def test_labels_in_expressions_are_labels_of_the_metric() -> None:
+    labels = {PREFIX + metric.name: metric.label for metric in all_metrics()}
+    for expression in expressions():
+        for grouped, name in re.findall(rf"by \((\w+)\) \(\w+\(({PREFIX}\w+)", expression):
+            assert grouped == labels[name]
+        for name, matched in re.findall(rf"({PREFIX}\w+)\{{(\w+)", expression):
+            assert matched == labels[name]
+
+
+def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert len(rule["annotations"]["summary"]) > 20
+
+
+def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here")
+    config = MONITORING / "prometheus" / "prometheus.yml"
+    ended = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
