@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 
@@ -39,6 +40,12 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+
+
+class _Placement(TypedDict):
+    device: str
+    num_threads: int
+    environment: dict[str, str]
 
 
 def plan_preparation(config: Config, machine: Machine, run_folder: Path) -> ProcessSpec | None:
@@ -78,28 +85,24 @@ def plan_run(
         PreflightError: a device was asked for that the machine does not have; says by how much.
     """
     num_workers = config.rollout.num_workers
-    wanted_gpus = _wants_gpu(config.learner.device, machine) + num_workers * _wants_gpu(config.rollout.device, machine)
-    if wanted_gpus > len(machine.gpu_ids):
+    learner_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
+    wanted = learner_gpus + num_workers * worker_gpus
+    if wanted > len(machine.gpu_ids):
         raise PreflightError(
-            f"devices: the plan needs {wanted_gpus} GPUs (learner.device={config.learner.device}, "
+            f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
             f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}), this machine has "
             f"{len(machine.gpu_ids)}; lower rollout.num_workers or set a device to cpu"
         )
-    gpus = list(machine.gpu_ids)
     share = max(1, machine.num_cores // (1 + num_workers))
-    learner_gpu = tuple(gpus.pop(0) for _ in range(_wants_gpu(config.learner.device, machine)))
-    learner_threads = config.learner.num_threads or share
+    common = (f"--run-folder={run_folder}", f"--model-path={model_path}")
     learner = ProcessSpec(
         name="learner",
         role="learner",
-        device="cuda" if learner_gpu else "cpu",
-        num_threads=learner_threads,
+        **_placement(config.learner.num_threads or share, machine.gpu_ids[:learner_gpus]),
         command=(
             *_module("areal_rloo.learner"),
-            f"--run-folder={run_folder}",
-            f"--model-path={model_path}",
-            f"--device={'cuda' if learner_gpu else 'cpu'}",
-            f"--num-threads={learner_threads}",
+            *common,
+            *_place_arguments(config.learner.num_threads or share, learner_gpus),
             f"--port={addresses.wire_port}",
             f"--metrics-port={addresses.metrics_ports[0]}",
             f"--segment-folder={addresses.segment_folder}",
@@ -107,33 +110,38 @@ def plan_run(
             "--same-host",
             *(("--resume",) if resume else ()),
         ),
-        environment=_environment(learner_threads, learner_gpu),
     )
-    specs = [learner]
     threads = config.rollout.num_threads or share
-    for index in range(num_workers):
-        gpu = tuple(gpus.pop(0) for _ in range(_wants_gpu(config.rollout.device, machine)))
-        specs.append(
-            ProcessSpec(
-                name=f"rollout-{index}",
-                role="rollout worker",
-                device="cuda" if gpu else "cpu",
-                num_threads=threads,
-                command=(
-                    *_module("areal_rloo.rollout"),
-                    f"--run-folder={run_folder}",
-                    f"--model-path={model_path}",
-                    f"--worker-id=rollout-{index}",
-                    f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
-                    f"--device={'cuda' if gpu else 'cpu'}",
-                    f"--num-threads={threads}",
-                    f"--metrics-port={addresses.metrics_ports[1 + index]}",
-                ),
-                environment=_environment(threads, gpu),
-                max_restarts=config.launcher.max_restarts,
-            )
+    workers = [
+        ProcessSpec(
+            name=f"rollout-{index}",
+            role="rollout worker",
+            **_placement(threads, machine.gpu_ids[learner_gpus + index * worker_gpus :][:worker_gpus]),
+            command=(
+                *_module("areal_rloo.rollout"),
+                *common,
+                *_place_arguments(threads, worker_gpus),
+                f"--worker-id=rollout-{index}",
+                f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
+                f"--metrics-port={addresses.metrics_ports[1 + index]}",
+            ),
+            max_restarts=config.launcher.max_restarts,
         )
-    return specs
+        for index in range(num_workers)
+    ]
+    return [learner, *workers]
+
+
+def _place_arguments(num_threads: int, num_gpus: int) -> tuple[str, str]:
+    return (f"--device={'cuda' if num_gpus else 'cpu'}", f"--num-threads={num_threads}")
+
+
+def _placement(num_threads: int, gpu_ids: tuple[str, ...]) -> _Placement:
+    return {
+        "device": "cuda" if gpu_ids else "cpu",
+        "num_threads": num_threads,
+        "environment": _environment(num_threads, gpu_ids),
+    }
 
 
 def describe(specs: list[ProcessSpec]) -> str:

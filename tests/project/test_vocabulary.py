@@ -83,7 +83,9 @@ def test_no_identifier_uses_a_word_that_is_ruled_out(path: Path) -> None:
     assert not found, "\n".join(sorted(set(found)))
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "OldPolicy", "log_probs", "_prox", "numLag", "n_samples", "SyncWeights"])
+@pytest.mark.parametrize(
+    "name", ["old_logprobs", "OldPolicy", "log_probs", "_prox", "numLag", "n_samples", "SyncWeights"]
+)
 def test_a_word_is_found_wherever_it_stands_whole(name: str) -> None:
     assert ruled_out(name)
 
