@@ -172,11 +172,13 @@ class _LocalRun:
             time.sleep(_LOOK_EVERY_S)
         progress.show(tail.read())
         self._supervisor.wait(workers, _GRACE_S)
+        if code == 128 + signal.SIGTERM and self._num_signals == 1:
+            return 0  # drained before it had begun
         if code != 0:
             words = self._supervisor.last_words("learner")
             progress.say(f"the learner ended with code {code}. {words}".rstrip())
             progress.say(f"logs: {self._folder / 'logs'}; go on from the newest checkpoint with --resume")
-        return failure if failure is not None and code == 0 else code
+        return code if failure is None else failure
 
     def _tend(self, workers: list[str], progress: Progress) -> int | None:
         """Restart dead workers; an exit code once the run cannot go on for want of them."""

@@ -85,14 +85,7 @@ def plan_run(
         PreflightError: a device was asked for that the machine does not have; says by how much.
     """
     num_workers = config.rollout.num_workers
-    learner_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
-    wanted = learner_gpus + num_workers * worker_gpus
-    if wanted > len(machine.gpu_ids):
-        raise PreflightError(
-            f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
-            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}), this machine has "
-            f"{len(machine.gpu_ids)}; lower rollout.num_workers or set a device to cpu"
-        )
+    learner_gpus, worker_gpus = _gpus_wanted(config, machine)
     share = max(1, machine.num_cores // (1 + num_workers))
     common = (f"--run-folder={run_folder}", f"--model-path={model_path}")
     learner = ProcessSpec(
@@ -130,6 +123,20 @@ def plan_run(
         for index in range(num_workers)
     ]
     return [learner, *workers]
+
+
+def _gpus_wanted(config: Config, machine: Machine) -> tuple[int, int]:
+    """GPUs of the learner and of each worker; refuses more than there are."""
+    num_workers = config.rollout.num_workers
+    learner_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
+    wanted = learner_gpus + num_workers * worker_gpus
+    if wanted > len(machine.gpu_ids):
+        raise PreflightError(
+            f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
+            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}), this machine has "
+            f"{len(machine.gpu_ids)}; lower rollout.num_workers or set a device to cpu"
+        )
+    return learner_gpus, worker_gpus
 
 
 def _place_arguments(num_threads: int, num_gpus: int) -> tuple[str, str]:

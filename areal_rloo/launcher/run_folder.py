@@ -16,6 +16,7 @@ import msgspec
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.plan import Machine
+from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
 
@@ -46,9 +47,11 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
 
 
 def write_beginning(folder: Path, config: Config, machine: Machine) -> None:
-    """The resolved config and the environment; runs/latest points here."""
+    """The resolved config, the environment, and CURVE keys where the wire needs them; runs/latest points here."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    if config.curve:
+        make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {
         "python": sys.version,

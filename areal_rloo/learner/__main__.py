@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +25,7 @@ from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
-from areal_rloo.learner.train_step import Trainer
+from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
 from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights
 from areal_rloo.tasks import load_items
@@ -92,35 +93,32 @@ def _run(config: Config, arguments: Arguments) -> int:
         logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
     model_path = arguments.model_path if restored is None else str(restored[0] / "model")
     tokenizer = load_tokenizer(arguments.model_path)
-    model = load_policy(model_path, device=device)
-    trainer = Trainer(model, config, device=device)
+    train_step = TrainStep(load_policy(model_path, device=device), config, device=device)
     stream = _prompt_stream(config, tokenizer)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
-        ledger, totals, policy_version = _restore(restored, trainer, stream)
+        ledger, totals, policy_version = _restore(restored, train_step, stream)
     registry = CollectorRegistry()
     reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
     evaluation = Evaluation(_eval_prompts(config, tokenizer), reporter.evaluation)
-    keys = load_keys(folder / "keys", end="learner") if config.curve else None
-    limits = Limits(max_message_bytes=config.wire.max_message_bytes)
     intake = Intake(
         config,
-        channel=lambda: LearnerChannel.bind(config.wire.host, arguments.port, limits=limits, keys=keys),
+        channel=_channel(config, arguments),
         ledger=ledger,
         stream=stream,
         evaluation=evaluation,
         policy_version=policy_version,
     )
-    broadcaster = _broadcaster(config, arguments, trainer, intake)
+    broadcaster = _broadcaster(config, arguments, train_step, intake)
     if policy_version > 0:
-        broadcaster.publish(policy_version, named_weights(model))
+        broadcaster.publish(policy_version, named_weights(train_step.model))
     intake.start()
     intake.attach(broadcaster)
     _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)
     _drain_on_signals(intake)
     learner = Learner(
         config,
-        trainer=trainer,
+        train_step=train_step,
         tokenizer=tokenizer,
         intake=intake,
         broadcaster=broadcaster,
@@ -131,15 +129,22 @@ def _run(config: Config, arguments: Arguments) -> int:
     )
     if not any(record.policy_version == policy_version for record in reporter.evaluations):
         intake.advance(policy_version, evaluate=True)
+    _run_to_the_end(learner, intake, broadcaster, arguments, config)
+    return 0
+
+
+def _run_to_the_end(
+    learner: Learner, intake: Intake, broadcaster: Broadcaster, arguments: Arguments, config: Config
+) -> None:
+    """Train; whatever happens, stop the workers and write the summary."""
     reason = "failed"
     try:
         reason = learner.run()
     finally:
         intake.stop_workers(config.launcher.drain_timeout_s / 4)
         write_summary(
-            folder / "summary.json",
+            arguments.run_folder / "summary.json",
             learner=learner,
-            evaluations=reporter.evaluations,
             statistics=intake.statistics(),
             warm_start_s=arguments.warm_start_s,
             exit_reason=reason,
@@ -147,7 +152,12 @@ def _run(config: Config, arguments: Arguments) -> int:
         broadcaster.close()
         intake.close()
     logger.info("the learner is done: %s at version %d", reason, learner.policy_version)
-    return 0
+
+
+def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:
+    keys = load_keys(arguments.run_folder / "keys", end="learner") if config.curve else None
+    limits = Limits(max_message_bytes=config.wire.max_message_bytes)
+    return lambda: LearnerChannel.bind(config.wire.host, arguments.port, limits=limits, keys=keys)
 
 
 def _prompt_stream(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
@@ -162,11 +172,13 @@ def _eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
     return [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
 
 
-def _restore(restored: tuple[Path, LearnerState], trainer: Trainer, stream: PromptStream) -> tuple[Ledger, Totals, int]:
+def _restore(
+    restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
+) -> tuple[Ledger, Totals, int]:
     path, state = restored
     optimizer = load_optimizer(path)
-    trainer.optimizer.load_state_dict(optimizer["optimizer"])
-    trainer.schedule.load_state_dict(optimizer["schedule"])
+    train_step.optimizer.load_state_dict(optimizer["optimizer"])
+    train_step.schedule.load_state_dict(optimizer["schedule"])
     logger.info("resuming from %s at version %d", path, state.policy_version)
     return restore_ledger(state, stream), state.totals, state.policy_version
 
@@ -180,9 +192,9 @@ def _reporter(folder: Path, policy_version: int, registry: CollectorRegistry, *,
     return Reporter(MetricsFile(path), LearnerMetrics(registry), evaluations)
 
 
-def _broadcaster(config: Config, arguments: Arguments, trainer: Trainer, intake: Intake) -> Broadcaster:
+def _broadcaster(config: Config, arguments: Arguments, train_step: TrainStep, intake: Intake) -> Broadcaster:
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    manifest = build_manifest(named_weights(trainer.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
+    manifest = build_manifest(named_weights(train_step.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
     kind = config.weights.transport
     if kind == "auto":
         kind = "shared_memory" if arguments.same_host else "collective"

@@ -66,7 +66,7 @@ class _Minibatch:
     rows: list[Row]
 
 
-class Trainer:
+class TrainStep:
     """The model, its optimizer, and the step. One per learner."""
 
     def __init__(self, model: PreTrainedModel, config: Config, *, device: torch.device) -> None:

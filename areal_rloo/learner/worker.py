@@ -1,6 +1,6 @@
 """The learner: takes batches, steps, publishes, and writes down what happened.
 
-    take_batch ─► Trainer.step ─► Broadcaster.publish ─► Intake.advance ─► metrics ─► checkpoint, now and then
+    take_batch ─► TrainStep.step ─► Broadcaster.publish ─► Intake.advance ─► metrics ─► checkpoint, now and then
 
 The training thread waits in `take_batch` only. Intake and broadcast run on threads of their own.
 """
@@ -20,7 +20,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError
 from areal_rloo.learner.checkpoint import Checkpoints, Totals, capture
 from areal_rloo.learner.intake import Intake, IntakeStatistics
-from areal_rloo.learner.train_step import StepResult, Trainer
+from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import named_weights
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
@@ -66,7 +66,7 @@ class Learner:
         self,
         config: Config,
         *,
-        trainer: Trainer,
+        train_step: TrainStep,
         tokenizer: PreTrainedTokenizerBase,
         intake: Intake,
         broadcaster: Broadcaster,
@@ -76,7 +76,7 @@ class Learner:
         totals: Totals,
     ) -> None:
         self._config = config
-        self._trainer = trainer
+        self._train_step = train_step
         self._tokenizer = tokenizer
         self._intake = intake
         self._broadcaster = broadcaster
@@ -89,6 +89,11 @@ class Learner:
         self._before = msgspec.structs.replace(totals)
         self._first_step: IntakeStatistics | None = None
         self._interval = _Interval(self._started_s)
+
+    @property
+    def evaluations(self) -> list[EvalRecord]:
+        """Every evaluation of the run so far."""
+        return self._reporter.evaluations
 
     def run(self) -> str:
         """Train to the end; gives the reason it ended.
@@ -128,13 +133,13 @@ class Learner:
             )
         )
         optimizer: dict[str, Any] = {
-            "optimizer": self._trainer.optimizer.state_dict(),
-            "schedule": self._trainer.schedule.state_dict(),
+            "optimizer": self._train_step.optimizer.state_dict(),
+            "schedule": self._train_step.schedule.state_dict(),
         }
-        self._checkpoints.save(state, model=self._trainer.model, tokenizer=self._tokenizer, optimizer=optimizer)
+        self._checkpoints.save(state, model=self._train_step.model, tokenizer=self._tokenizer, optimizer=optimizer)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
-        result = self._trainer.step(batch, policy_version=self.policy_version)
+        result = self._train_step.step(batch, policy_version=self.policy_version)
         self.totals.skipped_steps += result.num_skipped
         if result.num_optimizer_steps == 0:
             self._intake.settle_batch(refused="non_finite")
@@ -148,7 +153,7 @@ class Learner:
             return
         self._skips_in_a_row = 0
         self.policy_version += 1
-        self._broadcaster.publish(self.policy_version, named_weights(self._trainer.model))
+        self._broadcaster.publish(self.policy_version, named_weights(self._train_step.model))
         self._intake.settle_batch(refused=None)
         last = self.policy_version == self._config.learner.num_train_steps
         every = self._config.evaluation.every_n_versions
@@ -229,7 +234,6 @@ def write_summary(
     path: Path,
     *,
     learner: Learner,
-    evaluations: list[EvalRecord],
     statistics: IntakeStatistics,
     warm_start_s: float,
     exit_reason: str,
@@ -243,7 +247,7 @@ def write_summary(
         "policy_version": learner.policy_version,
         "evaluation": [
             {"policy_version": e.policy_version, "accuracy": e.accuracy, "num_prompts": e.num_prompts}
-            for e in evaluations
+            for e in learner.evaluations
         ],
         "ledger": statistics.ledger,
         "staleness": {

@@ -218,6 +218,12 @@ def test_two_workers_over_gloo_with_curve_train_together(start: Callable[..., Ru
     assert run.records()[-1].num_workers == 2
 
 
+def _scraped(port: int, metric: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        values = [line for line in answer.read().decode().splitlines() if line.startswith(metric + " ")]
+    return float(values[0].split()[1]) if values else 0.0
+
+
 def test_every_process_serves_its_metrics(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 2)
@@ -227,9 +233,7 @@ def test_every_process_serves_its_metrics(start: Callable[..., Run]) -> None:
     ):
         (process,) = run.children(module)
         port = next(a.partition("=")[2] for a in process.cmdline() if a.startswith("--metrics-port="))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            values = [line for line in answer.read().decode().splitlines() if line.startswith(metric + " ")]
-        assert float(values[0].split()[1]) > 0
+        run.wait_for(lambda p=port, m=metric: _scraped(int(p), m) > 0)  # type: ignore[misc]
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 0
 

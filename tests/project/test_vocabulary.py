@@ -40,6 +40,7 @@ RULED_OUT = {
     "n_samples": "group_size",
     "num_generations": "group_size",
     "actor": "rollout",
+    "trainer": "learner",
     "mini_batch": "minibatch",
     "micro_batch": "microbatch",
     "mb": "microbatch",

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.learner.packing import plan_rows
-from areal_rloo.learner.train_step import StepResult, Trainer
+from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import load_policy
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
@@ -88,11 +88,11 @@ class _Spy(torch.optim.SGD):
 
 def _step(folder: Path, groups: list[Group], config: Config) -> tuple[list[dict[str, torch.Tensor]], StepResult]:
     model = load_policy(str(folder), device=torch.device("cpu"))
-    trainer = Trainer(model, config, device=torch.device("cpu"))
+    train_step = TrainStep(model, config, device=torch.device("cpu"))
     spy = _Spy(list(model.named_parameters()))
-    trainer.optimizer = spy  # type: ignore[assignment]
-    trainer.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
-    result = trainer.step(groups, policy_version=VERSION)
+    train_step.optimizer = spy  # type: ignore[assignment]
+    train_step.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
+    result = train_step.step(groups, policy_version=VERSION)
     return spy.gradients, result
 
 
