@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.errors import CheckpointError
@@ -108,7 +109,7 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             unfinished.rename(target)
             _flush(self._folder)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as torch and safetensors say it
             logger.error("checkpoint %s could not be written: %s; training goes on, free some disk", target, error)
             shutil.rmtree(unfinished, ignore_errors=True)
             return None

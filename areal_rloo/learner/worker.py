@@ -48,15 +48,21 @@ class Reporter:
         self.evaluations = evaluations
 
     def train_step(self, record: TrainRecord) -> None:
-        self._file.append(record)
+        self._append(record)
         self._metrics.train_step(record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Called on the intake's thread."""
         logger.info("evaluation of version %d: accuracy %.3f", record.policy_version, record.accuracy)
         self.evaluations.append(record)
-        self._file.append(record)
+        self._append(record)
         self._metrics.evaluation(record)
+
+    def _append(self, record: TrainRecord | EvalRecord) -> None:
+        try:
+            self._file.append(record)
+        except OSError as error:  # a full disk must not end the run
+            logger.error("a record is missing from metrics.jsonl: %s", error)
 
 
 class Learner:

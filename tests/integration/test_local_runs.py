@@ -324,3 +324,13 @@ def test_a_dry_run_prints_config_and_plan_and_starts_nothing(tmp_path: Path) -> 
     assert "max_staleness" in ended.stdout
     assert all(name in ended.stdout for name in ("warm_start", "learner", "rollout-0", "rollout-1", "rollout-2"))
     assert not (tmp_path / "run").exists()
+
+
+def test_every_prompt_of_an_epoch_is_trained_once_and_the_last_batch_may_be_small(start: Callable[..., Run]) -> None:
+    run = start("data.num_epochs=1", "data.train.num_prompts=10", "learner.num_train_steps=100")
+    code, output = run.wait()
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["exit_reason"] == "end_of_data"
+    assert summary["num_train_steps"] == 3
+    assert summary["ledger"] == {"admitted": 40, "trained": 40, "dropped": {}, "buffered": 0, "in_flight": 0}

@@ -1,0 +1,122 @@
+"""Embedded engine against transformers' padded `generate` and `generate_batch`, in one process, in turn.
+
+    python benchmarks/generation.py [--output benchmarks/results/generation.json]
+
+The quickstart's model with random weights, 64 requests of 15 prompt tokens, the same threads. Two loads: equal lengths,
+and a long tail (log-normal, median 32, at most 512). Counted are useful tokens: `generate` pads its batch to the
+longest request, and what it makes past a request's length is thrown away. Medians of interleaved repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import hardware
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.utils import logging
+
+from areal_rloo.config import TinyModelConfig
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
+
+NUM_REQUESTS = 64
+PROMPT = tuple(range(10, 25))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    folder = Path(tempfile.mkdtemp())
+    save_tiny_model(make_tiny_model(TinyModelConfig()), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine = EmbeddedEngine(
+        folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=NUM_REQUESTS, context_tokens=640
+    )
+    few = EmbeddedEngine(folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=16, context_tokens=640)
+
+    tail = np.random.default_rng(0).lognormal(np.log(32), 1.0, NUM_REQUESTS).astype(int).clip(4, 512)
+    loads = {"equal_lengths": [64] * NUM_REQUESTS, "long_tail": tail.tolist()}
+    systems: dict[str, Callable[[list[int]], None]] = {
+        "embedded": lambda lengths: _embedded(engine, lengths),
+        "embedded_16_slots": lambda lengths: _embedded(few, lengths),
+        "generate": lambda lengths: _generate(model, lengths),
+        "generate_batch": lambda lengths: _generate_batch(model, lengths),
+    }
+    result: dict[str, object] = {"threads": arguments.threads, "num_requests": NUM_REQUESTS}
+    for load, lengths in loads.items():
+        rates: dict[str, list[float]] = {name: [] for name in systems}
+        for repeat in range(arguments.repeats + 1):
+            for name, run in systems.items():
+                started = time.perf_counter()
+                run(lengths)
+                if repeat:  # the first is a warm-up
+                    rates[name].append(sum(lengths) / (time.perf_counter() - started))
+        medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
+        ratios = {
+            f"over_{name}": round(medians["embedded"] / medians[name], 2) for name in medians if name != "embedded"
+        }
+        print(load, "tokens/s", medians, "embedded", ratios, flush=True)
+        result[load] = {"useful_tokens": sum(lengths), "tokens_per_s": medians, "embedded": ratios}
+    engine.close()
+    few.close()
+    hardware.write(arguments.output, result)
+
+
+def _embedded(engine: EmbeddedEngine, lengths: list[int]) -> None:
+    requests = [
+        GenerationRequest(str(index), PROMPT, SamplingParameters(max_new_tokens=length, seed=index))
+        for index, length in enumerate(lengths)
+    ]
+    for future, length in zip(engine.submit(requests), lengths, strict=True):
+        assert len(future.result().tokens) == length
+
+
+def _generate(model: torch.nn.Module, lengths: list[int]) -> None:
+    with torch.inference_mode():
+        model.generate(
+            torch.tensor([PROMPT] * len(lengths)),
+            attention_mask=torch.ones(len(lengths), len(PROMPT), dtype=torch.int64),
+            do_sample=True,
+            max_new_tokens=max(lengths),
+            min_new_tokens=max(lengths),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+
+def _generate_batch(model: torch.nn.Module, lengths: list[int]) -> None:
+    """Continuous batching; a request's length is its own, as the manager takes it with the request."""
+    config = GenerationConfig(do_sample=True, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(return_logprobs=True)
+    with model.continuous_batching_context_manager(
+        generation_config=config, continuous_batching_config=batching
+    ) as manager:
+        for length in lengths:
+            manager.add_request(list(PROMPT), max_new_tokens=length)
+        num_tokens, num_left = 0, len(lengths)
+        while num_left:
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                num_tokens += len(output.generated_tokens)
+                num_left -= 1
+    assert num_tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {num_tokens}"
+
+
+if __name__ == "__main__":
+    main()

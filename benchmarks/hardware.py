@@ -1,0 +1,34 @@
+"""The machine a benchmark ran on, for its result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, and the versions that matter."""
+    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "pyzmq": version("pyzmq"),
+    }
+
+
+def write(output: str | None, result: dict[str, Any]) -> None:
+    """Write a result with the hardware it was measured on, where a file was asked for."""
+    if output is not None:
+        Path(output).write_text(json.dumps({"hardware": describe(), **result}, indent=2) + "\n")
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,138 @@
+"""Trajectories per second over the real wire, acknowledged, against raw PUSH/PULL of ready bytes.
+
+    python benchmarks/wire.py [--output benchmarks/results/wire.json]
+
+One process sends, another receives; interleaved repeats, medians. `raw` sends one trajectory's bytes a message, with no
+codec and no acknowledgement. `channels` is what a run uses: encoding, what is ready sent together, decoding with every
+check, an acknowledgement for each message. `lock_step` waits for each trajectory's acknowledgement before the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+
+import hardware
+import numpy as np
+import zmq
+
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.codec import Limits, encode_trajectory
+from areal_rloo.wire.messages import TrajectoryBatch
+
+LIMITS = Limits()
+HOST = "tcp://127.0.0.1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    result: dict[str, object] = {}
+    for num_tokens, count in ((1024, 20_000), (8192, 4_000)):
+        rates: dict[str, list[float]] = {"raw": [], "channels": [], "lock_step": []}
+        for _ in range(arguments.repeats):
+            for name, values in rates.items():
+                values.append(_measure(name, num_tokens, count // 20 if name == "lock_step" else count))
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        ratios = {name: round(value / medians["raw"], 3) for name, value in medians.items()}
+        size = len(encode_trajectory(_trajectory(0, num_tokens)))
+        print(f"{num_tokens} tokens ({size} bytes): {medians['raw']:,.0f} raw messages/s; of raw: {ratios}", flush=True)
+        result[f"{num_tokens}_tokens"] = {
+            "trajectory_bytes": size,
+            "trajectories_per_s": {name: round(value) for name, value in medians.items()},
+            "ratio_to_raw": ratios,
+        }
+    hardware.write(arguments.output, result)
+
+
+def _measure(name: str, num_tokens: int, count: int) -> float:
+    """Trajectories per second, from the first one's arrival to the last one's."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    receiver = context.Process(target=_receive, args=(name, count, there))
+    receiver.start()
+    port = here.recv()
+    if name == "raw":
+        _send_raw(port, num_tokens, count)
+    else:
+        asyncio.run(_send(port, num_tokens, count, lock_step=name == "lock_step"))
+    seconds = here.recv()
+    receiver.join()
+    return (count - 1) / seconds
+
+
+def _receive(name: str, count: int, pipe: Connection) -> None:
+    if name == "raw":
+        _receive_raw(count, pipe)
+    else:
+        asyncio.run(_receive_acknowledging(count, pipe))
+
+
+def _receive_raw(count: int, pipe: Connection) -> None:
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    pipe.send(socket.bind_to_random_port(HOST))
+    socket.recv()
+    started = time.perf_counter()
+    for _ in range(count - 1):
+        socket.recv()
+    pipe.send(time.perf_counter() - started)
+    socket.close(0)
+
+
+def _send_raw(port: int, num_tokens: int, count: int) -> None:
+    frame = encode_trajectory(_trajectory(0, num_tokens))
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(f"{HOST}:{port}")
+    for _ in range(count):
+        socket.send(frame)
+    socket.close()
+
+
+async def _receive_acknowledging(count: int, pipe: Connection) -> None:
+    learner = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
+    pipe.send(learner.port)
+    num, started = 0, 0.0
+    while num < count:
+        peer, message = await learner.receive()
+        assert isinstance(message, TrajectoryBatch), "only trajectories are sent here"
+        started = started or time.perf_counter()
+        num += len(message.trajectories)
+        learner.acknowledge(peer, [message.batch_id])
+    pipe.send(time.perf_counter() - started)
+    await asyncio.sleep(0.2)  # the last acknowledgement leaves
+    learner.close()
+
+
+async def _send(port: int, num_tokens: int, count: int, *, lock_step: bool) -> None:
+    worker = WorkerChannel(f"{HOST}:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=1024, keys=None)
+    receiving = asyncio.create_task(worker.receive())
+    trajectories = [_trajectory(index, num_tokens) for index in range(8)]
+    for index in range(count):
+        await worker.push(trajectories[index % 8])
+        if lock_step:
+            await worker.drain(10)
+    await worker.drain(60)
+    receiving.cancel()
+    await worker.close()
+
+
+def _trajectory(index: int, num_tokens: int) -> Trajectory:
+    rng = np.random.default_rng(index)
+    completion = Completion(
+        rng.integers(0, 150_000, num_tokens).astype(np.int32),
+        -rng.random(num_tokens, dtype=np.float32),
+        np.sort(rng.integers(7, 9, num_tokens)).astype(np.int32),
+        "stop",
+    )
+    return Trajectory(index, 0, rng.integers(0, 150_000, 128).astype(np.int32), completion, 1.0)
+
+
+if __name__ == "__main__":
+    main()
