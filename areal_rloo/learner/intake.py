@@ -254,7 +254,7 @@ class Intake:
     def _answer(self, peer: str, heartbeat: Heartbeat) -> None:
         worker = self._workers.heard(heartbeat, time.monotonic())
         if worker is not None and self._broadcaster is not None:
-            self._broadcaster.join(heartbeat.worker_id, heartbeat.policy_version)  # one that was left out is back
+            self._broadcaster.heard(heartbeat.worker_id, heartbeat.policy_version)
         sequence = -1 if worker is None else worker.lease_sequence  # -1: say Hello
         self._channel.send(peer, HeartbeatReply(self._learner_id, self._policy_version, sequence))
 

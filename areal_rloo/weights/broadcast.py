@@ -148,6 +148,13 @@ class Broadcaster:
             member.policy_version, member.left_out = policy_version, False
             self._changed.notify_all()
 
+    def heard(self, worker_id: str, policy_version: int) -> None:
+        """A sign of life: one that was left out takes part again. Says nothing new about anybody else."""
+        with self._changed:
+            left_out = worker_id not in self._members or self._members[worker_id].left_out
+        if left_out:
+            self.join(worker_id, policy_version)
+
     def leave(self, worker_id: str) -> None:
         """A worker is gone."""
         with self._changed:

@@ -146,6 +146,16 @@ def test_versions_published_faster_than_they_are_taken_end_at_the_newest(cluster
     assert cluster.broadcaster.statistics().broadcasts < 40
 
 
+def test_a_heartbeat_from_before_the_swap_repeats_no_broadcast(cluster: Cluster) -> None:
+    cluster.start("a")
+    for version in range(1, 4):
+        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.pump(cluster.at("a", version))
+        cluster.broadcaster.heard("a", version - 1)
+    time.sleep(0.2)
+    assert cluster.broadcaster.statistics().broadcasts == 3
+
+
 def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.broadcaster.publish(3, _tensors(3))
@@ -177,7 +187,7 @@ def test_a_stopped_receiver_is_left_out_and_comes_back_to_whole_weights(cluster:
         cluster.broadcaster.publish(version, _tensors(version))
         cluster.pump(cluster.at("a", version))
     cluster.signal("b", signal.SIGCONT)
-    cluster.broadcaster.join("b", 0)
+    cluster.broadcaster.heard("b", 0)
     cluster.pump(lambda: cluster.at("a", 7)() and cluster.at("b", 7)(), timeout_s=40)
 
 
