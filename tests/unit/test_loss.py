@@ -36,6 +36,20 @@ def test_on_policy_gradient_is_reinforce() -> None:
     assert gradient == pytest.approx([-1 / 3, 2 / 3, -0.5 / 3])
 
 
+def test_proximal_and_behaviour_logprobs_never_get_a_gradient() -> None:
+    current, proximal = torch.tensor([-0.5, -1.0], requires_grad=True), torch.tensor([-0.6, -0.9], requires_grad=True)
+    decoupled_ppo_loss(
+        behaviour_logprobs=torch.tensor([-0.7, -0.8]),
+        proximal_logprobs=proximal,
+        current_logprobs=current,
+        advantages=torch.tensor([1.0, -2.0]),
+        token_weights=torch.tensor([0.5, 0.5]),
+        config=LossConfig(),
+    ).loss.backward()
+    assert current.grad is not None
+    assert proximal.grad is None
+
+
 def test_a_ratio_past_the_clip_gives_no_gradient_where_it_would_push_further() -> None:
     _, gradient, _ = _loss([-0.5, -0.5], [-1.0, -1.0], [-1.0, -1.0], [1.0, -1.0])
     ratio = torch.exp(torch.tensor(0.5)).item()

@@ -229,6 +229,22 @@ def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
     assert outcomes["mask dropped"] == outcomes["wait dropped"] == {}
 
 
+def test_a_worker_that_lags_starts_on_nothing_admitted_after_its_version() -> None:
+    simulation = Simulation(max_staleness=1, stale_tokens="wait")
+    while simulation.version < 3:
+        simulation.engine_version["w1"] = simulation.version
+        for worker_id in ("w0", "w1"):
+            simulation.decode(worker_id)
+            simulation.finish(worker_id, 0)
+        if not any(versions for versions in simulation.held["w0"].values()) and simulation.held["w0"]:
+            break  # all it holds was admitted later than its version 0
+        simulation.train()
+    assert simulation.version > 0
+    assert set(simulation.engine_version.values()) != {0}
+    assert all(versions == [] for versions in simulation.held["w0"].values())
+    simulation.run_out()
+
+
 def test_a_sample_is_dropped_after_max_attempts_and_its_group_trains_with_the_others() -> None:
     simulation = Simulation(max_staleness=1, stale_tokens="mask")
     for _ in range(3):

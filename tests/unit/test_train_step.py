@@ -133,6 +133,16 @@ def test_proximal_logprobs_of_later_minibatches_are_those_of_the_steps_beginning
     assert result.ratio_max == pytest.approx(1.0, abs=1e-4)
 
 
+def test_the_second_minibatch_is_clipped_against_the_weights_before_the_first(tiny_folders: dict[str, Path]) -> None:
+    config = _config("learner.num_minibatches=2", "learner.optimizer.learning_rate=1e-2")
+    train_step = TrainStep(
+        load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu")), config, device=torch.device("cpu")
+    )
+    result = train_step.step(_groups(), policy_version=VERSION)
+    assert result.num_optimizer_steps == 2
+    assert result.ratio_max > 1.1
+
+
 def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) -> None:
     groups = [
         Group(

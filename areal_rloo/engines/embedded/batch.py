@@ -125,7 +125,6 @@ class DecodeBatch:
         """The weights were exchanged: tokens from here on are tagged with this version."""
         for row, running in enumerate(self._running):
             running.spans.append((policy_version, int(self._made[row])))
-        self._prefixes.clear()
 
     def abort(self, request_ids: set[str]) -> list[tuple[Running, Completion]]:
         """End requests early; gives what they have."""
