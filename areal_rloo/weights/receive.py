@@ -82,6 +82,8 @@ class Receiver:
 
     def _run(self) -> None:
         while (notice := self._offers.get()) is not None:
+            if not self._offers.empty():
+                continue  # one broadcast is under way at a time: with another on offer, this one is over
             try:
                 self._take(notice)
             except (ArealRlooError, RuntimeError) as error:

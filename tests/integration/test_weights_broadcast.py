@@ -187,8 +187,12 @@ def test_a_stopped_receiver_is_left_out_and_comes_back_to_whole_weights(cluster:
         cluster.broadcaster.publish(version, _tensors(version))
         cluster.pump(cluster.at("a", version))
     cluster.signal("b", signal.SIGCONT)
-    cluster.broadcaster.heard("b", 0)
-    cluster.pump(lambda: cluster.at("a", 7)() and cluster.at("b", 7)(), timeout_s=40)
+
+    def both_are_there_and_heartbeats_go_on() -> bool:
+        cluster.broadcaster.heard("b", 0)
+        return cluster.at("a", 7)() and cluster.at("b", 7)()
+
+    cluster.pump(both_are_there_and_heartbeats_go_on, timeout_s=60)
 
 
 def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> None:
