@@ -20,7 +20,7 @@ from pathlib import Path
 import hardware
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
 from transformers.utils import logging
 
 from areal_rloo.config import TinyModelConfig
@@ -50,13 +50,22 @@ def main() -> None:
     )
     few = EmbeddedEngine(folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=16, context_tokens=640)
 
+    manager = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        .eval()
+        .init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=True, max_new_tokens=512, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
+        )
+    )
+    manager.start()
     tail = np.random.default_rng(0).lognormal(np.log(32), 1.0, NUM_REQUESTS).astype(int).clip(4, 512)
     loads = {"equal_lengths": [64] * NUM_REQUESTS, "long_tail": tail.tolist()}
     systems: dict[str, Callable[[list[int]], None]] = {
         "embedded": lambda lengths: _embedded(engine, lengths),
         "embedded_16_slots": lambda lengths: _embedded(few, lengths),
         "generate": lambda lengths: _generate(model, lengths),
-        "generate_batch": lambda lengths: _generate_batch(model, lengths),
+        "generate_batch": lambda lengths: _generate_batch(manager, lengths),
     }
     result: dict[str, object] = {"threads": arguments.threads, "num_requests": NUM_REQUESTS}
     for load, lengths in loads.items():
@@ -73,6 +82,7 @@ def main() -> None:
         }
         print(load, "tokens/s", medians, "embedded", ratios, flush=True)
         result[load] = {"useful_tokens": sum(lengths), "tokens_per_s": medians, "embedded": ratios}
+    manager.stop(block=True)
     engine.close()
     few.close()
     hardware.write(arguments.output, result)
@@ -100,21 +110,16 @@ def _generate(model: torch.nn.Module, lengths: list[int]) -> None:
         )
 
 
-def _generate_batch(model: torch.nn.Module, lengths: list[int]) -> None:
-    """Continuous batching; a request's length is its own, as the manager takes it with the request."""
-    config = GenerationConfig(do_sample=True, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(return_logprobs=True)
-    with model.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=batching
-    ) as manager:
-        for length in lengths:
-            manager.add_request(list(PROMPT), max_new_tokens=length)
-        num_tokens, num_left = 0, len(lengths)
-        while num_left:
-            output = manager.get_result(timeout=1)
-            if output is not None and output.is_finished():
-                num_tokens += len(output.generated_tokens)
-                num_left -= 1
+def _generate_batch(manager: ContinuousBatchingManager, lengths: list[int]) -> None:
+    """Continuous batching by a manager that runs already; a request brings its own length."""
+    for length in lengths:
+        manager.add_request(list(PROMPT), max_new_tokens=length)
+    num_tokens, num_left = 0, len(lengths)
+    while num_left:
+        output = manager.get_result(timeout=1)
+        if output is not None and output.is_finished():
+            num_tokens += len(output.generated_tokens)
+            num_left -= 1
     assert num_tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {num_tokens}"
 
 
