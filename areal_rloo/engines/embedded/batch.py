@@ -49,7 +49,7 @@ class DecodeBatch:
         self._device = device
         self._running: list[Running] = []
         self._prefixes: OrderedDict[tuple[tuple[int, ...], int], Tensor] = OrderedDict()
-        shape = (a.num_layers, num_rows, 2, a.num_kv_heads, context_tokens, a.head_dim)
+        shape = (a.num_layers, 2, num_rows, a.num_kv_heads, context_tokens, a.head_dim)
         self._cache = torch.zeros(shape, device=device, dtype=dtype)
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(num_rows, context_tokens, device=device)
@@ -82,7 +82,7 @@ class DecodeBatch:
             prefix = self._prefixes[(request.prompt_tokens, policy_version)]
             self._prefixes.move_to_end((request.prompt_tokens, policy_version))
             num_cached = len(request.prompt_tokens) - 1
-            self._cache[:, row, :, :, :num_cached] = prefix
+            self._cache[:, :, row, :, :num_cached] = prefix
             self._tokens[row] = request.prompt_tokens[-1]
             self._positions[row] = num_cached
             if not sampling.greedy:
@@ -149,7 +149,7 @@ class DecodeBatch:
             padded = torch.tensor([(*p[:-1], *[0] * (width - len(p) + 1)) for p in chosen], device=self._device)
             computed = prefill(self.parameters, padded, self._rope)
             for index, prompt in enumerate(chosen):
-                self._prefixes[(prompt, policy_version)] = computed[:, index, :, :, : len(prompt) - 1]
+                self._prefixes[(prompt, policy_version)] = computed[:, :, index, :, : len(prompt) - 1]
                 self.prefill_tokens += len(prompt) - 1
 
     def _shaped(self, logits: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class DecodeBatch:
         last = len(self._running) - 1
         if row != last:
             length = int(self._positions[last])
-            self._cache[:, row, :, :, :length] = self._cache[:, last, :, :, :length]
+            self._cache[:, :, row, :, :length] = self._cache[:, :, last, :, :length]
             for tensor in (self._tokens, self._uniforms, self._out_tokens, self._out_logprobs):
                 tensor[row] = tensor[last]
             state: tuple[np.ndarray[Any, Any], ...] = (

@@ -1,7 +1,8 @@
 """The forward pass by hand: prompts into the cache, and one decode step for many rows.
 
-The cache is one tensor [num_layers, num_rows, 2, num_kv_heads, context_tokens, head_dim]: keys at index 0, values at 1.
-Written for few, large operations: on a CPU the calls, not the arithmetic, are what a step costs.
+The cache is one tensor [num_layers, 2, num_rows, num_kv_heads, context_tokens, head_dim], keys and then values: rows
+and heads lie so that a matrix product over a prefix of both reads them in place. Written for few, large operations: on
+a CPU the calls, not the arithmetic, are what a step costs.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def decode(
         heads = _heads(hidden, layer, parameters)
         qk = rotate(heads[:, :rotated], cos, sin)
         q, k, v = qk[:, : a.num_heads], qk[:, a.num_heads :], heads[:, rotated:]
-        layer_cache[row, :, :, positions] = torch.stack([k, v], dim=1)
-        keys, values = layer_cache[:num, 0, :, :longest], layer_cache[:num, 1, :, :longest]
+        layer_cache[:, row, :, positions] = torch.stack([k, v], dim=1)
+        keys, values = layer_cache[:, :num, :, :longest]
         q = q.view(num, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim) * a.head_dim**-0.5
         scores = torch.softmax(torch.matmul(q, keys.transpose(-1, -2)) + mask, dim=-1, dtype=torch.float32)
         attended = torch.matmul(scores.to(values.dtype), values).reshape(num, -1)
         hidden = _after_attention(hidden, attended, layer, parameters)
-    hidden = F.rms_norm(hidden, (a.hidden_size,), parameters.final_norm, a.norm_eps)
+    hidden = _normed(hidden, parameters.final_norm, a.norm_eps)
     return hidden @ parameters.head.T
 
 
@@ -77,7 +78,7 @@ def prefill(parameters: Parameters, tokens: Tensor, rope: Tensor) -> Tensor:
         rope: [2, context_tokens, head_dim].
 
     Returns:
-        [num_layers, num_prompts, 2, num_kv_heads, num_tokens, head_dim].
+        [num_layers, 2, num_prompts, num_kv_heads, num_tokens, head_dim].
     """
     a = parameters.architecture
     num, length = tokens.shape
@@ -89,28 +90,35 @@ def prefill(parameters: Parameters, tokens: Tensor, rope: Tensor) -> Tensor:
         heads = _heads(hidden, layer, parameters)
         qk = rotate(heads[:, :, :rotated], cos, sin).transpose(1, 2)
         q, k, v = qk[:, : a.num_heads], qk[:, a.num_heads :], heads[:, :, rotated:].transpose(1, 2)
-        caches.append(torch.stack([k, v], dim=1))
+        caches.append(torch.stack([k, v]))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=a.num_heads != a.num_kv_heads)
         attended = attended.transpose(1, 2).reshape(num, length, -1)
         hidden = _after_attention(hidden, attended, layer, parameters)
     return torch.stack(caches)
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension, in float32; by hand it takes a third of F.rms_norm's time on a CPU."""
+    wide = x.float()
+    scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
+
+
 def _heads(hidden: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Queries, keys and values, normed where the architecture does it: [..., num_heads + 2 num_kv_heads, head_dim]."""
     a = parameters.architecture
-    normed = F.rms_norm(hidden, (a.hidden_size,), layer.input_norm, a.norm_eps)
+    normed = _normed(hidden, layer.input_norm, a.norm_eps)
     heads: Tensor = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, a.head_dim))
     if layer.qk_norm is None:
         return heads
     num_normed = a.num_heads + a.num_kv_heads
-    qk = F.rms_norm(heads[..., :num_normed, :], (a.head_dim,), None, a.norm_eps) * layer.qk_norm
+    qk = _normed(heads[..., :num_normed, :], layer.qk_norm, a.norm_eps)
     return torch.cat([qk, heads[..., num_normed:, :]], dim=-2)
 
 
 def _after_attention(hidden: Tensor, attended: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     a = parameters.architecture
     hidden = hidden + F.linear(attended, layer.output, layer.output_bias)
-    normed = F.rms_norm(hidden, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
+    normed = _normed(hidden, layer.mlp_norm, a.norm_eps)
     gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
     return hidden + F.linear(F.silu(gate) * up, layer.down)
