@@ -6,8 +6,9 @@ Nothing here waits for anything, and nothing here imports numpy at run time, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +24,7 @@ SampleId = tuple[int, int]
 """(group_id, sample_index): names one trajectory in the whole run."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The tokens sampled after a prompt, with what is known of each; all arrays have shape [num_tokens].
 
     Attributes:
@@ -40,8 +40,7 @@ class Completion:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A prompt, one completion of it, and its reward. `prompt_tokens` is int32 of shape [num_prompt_tokens]."""
 
     group_id: int
@@ -60,8 +59,7 @@ class Trajectory:
         return len(self.prompt_tokens) + len(self.completion.tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The finished trajectories of one prompt, ordered by sample index; the unit of the baseline.
 
     Attributes:

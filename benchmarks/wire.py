@@ -22,7 +22,8 @@ import zmq
 
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
-from areal_rloo.wire.codec import Limits, encode_trajectory
+from areal_rloo.wire.codec import encode
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import TrajectoryBatch
 
 LIMITS = Limits()
@@ -42,7 +43,7 @@ def main() -> None:
                 values.append(_measure(name, num_tokens, count // 20 if name == "lock_step" else count))
         medians = {name: statistics.median(values) for name, values in rates.items()}
         ratios = {name: round(value / medians["raw"], 3) for name, value in medians.items()}
-        size = len(encode_trajectory(_trajectory(0, num_tokens)))
+        size = len(_ready_bytes(num_tokens))
         print(f"{num_tokens} tokens ({size} bytes): {medians['raw']:,.0f} raw messages/s; of raw: {ratios}", flush=True)
         result[f"{num_tokens}_tokens"] = {
             "trajectory_bytes": size,
@@ -87,7 +88,7 @@ def _receive_raw(count: int, pipe: Connection) -> None:
 
 
 def _send_raw(port: int, num_tokens: int, count: int) -> None:
-    frame = encode_trajectory(_trajectory(0, num_tokens))
+    frame = _ready_bytes(num_tokens)
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(f"{HOST}:{port}")
     for _ in range(count):
@@ -121,6 +122,11 @@ async def _send(port: int, num_tokens: int, count: int, *, lock_step: bool) -> N
     await worker.drain(60)
     receiving.cancel()
     await worker.close()
+
+
+def _ready_bytes(num_tokens: int) -> bytes:
+    """One trajectory, encoded, as one frame."""
+    return b"".join(encode(TrajectoryBatch("w", 1, (_trajectory(0, num_tokens),))))
 
 
 def _trajectory(index: int, num_tokens: int) -> Trajectory:

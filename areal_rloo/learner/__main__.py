@@ -45,7 +45,7 @@ from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)

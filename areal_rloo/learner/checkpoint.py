@@ -24,7 +24,7 @@ from areal_rloo.learner.ledger import Ledger, LedgerState
 from areal_rloo.learner.prompts import PromptStream, PromptStreamState
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.codec import Limits, decode_trajectory, encode_trajectory
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 
 logger = get_logger(__name__)
 
@@ -45,13 +45,14 @@ class Totals(msgspec.Struct):
 
 
 class LearnerState(msgspec.Struct, frozen=True):
-    """What is neither weights nor optimizer."""
+    """What is neither weights nor optimizer. Buffered trajectories are kept as they travel on the wire."""
 
     format: int
     policy_version: int
     seed: int
     ledger: LedgerState
-    trajectories: list[bytes]
+    headers: tuple[TrajectoryHeader, ...]
+    columns: tuple[bytes, ...]
     stream: PromptStreamState
     totals: Totals
 
@@ -59,12 +60,14 @@ class LearnerState(msgspec.Struct, frozen=True):
 def capture(ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals) -> LearnerState:
     """The learner's state at this moment; call where ledger and stream stand still."""
     buffered = [s.trajectory for g in ledger.groups.values() for s in g.samples.values() if s.trajectory is not None]
+    headers, columns = encode_columns(buffered)
     return LearnerState(
         format=_FORMAT,
         policy_version=policy_version,
         seed=seed,
         ledger=ledger.state(),
-        trajectories=[encode_trajectory(trajectory) for trajectory in buffered],
+        headers=headers,
+        columns=tuple(bytes(column) for column in columns),
         stream=stream.state(),
         totals=totals,
     )
@@ -73,7 +76,7 @@ def capture(ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: 
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
     """The ledger of a checkpoint; what was in flight waits to be leased again. The stream is set back too."""
     stream.restore(state.stream)
-    decoded = [decode_trajectory(frame, Limits()) for frame in state.trajectories]
+    decoded = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
     trajectories: dict[Any, Trajectory] = {trajectory.sample_id: trajectory for trajectory in decoded}
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
     return Ledger.restored(state.ledger, prompts, trajectories)

@@ -25,7 +25,7 @@ from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.metrics import RECEIVE, WIRE, RolloutMetrics, serve_metrics, watch
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
-from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)

@@ -79,11 +79,11 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Version:
     policy_version: int
     buckets: Sequence[Tensor]
-    checksum: int
+    checksum: int | None = None  # known from its first broadcast on
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Broadcaster:
         with self._changed:
             buckets = self._transport.stage()
         gather(self._manifest, named_tensors, buckets)
-        version = _Version(policy_version, buckets, checksum(buckets))
+        version = _Version(policy_version, buckets)
         with self._changed:
             replaced, self._newest = self._newest, version
             if replaced is not None and replaced is not self._sending:
@@ -237,11 +237,13 @@ class Broadcaster:
                 audience = present if self._transport.needs_all else self._behind()
                 self._totals.pending = set(audience)
                 offer = self._transport.offer(version.buckets, audience)
-            self._broadcast(version, Notice(version.policy_version, self._manifest, version.checksum, offer), audience)
+            self._broadcast(version, offer, audience)
 
-    def _broadcast(self, version: _Version, notice: Notice, audience: list[str]) -> None:
+    def _broadcast(self, version: _Version, offer: SharedMemoryOffer | CollectiveOffer, audience: list[str]) -> None:
+        if version.checksum is None:
+            version.checksum = checksum(version.buckets)  # here, so that the learner's next step does not wait for it
         started_s = time.monotonic()
-        body = encode_notice(notice)
+        body = encode_notice(Notice(version.policy_version, self._manifest, version.checksum, offer))
         for worker_id in audience:
             self._send_notice(worker_id, version.policy_version, body)
         try:

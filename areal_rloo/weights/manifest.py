@@ -6,14 +6,14 @@ it; it travels as opaque bytes in a WeightsNotice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes
+_CHECKSUM_ROW = 4096  # words under one weight
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -124,19 +124,20 @@ def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buck
 
 
 def checksum(buckets: Sequence[Tensor]) -> int:
-    """A 63-bit sum that tells torn or mixed buffers apart, at the speed of memory and on any device.
+    """A 64-bit sum that tells torn or mixed buffers apart, at the speed of memory and on any device.
 
-    Every 32-bit word is added with a weight that depends on its bucket and its row of 4096, all modulo 2**64.
+    Every 64-bit word is added with a weight that depends on its bucket and its row, all modulo 2**64. Weights are odd,
+    so that no single bit can change without changing the sum. Buckets are a whole number of words long.
     """
     total = 0
     for number, bucket in enumerate(buckets, start=1):
-        words = bucket.view(torch.int32)
-        rows = math.ceil(len(words) / 4096)
-        whole = words[: (rows - 1) * 4096].view(rows - 1, 4096).sum(1, dtype=torch.int64)
-        weights = torch.arange(1, rows, dtype=torch.int64, device=bucket.device)
-        sums = (whole * weights).sum() + words[(rows - 1) * 4096 :].sum(dtype=torch.int64) * rows
-        total += int(sums) * (2 * number + 1)
-    return total % 2**63
+        words = bucket.view(torch.int64)
+        whole = len(words) // _CHECKSUM_ROW
+        sums = words[: whole * _CHECKSUM_ROW].view(whole, _CHECKSUM_ROW).sum(1)
+        weights = torch.arange(whole, dtype=torch.int64, device=bucket.device) * 2 + 1
+        rest = words[whole * _CHECKSUM_ROW :].sum() * (2 * whole + 1)
+        total += int((sums * weights).sum() + rest) * (2 * number + 1)
+    return total % 2**64
 
 
 def empty_buckets(manifest: Manifest, device: torch.device) -> list[Tensor]:

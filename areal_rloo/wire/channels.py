@@ -1,7 +1,7 @@
 """The two ends of the wire, for asyncio: `LearnerChannel` (ROUTER) and `WorkerChannel` (DEALER).
 
-A worker pushes trajectories into a bounded outbox; whatever is ready goes out as one message, without waiting for an
-acknowledgement, and is kept until the acknowledgement is here. A full outbox makes `push` wait: that is the
+A worker pushes trajectories into a bounded outbox; whatever is ready goes out as one message, with others still on
+their way, and is kept until its acknowledgement is here. A full outbox makes `push` wait: that is the
 backpressure. The learner's sends never block: a peer that is gone or full loses the message, which the protocol mends.
 """
 
@@ -22,7 +22,8 @@ from areal_rloo.config import is_loopback
 from areal_rloo.errors import DecodeError, PreflightError, WireError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.wire.codec import Limits, decode_learner, decode_worker, encode
+from areal_rloo.wire.codec import decode_learner, decode_worker, encode
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     LearnerMessage,
     Refusal,
@@ -35,7 +36,10 @@ from areal_rloo.wire.security import CurveKeys
 logger = get_logger(__name__)
 
 _HIGH_WATER_MARK = 100_000
-_MAX_BATCH = 64  # trajectories sent as one message; larger ones gain nothing and delay the first
+_BATCH_TRAJECTORIES = 64  # most that are sent as one message: more gain nothing and delay the first
+_BATCH_BYTES = 8 * 2**20  # a message is not made larger than this by a further trajectory
+_MESSAGES_IN_FLIGHT = 16  # not acknowledged; what is ready beyond waits, and goes together
+_BYTES_PER_TOKEN = 8  # a token id and a logprob
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +98,7 @@ class LearnerChannel:
     async def receive(self) -> tuple[str, WorkerMessage]:
         """The next message and its sender. What cannot be read is counted, logged and answered, never raised."""
         while not self._inbox:
-            self._take(await self._socket.recv_multipart())
+            self._take(await self._socket.recv_multipart(copy=False))
             self._take_what_is_there()
         return self._inbox.popleft()
 
@@ -126,15 +130,15 @@ class LearnerChannel:
 
     def _take_what_is_there(self) -> None:
         """Everything that lies ready, up to a bound that leaves the loop time for others."""
-        direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         for _ in range(256):
             try:
-                self._take(direct.recv_multipart(zmq.NOBLOCK))
+                self._take(direct.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 return
 
-    def _take(self, frames: list[bytes]) -> None:
-        identity, *body = frames
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        identity, body = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         self._counts["in"] += 1
         self._counts["bytes_in"] += sum(map(len, body))
         peer = identity.hex()
@@ -163,6 +167,7 @@ class WorkerChannel:
         self._worker_id = worker_id
         self._limits = limits
         self._max_unacked = max_unacked
+        self._max_batch_bytes = min(_BATCH_BYTES, limits.max_message_bytes // 2)
         self._resend_after_s = resend_after_s
         self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, limits)
         self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
@@ -185,13 +190,14 @@ class WorkerChannel:
         frames = encode(message)
         self._counts["out"] += 1
         self._counts["bytes_out"] += sum(map(len, frames))
-        await self._socket.send_multipart(frames)
+        await self._socket.send_multipart(frames, copy=False)
 
     async def push(self, trajectory: Trajectory) -> None:
         """Give a trajectory to the sender; waits while `max_unacked` of them are not acknowledged."""
-        async with self._room:
-            await self._room.wait_for(lambda: self._num_unacked < self._max_unacked)
-            self._num_unacked += 1
+        if self._num_unacked >= self._max_unacked:
+            async with self._room:
+                await self._room.wait_for(lambda: self._num_unacked < self._max_unacked)
+        self._num_unacked += 1
         self._ready.append(trajectory)
         self._wake.set()
 
@@ -244,6 +250,7 @@ class WorkerChannel:
 
     async def _acknowledged(self, ack: TrajectoryAck) -> None:
         done = [self._unacked.pop(batch_id, None) for batch_id in ack.batch_ids]
+        self._wake.set()
         async with self._room:
             self._num_unacked -= sum(len(batch[1]) for batch in done if batch is not None)
             self._room.notify_all()
@@ -257,11 +264,22 @@ class WorkerChannel:
             except TimeoutError:
                 await self._resend_overdue()
             self._wake.clear()
-            while self._ready:
-                batch = tuple(self._ready.popleft() for _ in range(min(_MAX_BATCH, len(self._ready))))
+            while self._ready and len(self._unacked) < _MESSAGES_IN_FLIGHT:
+                batch = self._take_ready()
                 self._next_batch_id += 1
                 self._unacked[self._next_batch_id] = (time.monotonic(), batch)
                 await self.send(TrajectoryBatch(self._worker_id, self._next_batch_id, batch))
+
+    def _take_ready(self) -> tuple[Trajectory, ...]:
+        """As much of what is ready as goes in one message."""
+        batch: list[Trajectory] = []
+        num_bytes = 0
+        while self._ready and len(batch) < _BATCH_TRAJECTORIES:
+            num_bytes += _BYTES_PER_TOKEN * self._ready[0].num_tokens
+            if batch and num_bytes > self._max_batch_bytes:
+                break
+            batch.append(self._ready.popleft())
+        return tuple(batch)
 
     async def _resend_overdue(self) -> None:
         now_s = time.monotonic()

@@ -88,7 +88,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 class TrajectoryBatch(msgspec.Struct, frozen=True):
     """Worker to learner: whatever is ready, in one message. `batch_id` counts per worker incarnation.
 
-    Encoded by the codec, not by msgspec's own rules for dataclasses: arrays travel as raw little-endian bytes.
+    Encoded by the codec: the arrays travel as columns of raw little-endian numbers.
     """
 
     worker_id: str

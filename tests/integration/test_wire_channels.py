@@ -13,7 +13,7 @@ import zmq
 from areal_rloo.errors import PreflightError
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
-from areal_rloo.wire.codec import Limits
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Drain, Goodbye, Refusal, TrajectoryBatch, Welcome
 from areal_rloo.wire.security import CurveKeys, load_keys, make_keys
 
@@ -73,6 +73,52 @@ def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
         assert await worker.drain(5)
         assert worker.unacknowledged() == []
         receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_messages_in_flight_are_bounded_and_what_waits_goes_together() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port)
+        receiving = asyncio.create_task(worker.receive())
+        sizes, last = [], ("", 0)
+
+        async def receive_one() -> None:
+            nonlocal last
+            peer, message = await learner.receive()
+            assert isinstance(message, TrajectoryBatch)
+            sizes.append(len(message.trajectories))
+            last = (peer, message.batch_id)
+
+        for index in range(16):
+            await worker.push(_trajectory(index))
+            await receive_one()  # so each goes alone
+        for index in range(16, 40):
+            await worker.push(_trajectory(index))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receive_one(), 0.2)
+        learner.acknowledge(last[0], [1])
+        await receive_one()
+        assert sizes == [1] * 16 + [24]
+        assert len(worker.unacknowledged()) == 39
+        receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
+def test_a_large_trajectory_goes_alone() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port)  # LIMITS: 4 MiB a message, so batches of 2 MiB
+        num = 200_000
+        arrays = (np.ones(num, np.int32), -np.ones(num, np.float32), np.zeros(num, np.int32))
+        for index in range(4):
+            await worker.push(Trajectory(index, 0, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0))
+        for _ in range(4):
+            _, message = await learner.receive()
+            assert isinstance(message, TrajectoryBatch)
+            assert len(message.trajectories) == 1
         await worker.close()
 
     _run(scenario)

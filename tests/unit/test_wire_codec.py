@@ -1,5 +1,7 @@
 """The codec: everything comes back, and nothing but the two wire errors ever comes out of bad bytes."""
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.trajectory import Completion, Trajectory
-from areal_rloo.wire.codec import Limits, decode_learner, decode_trajectory, decode_worker, encode, encode_trajectory
+from areal_rloo.wire.codec import decode_learner, decode_worker, encode
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns
 from areal_rloo.wire.messages import (
     Abort,
     Drain,
@@ -103,52 +106,100 @@ def test_random_bytes_raise_nothing_but_wire_errors(frames: list[bytes]) -> None
             decode(frames, LIMITS)
 
 
-@given(trajectories(), st.integers(0, 10**6), st.integers(1, 255))
-def test_a_damaged_trajectory_raises_nothing_but_a_decode_error(trajectory: Trajectory, place: int, flip: int) -> None:
-    frame = bytearray(encode_trajectory(trajectory))
-    frame[place % len(frame)] ^= flip
+@given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_damaged_batch_raises_nothing_but_wire_errors(
+    batch: list[Trajectory], number: int, place: int, flip: int
+) -> None:
+    frames = [bytearray(frame) for frame in encode(TrajectoryBatch("w", 1, tuple(batch)))]
+    frames[number][place % len(frames[number])] ^= flip
     try:
-        decode_trajectory(bytes(frame), LIMITS)
-    except DecodeError:
+        decode_worker([bytes(frame) for frame in frames], LIMITS)
+    except (DecodeError, WireVersionError):
         return  # refused; what is not refused is at least well-formed
 
 
-def _fields(**changes: object) -> bytes:
-    values: dict[str, object] = {
-        "group_id": 1,
-        "sample_index": 0,
-        "reward": 1.0,
-        "finish_reason": "stop",
-        "prompt_tokens": np.array([1, 2], "<i4").tobytes(),
-        "tokens": np.array([3, 4], "<i4").tobytes(),
-        "behaviour_logprobs": np.array([-1, -2], "<f4").tobytes(),
-        "version_runs": np.array([0, 2], "<i4").tobytes(),
+def _decode_two(changes: dict[str, object]) -> tuple[Trajectory, ...]:
+    """Trajectories (1, 0) of two tokens and (2, 3) of three, with changes to the second or to the columns."""
+    columns = {
+        "tokens": np.array([1, 2, 3, 4, 5, 6, 7, 8], "<i4"),
+        "behaviour_logprobs": np.array([-1, -2, -3, -4, -5], "<f4"),
+        "version_runs": np.array([0, 2, 4, 1, 6, 2], "<i4"),
     }
-    return msgspec.msgpack.encode(list({**values, **changes}.values()))
+    columns |= {name: value for name, value in changes.items() if name in columns}  # type: ignore[misc]
+    fields: dict[str, object] = {
+        **{"group_id": 2, "sample_index": 3, "reward": 0.5, "finish_reason": "length"},
+        **{"num_prompt_tokens": 1, "num_tokens": 3, "num_version_runs": 2},
+    }
+    fields |= {name: value for name, value in changes.items() if name in fields}
+    headers = [TrajectoryHeader(1, 0, 1.0, "stop", 2, 2, 1), TrajectoryHeader(**fields)]  # type: ignore[arg-type]
+    return decode_columns(headers, [column.tobytes() for column in columns.values()], LIMITS)
+
+
+def test_columns_are_cut_where_the_headers_say() -> None:
+    first, second = _decode_two({})
+    assert (first.prompt_tokens.tolist(), first.completion.tokens.tolist()) == ([1, 2], [3, 4])
+    assert (second.prompt_tokens.tolist(), second.completion.tokens.tolist()) == ([5], [6, 7, 8])
+    assert second.completion.behaviour_logprobs.tolist() == [-3, -4, -5]
+    assert (first.completion.versions.tolist(), second.completion.versions.tolist()) == ([0, 0], [4, 6, 6])
+    assert (second.sample_id, second.reward, second.completion.finish_reason) == ((2, 3), 0.5, "length")
+
+
+INFINITY, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokens": b"abc"}, "tokens: 3 bytes"),
-        ({"tokens": b""}, "tokens: expected non-negative ids, at least one"),
-        ({"tokens": np.array([-1, 4], "<i4").tobytes()}, "tokens: expected non-negative"),
-        ({"prompt_tokens": b""}, "prompt_tokens: expected"),
-        ({"behaviour_logprobs": np.array([-1], "<f4").tobytes()}, "behaviour_logprobs: expected 2, one a token, got 1"),
-        ({"behaviour_logprobs": np.array([-1, np.nan], "<f4").tobytes()}, "behaviour_logprobs: expected finite"),
-        ({"behaviour_logprobs": np.array([-1, 0.5], "<f4").tobytes()}, "behaviour_logprobs: expected finite"),
-        ({"version_runs": np.array([0, 3], "<i4").tobytes()}, "version_runs: expected counts for 2 tokens, got 3"),
-        ({"version_runs": np.array([3, 1, 2, 1], "<i4").tobytes()}, "version_runs: expected versions that only grow"),
-        ({"version_runs": np.array([0, 0, 1, 2], "<i4").tobytes()}, "version_runs: expected counts above 0"),
-        ({"reward": float("nan")}, "reward: expected a finite number"),
-        ({"finish_reason": "tired"}, "finish_reason: got 'tired'"),
-        ({"sample_index": -1}, "sample_index: expected at least 0"),
-        ({"tokens": bytes(4004)}, "tokens: expected at most 1000 values"),
+        ({"num_tokens": 0}, "(2, 3): num_tokens: expected 1 to 1000, got 0"),
+        ({"num_tokens": 1001}, "(2, 3): num_tokens: expected 1 to 1000, got 1001"),
+        ({"num_tokens": 2**70}, "(2, 3): num_tokens: expected 1 to 1000"),
+        ({"num_prompt_tokens": -1}, "(2, 3): num_prompt_tokens: expected 1 to 1000, got -1"),
+        ({"num_prompt_tokens": 2}, "tokens: expected 36 bytes, as the headers say, got 32"),
+        ({"num_version_runs": 0}, "(2, 3): num_version_runs: expected 1 to 1000, got 0"),
+        ({"num_version_runs": 3}, "version_runs: expected 32 bytes, as the headers say, got 24"),
+        ({"tokens": np.array([1, 2, 3, 4, 5, 6, -7, 8], "<i4")}, "(2, 3): tokens: expected ids of at least 0, got -7"),
+        ({"tokens": np.array([1, 2, -3, 4, 5, 6, 7, 8], "<i4")}, "(1, 0): tokens: expected ids of at least 0, got -3"),
+        ({"behaviour_logprobs": np.zeros(4, "<f4")}, "behaviour_logprobs: expected 20 bytes, as the headers say"),
+        *(
+            ({"behaviour_logprobs": np.array([-1, -2, -3, -4, value], "<f4")}, f"(2, 3): behaviour_logprobs: {words}")
+            for value, words in (
+                (NAN, "expected finite values of at most 0, got nan"),
+                (-INFINITY, "expected finite values of at most 0, got -inf"),
+                (INFINITY, "expected finite values of at most 0, got inf"),
+                (0.5, "expected finite values of at most 0, got 0.5"),
+            )
+        ),
+        *(
+            ({"version_runs": np.array([*first, *second], "<i4")}, f"{words}")
+            for first, second, words in (
+                ((0, 2), (4, 1, 6, 3), "(2, 3): version_runs: expected counts for 3 tokens, got 4"),
+                ((0, 1), (4, 1, 6, 2), "(1, 0): version_runs: expected counts for 2 tokens, got 1"),
+                ((0, 2), (4, 3, 6, 0), "(2, 3): version_runs: expected counts above 0, got 0"),
+                ((0, 2), (-4, 1, 6, 2), "(2, 3): version_runs: expected versions of at least 0, got -4"),
+                ((0, 2), (6, 1, 4, 2), "(2, 3): version_runs: expected versions that only grow"),
+                ((0, 2), (4, 1, 4, 2), "(2, 3): version_runs: expected versions that only grow"),
+            )
+        ),
+        ({"reward": NAN}, "(2, 3): reward: expected a finite number, got nan"),
+        ({"finish_reason": "tired"}, "(2, 3): finish_reason: expected abort, length, stop, got 'tired'"),
+        ({"sample_index": -1}, "(2, -1): sample_index: expected at least 0, got -1"),
     ],
 )
-def test_each_wrong_field_is_named(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(DecodeError, match=words):
-        decode_trajectory(_fields(**changes), LIMITS)
+def test_each_wrong_field_is_named_with_its_trajectory(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DecodeError, match=re.escape(words)):
+        _decode_two(changes)
+
+
+def test_versions_may_fall_from_one_trajectory_to_the_next() -> None:
+    first, second = _decode_two({"version_runs": np.array([9, 2, 4, 1, 6, 2], "<i4")})
+    assert (first.completion.versions.tolist(), second.completion.versions.tolist()) == ([9, 9], [4, 6, 6])
+
+
+def test_too_many_trajectories_and_missing_columns_are_refused() -> None:
+    with pytest.raises(DecodeError, match="trajectories: expected at most 8, got 9"):
+        decode_columns([TrajectoryHeader(1, 0, 1.0, "stop", 1, 1, 1)] * 9, [b""] * 3, LIMITS)
+    with pytest.raises(DecodeError, match="expected 3 columns, got 2"):
+        decode_columns([], [b""] * 2, LIMITS)
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
