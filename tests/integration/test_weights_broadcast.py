@@ -1,5 +1,6 @@
 """Broadcasts between real processes, over both transports, with receivers that die, stop, and come late."""
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -54,11 +55,18 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
     receiver.close()
 
 
+def _wait(until: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < ends_s, "it did not happen within 30 s"
+        time.sleep(0.01)
+
+
 class Cluster:
     """A broadcaster here, receivers in processes of their own, queues instead of the wire."""
 
     def __init__(self, transport: Callable[[Any], SendTransport], device: str) -> None:
-        self.answers: Queue[tuple[Any, ...]] = spawn.Queue()
+        self.answers: dict[str, Queue[tuple[Any, ...]]] = {}  # one each: a killed process may die holding its lock
         self.offers: dict[str, Queue[bytes | None]] = {}
         self.processes: dict[str, BaseProcess] = {}
         self.torn: list[tuple[Any, ...]] = []
@@ -73,11 +81,11 @@ class Cluster:
 
     def start(self, worker_id: str) -> None:
         self.offers[worker_id] = spawn.Queue()
-        arguments = (worker_id, self.offers[worker_id], self.answers, self.device)
+        self.answers[worker_id] = spawn.Queue()
+        arguments = (worker_id, self.offers[worker_id], self.answers[worker_id], self.device)
         self.processes[worker_id] = spawn.Process(target=_receive, args=arguments, daemon=True)
         self.processes[worker_id].start()
-        while self.answers.get(timeout=60) != ("ready", worker_id):
-            pass
+        assert self.answers[worker_id].get(timeout=60) == ("ready", worker_id)
         self.broadcaster.join(worker_id, 0)
 
     def pump(self, until: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -85,17 +93,18 @@ class Cluster:
         ends_s = time.monotonic() + timeout_s
         while not until():
             assert time.monotonic() < ends_s, self.broadcaster.statistics()
-            try:
-                kind, worker_id, version, detail = self.answers.get(timeout=0.02)
-            except queue.Empty:
-                continue
-            match kind:
-                case "received":
-                    self.broadcaster.acknowledge(worker_id, version, detail)
-                case "failed":
-                    self.broadcaster.fail(worker_id, version, detail)
-                case "torn":
-                    self.torn.append((worker_id, version, detail))
+            for answers in list(self.answers.values()):
+                with contextlib.suppress(queue.Empty):
+                    self.carry(*answers.get(timeout=0.005))
+
+    def carry(self, kind: str, worker_id: str, version: int, detail: Any) -> None:
+        match kind:
+            case "received":
+                self.broadcaster.acknowledge(worker_id, version, detail)
+            case "failed":
+                self.broadcaster.fail(worker_id, version, detail)
+            case "torn":
+                self.torn.append((worker_id, version, detail))
 
     def at(self, worker_id: str, version: int) -> Callable[[], bool]:
         return lambda: self.broadcaster.statistics().versions.get(worker_id) == version
@@ -235,23 +244,20 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     )
     broadcaster.publish(1, tensors)
     segment = next((tmp_path / "segments").iterdir())
+    broadcaster.join("a", 0)
+    _wait(lambda: bodies)
     with segment.open("r+b") as file:
         good = file.read(8)
         file.seek(0)
         file.write(b"damaged!")
-    broadcaster.join("a", 0)
-    while not bodies:
-        time.sleep(0.01)
     receiver.offer(bodies.pop()[1])
-    while not failures:
-        time.sleep(0.01)
+    _wait(lambda: failures)
     assert "expected" in failures[0]
     assert loaded == []
     with segment.open("r+b") as file:
         file.write(good)
     broadcaster.fail("a", 1, failures[0])
-    while not bodies:
-        time.sleep(0.01)
+    _wait(lambda: bodies)
     receiver.offer(bodies.pop()[1])
     assert broadcaster.flush(10)
     assert loaded == [1]
