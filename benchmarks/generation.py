@@ -1,10 +1,11 @@
-"""Embedded engine against transformers' padded `generate` and `generate_batch`, in one process, in turn.
+"""Embedded engine against transformers' padded `generate` and its continuous batching, in one process, in turn.
 
     python benchmarks/generation.py [--output benchmarks/results/generation.json]
 
 The quickstart's model with random weights, 64 requests of 15 prompt tokens, the same threads. Two loads: equal lengths,
-and a long tail (log-normal, median 32, at most 512). Counted are useful tokens: `generate` pads its batch to the
-longest request, and what it makes past a request's length is thrown away. Medians of interleaved repeats.
+and a long tail (log-normal, median 32, at most 512). `generate_batch` makes a manager at every call, as transformers'
+method of that name does; `running_manager` is one that is there already. Counted are useful tokens: `generate` pads its
+batch to the longest request, and what it makes past a request's length is thrown away. Medians of interleaved repeats.
 """
 
 from __future__ import annotations
@@ -49,23 +50,16 @@ def main() -> None:
         folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=NUM_REQUESTS, context_tokens=640
     )
     few = EmbeddedEngine(folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=16, context_tokens=640)
-
-    manager = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        .eval()
-        .init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=True, max_new_tokens=512, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
-        )
-    )
-    manager.start()
+    batching = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    manager = _manager(batching)
     tail = np.random.default_rng(0).lognormal(np.log(32), 1.0, NUM_REQUESTS).astype(int).clip(4, 512)
     loads = {"equal_lengths": [64] * NUM_REQUESTS, "long_tail": tail.tolist()}
     systems: dict[str, Callable[[list[int]], None]] = {
         "embedded": lambda lengths: _embedded(engine, lengths),
         "embedded_16_slots": lambda lengths: _embedded(few, lengths),
         "generate": lambda lengths: _generate(model, lengths),
-        "generate_batch": lambda lengths: _generate_batch(manager, lengths),
+        "generate_batch": lambda lengths: _generate_batch(batching, lengths),
+        "running_manager": lambda lengths: _serve(manager, lengths),
     }
     result: dict[str, object] = {"threads": arguments.threads, "num_requests": NUM_REQUESTS}
     for load, lengths in loads.items():
@@ -110,8 +104,26 @@ def _generate(model: torch.nn.Module, lengths: list[int]) -> None:
         )
 
 
-def _generate_batch(manager: ContinuousBatchingManager, lengths: list[int]) -> None:
-    """Continuous batching by a manager that runs already; a request brings its own length."""
+def _manager(model: torch.nn.Module) -> ContinuousBatchingManager:
+    manager = model.init_continuous_batching(  # type: ignore[operator]
+        generation_config=GenerationConfig(do_sample=True, max_new_tokens=512, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            return_logprobs=True, num_blocks=256, max_batch_tokens=1024
+        ),
+    )
+    assert isinstance(manager, ContinuousBatchingManager), "transformers makes a manager"
+    manager.start()
+    return manager
+
+
+def _generate_batch(model: torch.nn.Module, lengths: list[int]) -> None:
+    """What `generate_batch` does, with a length for each request, which its own arguments have no place for."""
+    manager = _manager(model)
+    _serve(manager, lengths)
+    manager.stop(block=True)
+
+
+def _serve(manager: ContinuousBatchingManager, lengths: list[int]) -> None:
     for length in lengths:
         manager.add_request(list(PROMPT), max_new_tokens=length)
     num_tokens, num_left = 0, len(lengths)

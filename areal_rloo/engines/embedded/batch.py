@@ -19,7 +19,7 @@ from torch import Tensor
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded.parameters import Parameters
 from areal_rloo.engines.embedded.sampling import choose, truncate, uniforms
-from areal_rloo.engines.embedded.transformer import decode, prefill
+from areal_rloo.engines.embedded.transformer import Cache, decode, prefill
 from areal_rloo.trajectory import Completion, FinishReason
 
 _PREFIXES = 64  # prompts whose keys and values are kept for the next samples of their group
@@ -49,8 +49,7 @@ class DecodeBatch:
         self._device = device
         self._running: list[Running] = []
         self._prefixes: OrderedDict[tuple[tuple[int, ...], int], Tensor] = OrderedDict()
-        shape = (a.num_layers, 2, num_rows, a.num_kv_heads, context_tokens, a.head_dim)
-        self._cache = torch.zeros(shape, device=device, dtype=dtype)
+        self._cache = Cache(a, num_rows=num_rows, context_tokens=context_tokens, device=device, dtype=dtype)
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(num_rows, context_tokens, device=device)
         self._out_tokens = torch.zeros(num_rows, context_tokens, dtype=torch.int64, device=device)
@@ -82,7 +81,7 @@ class DecodeBatch:
             prefix = self._prefixes[(request.prompt_tokens, policy_version)]
             self._prefixes.move_to_end((request.prompt_tokens, policy_version))
             num_cached = len(request.prompt_tokens) - 1
-            self._cache[:, :, row, :, :num_cached] = prefix
+            self._cache.tensor[:, :, row, :, :num_cached] = prefix
             self._tokens[row] = request.prompt_tokens[-1]
             self._positions[row] = num_cached
             if not sampling.greedy:
@@ -185,7 +184,7 @@ class DecodeBatch:
         last = len(self._running) - 1
         if row != last:
             length = int(self._positions[last])
-            self._cache[:, :, row, :, :length] = self._cache[:, :, last, :, :length]
+            self._cache.tensor[:, :, row, :, :length] = self._cache.tensor[:, :, last, :, :length]
             for tensor in (self._tokens, self._uniforms, self._out_tokens, self._out_logprobs):
                 tensor[row] = tensor[last]
             state: tuple[np.ndarray[Any, Any], ...] = (

@@ -99,6 +99,7 @@ class Parameters:
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, device=device, dtype=dtype)
 
+        self.norm_eps = torch.tensor(a.norm_eps, device=device)
         self.embedding = empty(a.vocab_size, a.hidden_size)
         self.final_norm = empty(a.hidden_size)
         self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden_size)
