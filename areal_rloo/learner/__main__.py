@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.errors import ArealRlooError, UserError
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
@@ -29,7 +28,7 @@ from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
 from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights
 from areal_rloo.tasks import load_items
-from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import (
     BROADCAST,
     WIRE,
@@ -72,16 +71,7 @@ def main() -> int:
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
     setup_logs("learner", level=config.telemetry.log_level, file=arguments.run_folder / "logs" / "learner.log")
-    try:
-        return _run(config, arguments)
-    except UserError as error:
-        logger.error("%s", error)
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
-        return 2
-    except ArealRlooError as error:
-        logger.exception("the learner stopped")
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    return run_to_exit_code(lambda: _run(config, arguments))
 
 
 def _run(config: Config, arguments: Arguments) -> int:

@@ -18,10 +18,9 @@ from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.errors import ArealRlooError, UserError
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rollout.worker import RolloutWorker
-from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import RECEIVE, WIRE, RolloutMetrics, serve_metrics, watch
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
@@ -55,20 +54,10 @@ def main() -> int:
         level=config.telemetry.log_level,
         file=arguments.run_folder / "logs" / f"{arguments.worker_id}.log",
     )
-    try:
-        asyncio.run(_run(config, arguments))
-    except UserError as error:
-        logger.error("%s", error)
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
-        return 2
-    except ArealRlooError as error:
-        logger.exception("the rollout worker stopped")
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
+    return run_to_exit_code(lambda: asyncio.run(_run(config, arguments)))
 
 
-async def _run(config: Config, arguments: Arguments) -> None:
+async def _run(config: Config, arguments: Arguments) -> int:
     device = torch.device(arguments.device)
     tokenizer = load_tokenizer(arguments.model_path)
     engine = EmbeddedEngine(
@@ -118,6 +107,7 @@ async def _run(config: Config, arguments: Arguments) -> None:
         engine.close()
         await channel.close()
     logger.info("done")
+    return 0
 
 
 async def _publish_metrics(

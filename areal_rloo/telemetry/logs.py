@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from areal_rloo.errors import ArealRlooError, UserError
 
 _ROOT = "areal_rloo"
 
@@ -36,3 +39,18 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
+
+
+def run_to_exit_code(run: Callable[[], int]) -> int:
+    """Run a process; an error of ours is in the log and one line on stderr, with code 2 where the user can mend it."""
+    logger = get_logger(__name__)
+    try:
+        return run()
+    except UserError as error:
+        logger.error("%s", error)
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of a process
+        return 2
+    except ArealRlooError as error:
+        logger.exception("stopped by an error")
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.errors import ArealRlooError, ConfigError, TrainingError
+from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>\w+) +(?P<process>\S+) (?P<module>\w+): (?P<text>.*)"
@@ -75,3 +76,23 @@ def test_standard_error_gets_the_same_line(tmp_path: Path, capfd: pytest.Capture
     setup_logs("rollout-0", level="info", file=None)
     get_logger(__name__).error("unheard")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("run.seed: no"), 2), (TrainingError("not finite"), 1)])
+def test_an_error_of_ours_is_logged_is_one_line_and_ends_with_its_code(
+    error: ArealRlooError, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> int:
+        raise error
+
+    file = tmp_path / "learner.log"
+    setup_logs("learner", level="info", file=file)
+    assert run_to_exit_code(run) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert str(error) in file.read_text()
+    assert run_to_exit_code(lambda: 0) == 0
+
+
+def test_a_bug_is_not_swallowed() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_to_exit_code(lambda: 1 // 0)
