@@ -68,7 +68,8 @@ class Supervisor:
             # A worker that ended well was told to: the learner is about to end too, and then none is needed.
             clean = self.exit_code(name) == 0
             wait_s = _CLEAN_BACKOFF_S if clean else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
-            logger.warning("%s ended with code %s; restart in %.1f s", name, self.exit_code(name), wait_s)
+            log = logger.info if clean else logger.warning
+            log("%s ended with code %s; restart in %.1f s", name, self.exit_code(name), wait_s)
             child.restart_at_s = time.monotonic() + wait_s
         if time.monotonic() >= child.restart_at_s:
             child.process = _spawn(child.spec, child.output)

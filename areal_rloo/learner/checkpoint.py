@@ -39,6 +39,7 @@ class Totals(msgspec.Struct):
     generated_tokens: int = 0
     staleness_tokens: dict[int, int] = msgspec.field(default_factory=dict)
     skipped_steps: int = 0
+    failed_checkpoints: int = 0
     wall_s: float = 0.0
     learner_idle_s: float = 0.0
     rollout_idle_s: float = 0.0

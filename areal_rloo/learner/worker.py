@@ -105,7 +105,7 @@ class Learner:
         """Train to the end; gives the reason it ended.
 
         Raises:
-            TrainingError: too many steps in a row were not finite.
+            TrainingError: too many steps in a row were not finite, or the last checkpoint could not be written.
         """
         reason = "completed"
         while self.policy_version < self._config.learner.num_train_steps:
@@ -123,11 +123,15 @@ class Learner:
             self._intake.wait_for_evaluation()
             reason = "drained" if self._intake.draining else reason
         self._update_totals(self._intake.statistics())
-        self.save_checkpoint()
+        if not self.save_checkpoint():
+            raise TrainingError(
+                f"version {self.policy_version} could not be saved (see logs/learner.log), and with it all since the "
+                "newest whole checkpoint; free some disk, then --resume goes on from there"
+            )
         return reason
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of this moment, between two steps."""
+    def save_checkpoint(self) -> bool:
+        """Write a checkpoint of this moment, between two steps; False if the disk refuses."""
         self.totals.wall_s = self._before.wall_s + time.monotonic() - self._started_s
         state = self._intake.snapshot(
             lambda ledger, stream: capture(
@@ -142,7 +146,10 @@ class Learner:
             "optimizer": self._train_step.optimizer.state_dict(),
             "schedule": self._train_step.schedule.state_dict(),
         }
-        self._checkpoints.save(state, model=self._train_step.model, tokenizer=self._tokenizer, optimizer=optimizer)
+        model, tokenizer = self._train_step.model, self._tokenizer
+        saved = self._checkpoints.save(state, model=model, tokenizer=tokenizer, optimizer=optimizer) is not None
+        self.totals.failed_checkpoints += not saved
+        return saved
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         result = self._train_step.step(batch, policy_version=self.policy_version)
@@ -223,6 +230,7 @@ class Learner:
                 truncated_share=float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
                 trained_tokens=result.num_tokens,
                 skipped_steps=totals.skipped_steps,
+                failed_checkpoints=totals.failed_checkpoints,
                 train_step_s=result.train_step_s,
                 wait_s=wait_s,
                 learner_idle_s=totals.learner_idle_s,
@@ -270,6 +278,7 @@ def write_summary(
             "rollout_idle": totals.rollout_idle_s,
         },
         "skipped_steps": totals.skipped_steps,
+        "failed_checkpoints": totals.failed_checkpoints,
     }
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

@@ -44,6 +44,8 @@ class Progress:
         """Take in new records."""
         for record in records:
             if isinstance(record, TrainRecord):
+                if record.failed_checkpoints > (0 if self._train is None else self._train.failed_checkpoints):
+                    self.say("a checkpoint could not be written: free some disk (logs/learner.log says more)")
                 self._train = record
             else:
                 self._eval = record

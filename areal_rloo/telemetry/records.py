@@ -52,6 +52,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     truncated_share: float  # of trajectories that ended at max_new_tokens
     trained_tokens: int  # completion tokens in the loss, in this step
     skipped_steps: int  # non-finite steps since the start
+    failed_checkpoints: int  # that could not be written, since the start
     train_step_s: float
     wait_s: float  # before this step, for a batch
     learner_idle_s: float  # since the start

@@ -176,6 +176,20 @@ def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(s
     assert run.summary()["num_train_steps"] == 8
 
 
+def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_code(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
+    code, output = run.wait()
+    assert code == 1, output
+    assert "a checkpoint could not be written: free some disk" in output
+    assert "version 8 could not be saved" in output
+    summary = run.summary()
+    assert (summary["num_train_steps"], summary["failed_checkpoints"]) == (8, 2)
+    assert summary["exit_reason"] == "failed"
+    assert _balanced(summary["ledger"])
+
+
 def test_sigterm_drains_to_a_checkpoint_and_exit_code_zero(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 2)

@@ -58,6 +58,7 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         truncated_share=0.05,
         trained_tokens=100,
         skipped_steps=0,
+        failed_checkpoints=0,
         train_step_s=1.5,
         wait_s=0.5,
         learner_idle_s=0.5,

@@ -56,6 +56,14 @@ def test_an_evaluation_after_the_last_step_does_not_repeat_the_step(
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "evaluation:"]
 
 
+def test_a_checkpoint_that_was_not_written_is_said_once(make_train_record: MakeTrainRecord) -> None:
+    progress, out = plain()
+    with progress:
+        for num_failed in (0, 1, 1):
+            progress.show([make_train_record(failed_checkpoints=num_failed)])
+    assert out.getvalue().count("could not be written") == 1
+
+
 def test_nothing_new_shows_nothing(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
