@@ -97,6 +97,7 @@ class Intake:
         )
         self._learner_id = uuid.uuid4().hex
         self._draining = False
+        self._stopping = False
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -250,6 +251,8 @@ class Intake:
             self._channel.send(peer, Abort(nobody_wants))
         if self._broadcaster is not None:
             self._broadcaster.join(hello.worker_id, hello.policy_version)
+        if self._stopping:
+            self._channel.send(peer, Drain(abort_running=True))  # it came after the others were told
 
     def _answer(self, peer: str, heartbeat: Heartbeat) -> None:
         worker = self._workers.heard(heartbeat, time.monotonic())
@@ -370,7 +373,7 @@ class Intake:
         self._changed.set()
 
     async def _stop_workers(self, timeout_s: float) -> None:
-        self._draining = True
+        self._draining = self._stopping = True
         for worker in self._workers.alive.values():
             self._channel.send(worker.peer, Drain(abort_running=True))
         ends_s = time.monotonic() + timeout_s

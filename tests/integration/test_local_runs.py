@@ -223,13 +223,19 @@ def test_a_killed_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
 
 
 def test_two_workers_over_gloo_with_curve_train_together(start: Callable[..., Run]) -> None:
-    run = start("rollout.num_workers=2", "weights.transport=collective", "wire.curve=true")
+    run = start(
+        *("rollout.num_workers=2", "weights.transport=collective", "wire.curve=true", "learner.num_train_steps=10000")
+    )
+    run.wait_for(lambda: any(record.num_workers == 2 for record in run.records()))
+    both_since = len(run.records())
+    run.wait_for(lambda: len(run.records()) > both_since + 5)
+    run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
     assert _balanced(run.summary()["ledger"])
     for name in ("rollout-0", "rollout-1"):
         assert "done" in (run.folder / "logs" / f"{name}.log").read_text()
-    assert run.records()[-1].num_workers == 2
+    assert {record.num_workers for record in run.records()[both_since : both_since + 5]} == {2}
 
 
 def _scraped(port: int, metric: str) -> float:

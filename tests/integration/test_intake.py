@@ -1,0 +1,66 @@
+"""The intake on its own thread, with real sockets at the workers' end."""
+
+import asyncio
+import threading
+
+from areal_rloo.config import load_config
+from areal_rloo.learner.evaluation import Evaluation
+from areal_rloo.learner.intake import Intake
+from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.prompts import PromptStream
+from areal_rloo.tasks.base import Item
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Drain, Goodbye, Hello
+
+LIMITS = Limits()
+
+
+def _intake() -> Intake:
+    items = [Item("1+1=?", "2")] * 8
+    return Intake(
+        load_config("quickstart.yaml", []),
+        channel=lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
+        ledger=Ledger(),
+        stream=PromptStream(items, lambda _: (1, 2), seed=0, num_epochs=None),
+        evaluation=Evaluation([], lambda _: None),
+        policy_version=0,
+    )
+
+
+async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event) -> None:
+    worker = WorkerChannel(
+        f"tcp://127.0.0.1:{port}", worker_id=worker_id, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
+    )
+    await worker.send(Hello(worker_id, "1", 0, 0, ()))
+    message = await worker.receive()
+    welcomed.set()
+    while not isinstance(message, Drain):
+        message = await worker.receive()
+    await may_leave.wait()
+    await worker.send(Goodbye(worker_id))
+    await worker.close()
+
+
+def test_a_worker_that_comes_while_the_others_stop_is_told_to_stop_too() -> None:
+    intake = _intake()
+    port = intake.start()
+    stopping = threading.Thread(target=intake.stop_workers, args=(60.0,))
+
+    async def scenario() -> None:
+        first, late, may_leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(_until_drained(port, "first", welcomed=first, may_leave=may_leave))
+            await first.wait()
+            stopping.start()
+            while not intake.draining:  # noqa: ASYNC110 - another thread sets it
+                await asyncio.sleep(0.01)
+            tasks.create_task(_until_drained(port, "late", welcomed=late, may_leave=may_leave))
+            await late.wait()
+            may_leave.set()
+
+    asyncio.run(scenario())
+    stopping.join(timeout=30)
+    assert not stopping.is_alive()
+    assert intake.statistics().num_workers == 0
+    intake.close()
