@@ -1,7 +1,9 @@
 """Shared by all tests: where the data is, small models, and which tests need a GPU."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def gsm8k_folder() -> Path:
     if not (folder / "train.jsonl").is_file():
         pytest.skip(f"no GSM8K in {folder}; set AREAL_RLOO_DATA to a folder with gsm8k/train.jsonl and test.jsonl")
     return folder
+
+
+@pytest.fixture(scope="session")
+def golden_cases() -> list[dict[str, Any]]:
+    """Reference values of other systems' own functions: $AREAL_RLOO_GOLDEN, or ../shared/golden beside the checkout."""
+    folder = Path(os.environ.get("AREAL_RLOO_GOLDEN", REPO.parent / "shared" / "golden"))
+    file = folder / "golden_public.json"
+    if not file.is_file():
+        pytest.skip(f"no reference values in {folder}; set AREAL_RLOO_GOLDEN to a folder with golden_public.json")
+    cases: list[dict[str, Any]] = json.loads(file.read_text())
+    return cases
 
 
 @pytest.fixture(scope="session")

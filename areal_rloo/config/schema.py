@@ -119,9 +119,14 @@ class BehaviourWeightConfig(_Section, frozen=True):
 
 
 class LossConfig(_Section, frozen=True):
+    """What is summed over the tokens (see `areal_rloo.algorithm.loss`)."""
+
+    kind: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # GSPO's and TRL's are of the sequence
     decoupled: bool = True  # false: clip against the behaviour policy, as plain PPO does
     eps_low: NonNegativeFloat = 0.2
     eps_high: NonNegativeFloat = 0.2
+    dual_clip: PositiveFloat | None = None  # above 1: with a negative advantage, the most a ratio can count
     behaviour_weight: BehaviourWeightConfig = BehaviourWeightConfig()
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
@@ -284,6 +289,12 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"learner.num_minibatches: expected at most learner.groups_per_step={learner.groups_per_step}, "
             f"got {learner.num_minibatches}"
+        )
+    loss = algorithm.loss
+    if loss.dual_clip is not None and loss.dual_clip <= 1:
+        raise ConfigError(
+            f"algorithm.loss.dual_clip: expected a value above 1, got {loss.dual_clip}; it limits the ratio where the "
+            "advantage is negative; set it to null for none"
         )
     longest = config.data.max_prompt_tokens + sampling.max_new_tokens
     if learner.microbatch_tokens < longest:

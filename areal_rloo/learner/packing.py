@@ -28,6 +28,7 @@ class Row:
         layout: where the sequences lie.
         predicts: [num_targets] int64, place in the row whose hidden state predicts each completion token.
         targets: [num_targets] int64, the completion tokens.
+        sequence_index: [num_targets] int64, which of the row's sequences each target belongs to.
     """
 
     trajectory_index: tuple[int, ...]
@@ -35,6 +36,7 @@ class Row:
     layout: PackedLayout
     predicts: Tensor
     targets: Tensor
+    sequence_index: Tensor
 
 
 def plan_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -73,4 +75,5 @@ def _row(trajectories: Sequence[Trajectory], indices: list[int], device: torch.d
         layout=PackedLayout.of_lengths(lengths, device),
         predicts=torch.from_numpy(np.concatenate(predicts)).to(device),
         targets=torch.from_numpy(targets).long().to(device),
+        sequence_index=torch.from_numpy(np.repeat(np.arange(len(indices)), [len(p) for p in predicts])).to(device),
     )

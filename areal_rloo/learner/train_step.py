@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_rloo.algorithm.advantage import normalize
-from areal_rloo.algorithm.loss import LossOutput, decoupled_ppo_loss, token_weights
+from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import Config
 from areal_rloo.learner.optimizer import make_optimizer
@@ -47,6 +47,7 @@ class StepResult:
     ratio_mean: float = 0.0
     ratio_max: float = 0.0
     ratio_clipped_share: float = 0.0
+    ratio_limited_share: float = 0.0
     behaviour_weight_mean: float = 0.0
     behaviour_weight_max: float = 0.0
     behaviour_weight_limited_share: float = 0.0
@@ -216,12 +217,13 @@ class TrainStep:
                 for i, trajectory in zip(row.trajectory_index, chosen, strict=True)
             ]
         )
-        return decoupled_ppo_loss(
+        return policy_loss(
             behaviour_logprobs=torch.from_numpy(behaviour).to(self._device),
             proximal_logprobs=proximal,
             current_logprobs=current,
             advantages=torch.from_numpy(advantages).to(self._device),
             token_weights=torch.cat([minibatch.weights[i] for i in row.trajectory_index]).to(self._device),
+            sequence_index=row.sequence_index,
             config=self._config.algorithm.loss,
         )
 
@@ -238,6 +240,7 @@ def _summarize(outputs: Sequence[LossOutput], result: StepResult, *, num_minibat
     result.ratio_mean = sum(float(output.ratio_sum) for output in outputs) / num_tokens
     result.ratio_max = max(float(output.ratio_max) for output in outputs)
     result.ratio_clipped_share = sum(float(output.ratio_clipped) for output in outputs) / num_tokens
+    result.ratio_limited_share = sum(float(output.ratio_limited) for output in outputs) / num_tokens
     result.behaviour_weight_mean = sum(float(output.behaviour_weight_sum) for output in outputs) / num_tokens
     result.behaviour_weight_max = max(float(output.behaviour_weight_max) for output in outputs)
     result.behaviour_weight_limited_share = sum(float(o.behaviour_weight_limited) for o in outputs) / num_tokens

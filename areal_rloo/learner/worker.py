@@ -218,6 +218,7 @@ class Learner:
                 ratio_mean=result.ratio_mean,
                 ratio_max=result.ratio_max,
                 ratio_clipped_share=result.ratio_clipped_share,
+                ratio_limited_share=result.ratio_limited_share,
                 behaviour_weight_mean=result.behaviour_weight_mean,
                 behaviour_weight_max=result.behaviour_weight_max,
                 behaviour_weight_limited_share=result.behaviour_weight_limited_share,

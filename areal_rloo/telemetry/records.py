@@ -40,6 +40,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     ratio_mean: float  # current / proximal
     ratio_max: float
     ratio_clipped_share: float
+    ratio_limited_share: float  # a log ratio beyond +-20
     behaviour_weight_mean: float  # proximal / behaviour, after its limit
     behaviour_weight_max: float  # before its limit
     behaviour_weight_limited_share: float

@@ -46,6 +46,7 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         ratio_mean=1.0,
         ratio_max=1.5,
         ratio_clipped_share=0.01,
+        ratio_limited_share=0.0,
         behaviour_weight_mean=1.01,
         behaviour_weight_max=2.5,
         behaviour_weight_limited_share=0.0,

@@ -1,9 +1,13 @@
-"""The decoupled loss against hand-written values, and the token weights."""
+"""The policy loss against hand-written values and for any finite input, and the token weights."""
+
+import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal_rloo.algorithm.loss import decoupled_ppo_loss, token_weights
+from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
 from areal_rloo.config import BehaviourWeightConfig, LossConfig
 
 
@@ -14,15 +18,17 @@ def _loss(
     advantages: list[float],
     weights: list[float] | None = None,
     config: LossConfig | None = None,
-) -> tuple[float, list[float], object]:
+    sequence: list[int] | None = None,
+) -> tuple[float, list[float], LossOutput]:
     leaf = torch.tensor(current, requires_grad=True)
     num = len(current)
-    output = decoupled_ppo_loss(
+    output = policy_loss(
         behaviour_logprobs=torch.tensor(behaviour),
         proximal_logprobs=torch.tensor(proximal),
         current_logprobs=leaf,
         advantages=torch.tensor(advantages),
         token_weights=torch.tensor(weights or [1 / num] * num),
+        sequence_index=torch.tensor(sequence or [0] * num),
         config=config or LossConfig(),
     )
     output.loss.backward()
@@ -38,12 +44,13 @@ def test_on_policy_gradient_is_reinforce() -> None:
 
 def test_proximal_and_behaviour_logprobs_never_get_a_gradient() -> None:
     current, proximal = torch.tensor([-0.5, -1.0], requires_grad=True), torch.tensor([-0.6, -0.9], requires_grad=True)
-    decoupled_ppo_loss(
+    policy_loss(
         behaviour_logprobs=torch.tensor([-0.7, -0.8]),
         proximal_logprobs=proximal,
         current_logprobs=current,
         advantages=torch.tensor([1.0, -2.0]),
         token_weights=torch.tensor([0.5, 0.5]),
+        sequence_index=torch.tensor([0, 0]),
         config=LossConfig(),
     ).loss.backward()
     assert current.grad is not None
@@ -81,6 +88,100 @@ def test_a_masked_token_gives_nothing_whatever_its_logprobs() -> None:
     assert loss == pytest.approx(-1.0)
     assert gradient == [-1.0, 0.0]
     assert float(output.num_tokens) == 1
+
+
+KINDS = ("ppo", "cispo", "reinforce")
+LEVELS = ("token", "sequence_mean", "sequence_sum")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_where_all_policies_are_one_the_gradient_is_reinforce(kind: str, level: str, dual_clip: float | None) -> None:
+    """Of the sum of log current over a sequence times its advantage, in the mean that belongs to the level."""
+    config = LossConfig(kind=kind, ratio_level=level, dual_clip=dual_clip)  # type: ignore[arg-type]
+    logprobs, sequence, advantages = [-0.5, -1.0, -2.0, -0.1, -3.0], [0, 0, 0, 1, 1], [2.0, 2.0, 2.0, -1.0, -1.0]
+    lengths = [3, 3, 3, 2, 2]
+    weights = [1 / (2 * n) for n in lengths]  # seq_mean_token_mean
+    _, gradient, _ = _loss(logprobs, logprobs, logprobs, advantages, weights, config, sequence)
+    by_sequence = level == "sequence_sum" and kind == "ppo"  # the product's gradient reaches every token whole
+    scale = lengths if by_sequence else [1] * 5
+    expected = [-a * w * s for a, w, s in zip(advantages, weights, scale, strict=True)]
+    assert gradient == pytest.approx(expected)
+
+
+def test_dual_clip_limits_what_a_large_ratio_counts_where_the_advantage_is_negative() -> None:
+    current, before = [-1.0, -1.0, -1.0], [-4.0, -1.1, -4.0]
+    plain, _, _ = _loss(current, before, before, [-1.0, -1.0, 1.0])
+    dual, gradient, _ = _loss(current, before, before, [-1.0, -1.0, 1.0], config=LossConfig(dual_clip=3.0))
+    ratios = [math.exp(3.0), math.exp(0.1)]
+    assert plain == pytest.approx((ratios[0] + ratios[1] - 1.2) / 3)
+    assert dual == pytest.approx((3.0 + ratios[1] - 1.2) / 3)
+    assert gradient == pytest.approx([0.0, ratios[1] / 3, 0.0])
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
+    _, gradient, output = _loss([-0.5], [-1.0], [-1.0], [1.0], config=LossConfig(kind="cispo"))
+    assert gradient == pytest.approx([-1.2])
+    assert float(output.ratio_clipped) == 1
+
+
+def test_the_ratio_of_a_sequence_is_the_product_or_the_geometric_mean_of_its_tokens() -> None:
+    current, before = [-1.0, -1.0, -2.0], [-1.2, -1.3, -2.0]
+    for level, expected in (("sequence_sum", math.exp(0.5)), ("sequence_mean", math.exp(0.25))):
+        config = LossConfig(ratio_level=level, eps_high=10.0)  # type: ignore[arg-type]
+        loss, _, output = _loss(current, before, before, [1.0, 1.0, 0.0], [0.5, 0.5, 1.0], config, [0, 0, 1])
+        assert loss == pytest.approx(-expected)
+        assert float(output.ratio_max) == pytest.approx(expected)
+
+
+def test_a_token_out_of_the_loss_is_not_in_its_sequence_s_ratio() -> None:
+    config = LossConfig(ratio_level="sequence_mean", eps_high=10.0)
+    loss, _, _ = _loss([-1.0, -9.0], [-1.5, -1.0], [-1.5, -1.0], [1.0, 1.0], [1.0, 0.0], config)
+    assert loss == pytest.approx(-math.exp(0.5))
+
+
+finite = st.floats(-1e4, 0.0)
+
+
+@given(
+    st.lists(st.tuples(finite, finite, finite, st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from(KINDS),
+    st.sampled_from(LEVELS),
+    st.sampled_from(["mask", "clamp", "none"]),
+    st.booleans(),
+    st.sampled_from([None, 3.0]),
+)
+def test_any_finite_input_gives_a_finite_loss_and_gradient(
+    tokens: list[tuple[float, float, float, float, bool]],
+    kind: str,
+    level: str,
+    rule: str,
+    decoupled: bool,
+    dual_clip: float | None,
+) -> None:
+    config = LossConfig(
+        kind=kind,  # type: ignore[arg-type]
+        ratio_level=level,  # type: ignore[arg-type]
+        decoupled=decoupled,
+        dual_clip=dual_clip,
+        behaviour_weight=BehaviourWeightConfig(rule=rule),  # type: ignore[arg-type]
+    )
+    behaviour, proximal, current, advantages, kept = (list(column) for column in zip(*tokens, strict=True))
+    weights = [1 / len(tokens) if keep else 0.0 for keep in kept]
+    sequence = [index // 2 for index in range(len(tokens))]
+    loss, gradient, output = _loss(current, proximal, behaviour, advantages, weights, config, sequence)
+    assert math.isfinite(loss)
+    assert all(map(math.isfinite, gradient))
+    for name in ("ratio_sum", "ratio_max", "behaviour_weight_sum", "behaviour_weight_max", "ratio_limited"):
+        assert math.isfinite(float(getattr(output, name)))
+
+
+def test_a_ratio_beyond_all_measure_is_counted_and_has_no_gradient() -> None:
+    loss, gradient, output = _loss([-0.5, -0.5], [-80.5, -0.5], [-80.5, -0.5], [-1.0, -1.0])
+    assert loss == pytest.approx((math.exp(20.0) + 1) / 2)
+    assert gradient == pytest.approx([0.0, 0.5])
+    assert float(output.ratio_limited) == 1
 
 
 def test_token_weights_of_every_aggregation_by_hand() -> None:

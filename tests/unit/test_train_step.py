@@ -115,6 +115,22 @@ def test_the_gradient_is_that_of_the_synchronous_reference_for_any_microbatching
     assert result.num_masked_tokens > 0
 
 
+@pytest.mark.parametrize("microbatch_tokens", [128, 8192])
+def test_a_sequence_level_ratio_is_of_whole_trajectories_for_any_microbatching(
+    tiny_folders: dict[str, Path], microbatch_tokens: int
+) -> None:
+    """At ratio 1 the gradient of a product is the sum of its factors'; the tiny bound makes all weights equal."""
+    equal_weights = "algorithm.loss.behaviour_weight.upper=1e-9"
+    product = _config(
+        *("algorithm.loss.ratio_level=sequence_sum", "algorithm.loss.aggregation=seq_mean_token_mean", equal_weights),
+        *(f"learner.microbatch_tokens={microbatch_tokens}", "algorithm.max_staleness=9"),
+    )
+    total = _config("algorithm.loss.aggregation=seq_mean_token_sum", equal_weights, "algorithm.max_staleness=9")
+    (gradient,), _ = _step(tiny_folders["qwen2"], _groups(), product)
+    (expected,), _ = _step(tiny_folders["qwen2"], _groups(), total)
+    _assert_same(gradient, expected)
+
+
 def test_the_order_of_trajectories_and_groups_does_not_matter(tiny_folders: dict[str, Path]) -> None:
     config, groups = _config(), _groups()
     (expected,), _ = _step(tiny_folders["qwen2"], groups, config)
@@ -160,7 +176,7 @@ def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) 
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_folders: dict[str, Path]) -> None:
     groups = _groups()
     trajectory = groups[0].trajectories[0]
-    trajectory.completion.behaviour_logprobs[:] = -np.inf
+    trajectory.completion.behaviour_logprobs[:] = np.nan
     config = _config("algorithm.loss.behaviour_weight.rule=none", "algorithm.max_staleness=9")
     gradients, result = _step(tiny_folders["qwen2"], groups, config)
     assert gradients == []

@@ -1,0 +1,136 @@
+"""Our mathematics against reference values computed by running other systems' own functions.
+
+A difference is either none, to 1e-6, or one of those written out here with the value we hold right.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_rloo.algorithm.advantage import normalize
+from areal_rloo.algorithm.loss import policy_loss, token_weights
+from areal_rloo.config import BehaviourWeightConfig, LossConfig, NormConfig
+
+Case = dict[str, Any]
+
+NORMS = {
+    "rloo": NormConfig(mean_level="group", mean_leave1out=True),
+    "grpo": NormConfig(mean_level="group", std_level="group"),
+    "dr_grpo": NormConfig(mean_level="group"),
+}
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+def _named(cases: list[Case], prefix: str) -> list[Case]:
+    found = [case for case in cases if case["name"].rpartition("-")[0] == prefix]
+    assert found, f"no case {prefix}"
+    return found
+
+
+def _float64(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _close(got: Tensor, expected: object, what: str) -> None:
+    message: Callable[[str], str] = lambda text: f"{what}: {text}"  # noqa: E731
+    torch.testing.assert_close(got.double(), _float64(expected), rtol=1e-6, atol=2e-7, msg=message)
+
+
+def _tokens(case: Case) -> tuple[Callable[[str], Tensor], Tensor]:
+    """How to read a per-token array without its padding, and which trajectory each token is of."""
+    lengths = case["inputs"]["lengths"]
+
+    def read(name: str) -> Tensor:
+        return _float64([v for row, n in zip(case["inputs"][name], lengths, strict=True) for v in row[:n]])
+
+    return read, torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def _loss(case: Case, *, anchor: str, behaviour: str, config: LossConfig) -> Tensor:
+    read, sequence = _tokens(case)
+    weights = token_weights(
+        torch.ones(len(sequence), dtype=torch.bool),
+        sequence,
+        num_sequences=len(case["inputs"]["lengths"]),
+        max_new_tokens=1,
+        config=config,
+    )
+    return policy_loss(
+        behaviour_logprobs=read(behaviour),
+        proximal_logprobs=read(anchor),
+        current_logprobs=read("current_logprobs"),
+        advantages=_float64(case["inputs"]["advantages"])[sequence],
+        token_weights=weights,
+        sequence_index=sequence,
+        config=config,
+    ).loss
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_advantages(golden_cases: list[Case], name: str) -> None:
+    """Groups of one differ on purpose: they have no others to compare with, so they are 0, where verl passes the raw
+    reward on, which is no advantage at all."""
+    for case in _named(golden_cases, name):
+        groups = torch.tensor(case["inputs"]["group"])
+        got = normalize(_float64(case["inputs"]["rewards"]), groups, NORMS[name])
+        alone = (groups[:, None] == groups).sum(1) == 1
+        assert torch.count_nonzero(got[alone]) == 0
+        expected = _float64(case["expected"]["advantage_per_trajectory"])
+        _close(got[~alone], expected[~alone].tolist(), case["name"])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations(golden_cases: list[Case], aggregation: str) -> None:
+    """verl's seq-mean-token-sum-norm leaves the mean over sequences out, which its name promises and Dr. GRPO
+    (arXiv:2503.20783) has: its value is the number of sequences times ours."""
+    for case in _named(golden_cases, f"aggregate-{aggregation.replace('_', '-')}"):
+        read, sequence = _tokens(case)
+        num_sequences = len(case["inputs"]["lengths"])
+        weights = token_weights(
+            torch.ones(len(sequence), dtype=torch.bool),
+            sequence,
+            num_sequences=num_sequences,
+            max_new_tokens=case["inputs"]["padded_length"],
+            config=LossConfig(aggregation=aggregation),  # type: ignore[arg-type]
+        )
+        got = (weights.double() * read("values")).sum()
+        _close(got * (num_sequences if aggregation.endswith("norm") else 1), case["expected"], case["name"])
+
+
+def test_clipping_with_two_bounds_and_a_dual_clip(golden_cases: list[Case]) -> None:
+    cases = [case for case in golden_cases if case["name"].startswith("ppo_clip")]
+    assert len(cases) > 10
+    for case in cases:
+        inputs = case["inputs"]
+        config = LossConfig(eps_low=inputs["eps_low"], eps_high=inputs["eps_high"], dual_clip=inputs["dual_clip"])
+        loss = _loss(case, anchor="proximal_logprobs", behaviour="proximal_logprobs", config=config)
+        _close(loss, case["expected"]["loss"], case["name"])
+
+
+def test_the_decoupled_loss_and_its_rules_for_a_large_behaviour_weight(golden_cases: list[Case]) -> None:
+    cases = [case for case in golden_cases if case["name"].startswith("decoupled")]
+    assert len(cases) > 10
+    for case in cases:
+        inputs = case["inputs"]
+        cap, rule = inputs["behaviour_weight_cap"], case["name"].split("-")[1]
+        weight = BehaviourWeightConfig(rule="none") if cap is None else BehaviourWeightConfig(rule=rule, upper=cap)
+        config = LossConfig(eps_low=inputs["eps"], eps_high=inputs["eps"], behaviour_weight=weight)
+        loss = _loss(case, anchor="proximal_logprobs", behaviour="behaviour_logprobs", config=config)
+        _close(loss, case["expected"]["loss"], case["name"])
+
+
+def test_rloo_with_the_ratio_of_whole_sequences(golden_cases: list[Case]) -> None:
+    for case in _named(golden_cases, "trl_rloo_loss"):
+        epsilon = case["inputs"]["epsilon"]
+        config = LossConfig(
+            ratio_level="sequence_sum",
+            eps_low=epsilon,
+            eps_high=epsilon,
+            aggregation="seq_mean_token_mean",
+            behaviour_weight=BehaviourWeightConfig(rule="none"),
+        )
+        loss = _loss(case, anchor="old_logprobs", behaviour="old_logprobs", config=config)
+        _close(loss, case["expected"]["loss"], case["name"])
