@@ -15,29 +15,63 @@ from torch import Tensor
 from areal_rloo.config import NormConfig
 
 
-def normalize(values: Tensor, group_ids: Tensor, norm: NormConfig) -> Tensor:
+def normalize(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormConfig) -> Tensor:
     """Centre and scale one scalar per trajectory.
 
     Groups are known by id, never by position, so ragged and interleaved groups are right. Where all values of a level
-    are equal, centring by that level gives exactly 0. Under leave-one-out a level of one value has no others: it gives
-    0. The standard deviation is that of the centred values within `std_level`; a level of one value is not scaled.
+    are equal, centring by that level gives exactly 0, and the level is not scaled, for it has no deviation. Under
+    leave-one-out a level of one value has no others: it gives 0. The standard deviation is that of the centred values
+    within `std_level`. `over: tokens` counts a value once for each of its tokens in the loss (REINFORCE++,
+    arXiv:2501.03262), so a trajectory without one has no say.
 
     Args:
         values: [num_trajectories], any float dtype; computed in float64.
         group_ids: [num_trajectories] int64.
+        num_tokens: [num_trajectories] int64, tokens in the loss; read for `over: tokens` alone.
         norm: which mean to subtract and which standard deviation to divide by.
 
     Returns:
-        [num_trajectories] float32.
+        [num_trajectories] float64.
     """
     values = values.double()
+    weights = num_tokens.double() if norm.over == "tokens" else torch.ones_like(values)
     centred = values
     if norm.mean_level != "none":
-        centred = _centred(values, _level_index(group_ids, norm.mean_level), norm.mean_leave1out)
+        level = _Level(_level_index(group_ids, norm.mean_level), weights)
+        centred = _centred(values, level, norm.mean_leave1out)
     if norm.std_level != "none":
-        index = _level_index(group_ids, norm.std_level)
-        centred = centred / _scale(centred, index, unbiased=norm.std_unbiased, eps=norm.eps)
-    return centred.float()
+        level = _Level(_level_index(group_ids, norm.std_level), weights)
+        centred = centred / _scale(centred, level, unbiased=norm.std_unbiased, eps=norm.eps)
+    return centred
+
+
+class _Level:
+    """The values that a mean or a deviation is taken over: `index` numbers the levels, `weights` counts each value."""
+
+    def __init__(self, index: Tensor, weights: Tensor) -> None:
+        self.index = index
+        self._weights = weights
+        self._zeros = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=index.device)
+        self.count = self.sum(torch.ones_like(weights))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[num_levels], weighted."""
+        return self._zeros.scatter_add(0, self.index, values * self._weights)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[num_levels], weighted; 0 where nothing counts."""
+        return self.sum(values) / torch.where(self.count > 0, self.count, torch.ones_like(self.count))
+
+    def all_equal(self, values: Tensor) -> Tensor:
+        """[num_levels] bool: no two values that count differ."""
+        counts = self._weights > 0
+        low, high = (
+            torch.full_like(self._zeros, -sign * torch.inf).scatter_reduce(
+                0, self.index, torch.where(counts, values, -sign * torch.inf), reduce
+            )
+            for sign, reduce in ((-1, "amin"), (1, "amax"))
+        )
+        return low >= high
 
 
 def _level_index(group_ids: Tensor, level: str) -> Tensor:
@@ -48,29 +82,16 @@ def _level_index(group_ids: Tensor, level: str) -> Tensor:
     return index
 
 
-def _centred(values: Tensor, index: Tensor, leave1out: bool) -> Tensor:
-    count, mean = _count_and_mean(values, index)
-    centred = values - mean[index]
+def _centred(values: Tensor, level: _Level, leave1out: bool) -> Tensor:
+    centred = values - level.mean(values)[level.index]
     if leave1out:
-        factor = torch.where(count > 1, count / (count - 1).clamp(min=1), torch.zeros_like(count))
-        centred = centred * factor[index]
+        factor = torch.where(level.count > 1, level.count / (level.count - 1).clamp(min=1), 0.0)
+        centred = centred * factor[level.index]
     # Rounding of the mean would leave about 1e-17 where every value is the same, and AdamW would still follow its sign.
-    low = torch.full_like(mean, torch.inf).scatter_reduce(0, index, values, "amin")
-    high = torch.full_like(mean, -torch.inf).scatter_reduce(0, index, values, "amax")
-    return torch.where((low == high)[index], torch.zeros_like(centred), centred)
+    return torch.where(level.all_equal(values)[level.index], 0.0, centred)
 
 
-def _scale(values: Tensor, index: Tensor, *, unbiased: bool, eps: float) -> Tensor:
-    count, mean = _count_and_mean(values, index)
-    squares = torch.zeros_like(mean).scatter_add(0, index, (values - mean[index]) ** 2)
-    variance = squares / (count - 1 if unbiased else count).clamp(min=1)
-    scale = variance.sqrt() + eps
-    return torch.where(count > 1, scale, torch.ones_like(scale))[index]
-
-
-def _count_and_mean(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Per level: how many values, and their mean; both float64."""
-    num_levels = int(index.max()) + 1
-    zeros = torch.zeros(num_levels, dtype=torch.float64, device=values.device)
-    count = zeros.scatter_add(0, index, torch.ones_like(values))
-    return count, zeros.scatter_add(0, index, values) / count
+def _scale(values: Tensor, level: _Level, *, unbiased: bool, eps: float) -> Tensor:
+    squares = level.sum((values - level.mean(values)[level.index]) ** 2)
+    variance = squares / (level.count - 1 if unbiased else level.count).clamp(min=1)
+    return torch.where(level.all_equal(values), 1.0, variance.sqrt() + eps)[level.index]

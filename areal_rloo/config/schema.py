@@ -108,6 +108,7 @@ class NormConfig(_Section, frozen=True):
     mean_leave1out: bool = False
     std_level: NormLevel = "none"
     std_unbiased: bool = True
+    over: Literal["trajectories", "tokens"] = "trajectories"  # tokens: a value counts once for each token in the loss
     eps: NonNegativeFloat = 1e-6  # added to the standard deviation
 
 
@@ -126,7 +127,7 @@ class LossConfig(_Section, frozen=True):
     decoupled: bool = True  # false: clip against the behaviour policy, as plain PPO does
     eps_low: NonNegativeFloat = 0.2
     eps_high: NonNegativeFloat = 0.2
-    dual_clip: PositiveFloat | None = None  # above 1: with a negative advantage, the most a ratio can count
+    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None  # most a ratio counts with a negative advantage
     behaviour_weight: BehaviourWeightConfig = BehaviourWeightConfig()
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
@@ -264,6 +265,11 @@ def validate(config: Config) -> None:
     for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
         if not norm.mean_leave1out:
             continue
+        if norm.over == "tokens":
+            raise ConfigError(
+                f"algorithm.{name}.over: expected trajectories with mean_leave1out, got tokens; leaving one token out, "
+                f"weighted by length, is not RLOO; set algorithm.{name}.over=trajectories"
+            )
         if norm.mean_level == "none":
             raise ConfigError(
                 f"algorithm.{name}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; "
@@ -289,12 +295,6 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"learner.num_minibatches: expected at most learner.groups_per_step={learner.groups_per_step}, "
             f"got {learner.num_minibatches}"
-        )
-    loss = algorithm.loss
-    if loss.dual_clip is not None and loss.dual_clip <= 1:
-        raise ConfigError(
-            f"algorithm.loss.dual_clip: expected a value above 1, got {loss.dual_clip}; it limits the ratio where the "
-            "advantage is negative; set it to null for none"
         )
     longest = config.data.max_prompt_tokens + sampling.max_new_tokens
     if learner.microbatch_tokens < longest:

@@ -86,13 +86,13 @@ class TrainStep:
         """Train once on a batch at this version."""
         started_s = time.perf_counter()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        advantages = self.advantages(trajectories)
         result = StepResult(
-            advantage_abs_mean=float(advantages.abs().mean()),
             zero_variance_group_share=_zero_variance_share(groups),
             learning_rate=float(self.schedule.get_last_lr()[0]),
         )
         masks = self._masks(trajectories, policy_version, result)
+        advantages = self._advantages(trajectories, torch.tensor([int(mask.sum()) for mask in masks]))
+        result.advantage_abs_mean = float(advantages.abs().mean())
         minibatches = self._minibatches(trajectories, advantages, masks, policy_version)
         # The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
         proximal = [None, *(self._logprobs_without_gradient(minibatch) for minibatch in minibatches[1:])]
@@ -103,12 +103,12 @@ class TrainStep:
         result.train_step_s = time.perf_counter() - started_s
         return result
 
-    def advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """One float32 scalar a trajectory, in order."""
+    def _advantages(self, trajectories: Sequence[Trajectory], num_tokens: Tensor) -> Tensor:
+        """One float32 scalar a trajectory, in order; `num_tokens` of each are in the loss."""
         rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
         group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
-        normed = normalize(rewards, group_ids, self._config.algorithm.reward_norm)
-        return normalize(normed, group_ids, self._config.algorithm.adv_norm)
+        normed = normalize(rewards, group_ids, num_tokens, self._config.algorithm.reward_norm)
+        return normalize(normed, group_ids, num_tokens, self._config.algorithm.adv_norm).float()
 
     def _masks(
         self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult

@@ -22,7 +22,8 @@ def _slow_leave_one_out(rewards: list[float], groups: list[int]) -> Iterator[flo
 
 
 def _normalized(rewards: list[float], groups: list[int], norm: NormConfig) -> torch.Tensor:
-    return normalize(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), norm)
+    num_tokens = torch.ones(len(rewards), dtype=torch.int64)
+    return normalize(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), num_tokens, norm).float()
 
 
 @given(batches)
@@ -71,6 +72,29 @@ def test_grpo_divides_by_the_groups_unbiased_standard_deviation() -> None:
 
 def test_no_level_leaves_the_rewards_as_they_are() -> None:
     assert _normalized([1.5, -2.0], [0, 1], NormConfig()).tolist() == [1.5, -2.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-9, 9, width=32), st.integers(0, 5)), min_size=1, max_size=12))
+def test_over_tokens_equals_the_slow_way_of_writing_every_token_down(batch: list[tuple[int, float, int]]) -> None:
+    groups, rewards, lengths = (torch.tensor(column) for column in zip(*batch, strict=True))
+    norm = NormConfig(mean_level="group", std_level="batch", over="tokens", eps=0.0)
+    got = normalize(rewards, groups, lengths, norm)
+    tokens = torch.repeat_interleave(rewards.double(), lengths)
+    token_groups = torch.repeat_interleave(groups, lengths)
+    centred = (
+        torch.stack([t - tokens[token_groups == g].mean() for t, g in zip(tokens, token_groups, strict=True)])
+        if (len(tokens) > 0)
+        else tokens
+    )
+    if len(centred) > 1 and centred.std() > 1e-6:
+        expected = centred / centred.std()
+        torch.testing.assert_close(torch.repeat_interleave(got, lengths), expected, rtol=1e-6, atol=1e-6)
+    assert bool(torch.isfinite(got).all())
+
+
+def test_equal_rewards_are_not_scaled_by_a_deviation_they_do_not_have() -> None:
+    norm = NormConfig(mean_level="none", std_level="batch")
+    assert _normalized([2.0, 2.0, 2.0], [0, 0, 1], norm).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_lone_group_is_not_blown_up_by_its_missing_deviation() -> None:

@@ -100,7 +100,7 @@ def test_truncated_sampling_is_refused_unless_allowed(override: str) -> None:
         ("learner.num_minibatches=1000", "learner.num_minibatches"),
         ("learner.microbatch_tokens=10", "learner.microbatch_tokens"),
         ("wire.heartbeat_timeout_s=1", "wire.heartbeat_timeout_s"),
-        ("algorithm.loss.dual_clip=1.0", "algorithm.loss.dual_clip"),
+        ("algorithm.adv_norm.over=tokens", "algorithm.adv_norm.over"),
         ("model.tiny.num_heads=7", "model.tiny"),
     ],
 )

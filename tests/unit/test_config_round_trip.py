@@ -12,7 +12,7 @@ from areal_rloo.config import Config, dump_config, load_config
 
 # `validate` relates these to each other; they keep their defaults here, and test_config.py looks at them.
 RELATED = {
-    *("group_size", "mean_level", "mean_leave1out", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
+    *("group_size", "mean_level", "mean_leave1out", "over", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
     *("heartbeat_s", "heartbeat_timeout_s", "hidden_size", "num_heads", "num_kv_heads"),
 }

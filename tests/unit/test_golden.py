@@ -75,11 +75,30 @@ def test_advantages(golden_cases: list[Case], name: str) -> None:
     reward on, which is no advantage at all."""
     for case in _named(golden_cases, name):
         groups = torch.tensor(case["inputs"]["group"])
-        got = normalize(_float64(case["inputs"]["rewards"]), groups, NORMS[name])
+        got = normalize(_float64(case["inputs"]["rewards"]), groups, torch.ones_like(groups), NORMS[name])
         alone = (groups[:, None] == groups).sum(1) == 1
         assert torch.count_nonzero(got[alone]) == 0
         expected = _float64(case["expected"]["advantage_per_trajectory"])
         _close(got[~alone], expected[~alone].tolist(), case["name"])
+
+
+WHITENED = NormConfig(mean_level="batch", std_level="batch", over="tokens", eps=1e-8)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_over_all_tokens_of_the_batch(golden_cases: list[Case], name: str) -> None:
+    """Groups of one differ on purpose, as above; verl's raw reward takes their place here, to compare the others."""
+    for case in _named(golden_cases, name):
+        values, groups = _float64(case["inputs"]["rewards"]), torch.tensor(case["inputs"]["group"])
+        lengths = torch.tensor(case["inputs"]["lengths"])
+        if name.endswith("baseline"):
+            centred = normalize(values, groups, lengths, NormConfig(mean_level="group"))
+            alone = (groups[:, None] == groups).sum(1) == 1
+            assert torch.count_nonzero(centred[alone]) == 0
+            values = torch.where(alone, values, centred)
+        got = normalize(values, groups, lengths, WHITENED)
+        for row, advantage, length in zip(case["expected"]["advantage_per_token"], got, lengths, strict=True):
+            _close(advantage.expand(int(length)), row[:length], case["name"])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
