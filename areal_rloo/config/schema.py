@@ -62,6 +62,7 @@ class TinyModelConfig(_Section, frozen=True):
 
 class ModelConfig(_Section, frozen=True):
     path: str = "tiny"  # a folder, a hub name, or `tiny`: the built-in model, made on first use
+    reference: str | None = "initial"  # of the KL term: a folder, a hub name, `initial`: as `path`, or null: none
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computation; master weights are always float32
     tiny: TinyModelConfig = TinyModelConfig()
 
@@ -134,6 +135,14 @@ class LossConfig(_Section, frozen=True):
     )
 
 
+class KLConfig(_Section, frozen=True):
+    """The divergence from the reference policy (see `areal_rloo.algorithm.kl`)."""
+
+    coefficient: NonNegativeFloat = 0.0  # 0: no KL term, and no reference model is loaded
+    placement: Literal["reward", "loss"] = "reward"  # of the behaviour policy, or of the current one with a gradient
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+
+
 class AlgorithmConfig(_Section, frozen=True):
     group_size: PositiveInt = 8
     max_staleness: NonNegativeInt = 2  # eta; 0 is synchronous
@@ -142,6 +151,7 @@ class AlgorithmConfig(_Section, frozen=True):
     reward_norm: NormConfig = NormConfig()
     adv_norm: NormConfig = NormConfig(mean_level="group", mean_leave1out=True)
     loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
 
 
 class OptimizerConfig(_Section, frozen=True):
@@ -261,25 +271,8 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names the key, what came, what was expected and what to do.
     """
-    algorithm, sampling, learner = config.algorithm, config.rollout.sampling, config.learner
-    for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
-        if not norm.mean_leave1out:
-            continue
-        if norm.over == "tokens":
-            raise ConfigError(
-                f"algorithm.{name}.over: expected trajectories with mean_leave1out, got tokens; leaving one token out, "
-                f"weighted by length, is not RLOO; set algorithm.{name}.over=trajectories"
-            )
-        if norm.mean_level == "none":
-            raise ConfigError(
-                f"algorithm.{name}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; "
-                f"set algorithm.{name}.mean_level=group"
-            )
-        if norm.mean_level == "group" and algorithm.group_size == 1:
-            raise ConfigError(
-                f"algorithm.group_size: expected at least 2 with algorithm.{name}.mean_leave1out (RLOO), got 1; "
-                "a group of one has no others to compare with"
-            )
+    _validate_algorithm(config)
+    sampling, learner = config.rollout.sampling, config.learner
     if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.allow_truncated:
         raise ConfigError(
             f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} truncate the distribution, and the "
@@ -312,4 +305,31 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
             f"{tiny.hidden_size}, {tiny.num_heads}, {tiny.num_kv_heads}"
+        )
+
+
+def _validate_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
+        if not norm.mean_leave1out:
+            continue
+        if norm.over == "tokens":
+            raise ConfigError(
+                f"algorithm.{name}.over: expected trajectories with mean_leave1out, got tokens; leaving one token out, "
+                f"weighted by length, is not RLOO; set algorithm.{name}.over=trajectories"
+            )
+        if norm.mean_level == "none":
+            raise ConfigError(
+                f"algorithm.{name}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; "
+                f"set algorithm.{name}.mean_level=group"
+            )
+        if norm.mean_level == "group" and algorithm.group_size == 1:
+            raise ConfigError(
+                f"algorithm.group_size: expected at least 2 with algorithm.{name}.mean_leave1out (RLOO), got 1; "
+                "a group of one has no others to compare with"
+            )
+    if algorithm.kl.coefficient > 0 and config.model.reference is None:
+        raise ConfigError(
+            f"model.reference: expected a reference policy with algorithm.kl.coefficient={algorithm.kl.coefficient}, "
+            "got null; set model.reference=initial, or the coefficient to 0"
         )

@@ -48,7 +48,9 @@ def check(config: Config) -> None:
             "rollout.engine: sglang cannot be driven by this version; set rollout.engine=embedded, which serves "
             "Qwen2, Qwen3 and Llama checkpoints"
         )
-    _check_model(config.model.path)
+    _check_model("model.path", config.model.path)
+    if config.model.reference not in (None, "initial"):
+        _check_model("model.reference", config.model.reference)
     check_data(config.data)
     for key, port in (("wire.port", config.wire.port), ("telemetry.metrics_port", config.telemetry.metrics_port)):
         if port:
@@ -87,20 +89,20 @@ def free_ports(num: int) -> list[int]:
             one.close()
 
 
-def _check_model(path: str) -> None:
+def _check_model(key: str, path: str) -> None:
     if path == "tiny":
         return
     folder = Path(path)
     if not folder.exists():
         if _HUB_NAME.fullmatch(path) and not path.startswith("."):
             return  # a hub name; whether the hub can be reached, the learner finds out
-        raise ModelError(f"model.path: {path}: no such folder; expected a model folder, a hub name (org/name), or tiny")
+        raise ModelError(f"{key}: {path}: no such folder; expected a model folder, a hub name (org/name), or tiny")
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: {path}: config.json cannot be read: {error}") from error
+        raise ModelError(f"{key}: {path}: config.json cannot be read: {error}") from error
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model.path: {path}: no .safetensors file in it; expected a Hugging Face model folder")
+        raise ModelError(f"{key}: {path}: no .safetensors file in it; expected a Hugging Face model folder")
 
 
 def _check_port(key: str, host: str, port: int) -> None:

@@ -16,9 +16,10 @@ from types import FrameType
 import msgspec
 import torch
 from prometheus_client import CollectorRegistry
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.errors import ModelError
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
@@ -83,7 +84,9 @@ def _run(config: Config, arguments: Arguments) -> int:
         logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
     model_path = arguments.model_path if restored is None else str(restored[0] / "model")
     tokenizer = load_tokenizer(arguments.model_path)
-    train_step = TrainStep(load_policy(model_path, device=device), config, device=device)
+    policy = load_policy(model_path, device=device)
+    reference = _reference(config, arguments, device, vocab_size=policy.config.vocab_size)
+    train_step = TrainStep(policy, config, device=device, reference=reference)
     stream = _prompt_stream(config, tokenizer)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
@@ -121,6 +124,22 @@ def _run(config: Config, arguments: Arguments) -> int:
         intake.advance(policy_version, evaluate=True)
     _run_to_the_end(learner, intake, broadcaster, arguments, config)
     return 0
+
+
+def _reference(
+    config: Config, arguments: Arguments, device: torch.device, *, vocab_size: int
+) -> PreTrainedModel | None:
+    """The frozen policy of the KL term, where there is one; `initial` stays so over a resume."""
+    path = config.model.reference
+    if path is None or config.algorithm.kl.coefficient == 0:
+        return None
+    reference = load_policy(arguments.model_path if path == "initial" else path, device=device).requires_grad_(False)
+    if reference.config.vocab_size != vocab_size:
+        raise ModelError(
+            f"model.reference: {path} has a vocabulary of {reference.config.vocab_size}, expected the policy's "
+            f"{vocab_size}; both must share a tokenizer"
+        )
+    return reference
 
 
 def _run_to_the_end(

@@ -1,6 +1,6 @@
 """One train step: a batch of groups in, new weights in the model and numbers for the metrics out.
 
-    rewards ─► reward_norm ─► adv_norm ─► spread over tokens ─► stale tokens masked
+    rewards (less their KL to the reference) ─► reward_norm ─► adv_norm ─► spread over tokens ─► stale tokens masked
             ─► proximal logprobs ─► for each minibatch: rows forward and backward, clip, AdamW
 
 Waits for nobody. A minibatch whose gradient is not finite is not stepped on, and the step says so.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_rloo.algorithm.advantage import normalize
+from areal_rloo.algorithm.kl import kl_estimate
 from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import Config
@@ -51,6 +52,8 @@ class StepResult:
     behaviour_weight_mean: float = 0.0
     behaviour_weight_max: float = 0.0
     behaviour_weight_limited_share: float = 0.0
+    reference_kl_k1: float = 0.0
+    reference_kl_k3: float = 0.0
     advantage_abs_mean: float = 0.0
     zero_variance_group_share: float = 0.0
     staleness_tokens: Counter[int] = field(default_factory=Counter)
@@ -64,14 +67,27 @@ class _Minibatch:
     trajectories: list[Trajectory]
     advantages: list[float]
     weights: list[Tensor]
+    reference: list[Tensor]  # empty without a KL term in the loss
     rows: list[Row]
 
 
 class TrainStep:
     """The model, its optimizer, and the step. One per learner."""
 
-    def __init__(self, model: PreTrainedModel, config: Config, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        *,
+        device: torch.device,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        """`reference` is the frozen policy of the KL term; None where `algorithm.kl.coefficient` is 0."""
+        kl = config.algorithm.kl
+        assert (reference is None) == (kl.coefficient == 0), "a reference model if and only if there is a KL term"
         self.model = model
+        self._reference = reference
+        self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
         self._config = config
         self._device = device
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -91,9 +107,10 @@ class TrainStep:
             learning_rate=float(self.schedule.get_last_lr()[0]),
         )
         masks = self._masks(trajectories, policy_version, result)
-        advantages = self._advantages(trajectories, torch.tensor([int(mask.sum()) for mask in masks]))
+        reference = self._reference_logprobs(trajectories, result)
+        advantages = self._advantages(trajectories, torch.tensor([int(mask.sum()) for mask in masks]), reference)
         result.advantage_abs_mean = float(advantages.abs().mean())
-        minibatches = self._minibatches(trajectories, advantages, masks, policy_version)
+        minibatches = self._minibatches(trajectories, advantages, masks, reference, policy_version)
         # The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
         proximal = [None, *(self._logprobs_without_gradient(minibatch) for minibatch in minibatches[1:])]
         totals: list[LossOutput] = []
@@ -103,12 +120,38 @@ class TrainStep:
         result.train_step_s = time.perf_counter() - started_s
         return result
 
-    def _advantages(self, trajectories: Sequence[Trajectory], num_tokens: Tensor) -> Tensor:
+    def _advantages(
+        self, trajectories: Sequence[Trajectory], num_tokens: Tensor, reference: Sequence[Tensor]
+    ) -> Tensor:
         """One float32 scalar a trajectory, in order; `num_tokens` of each are in the loss."""
+        kl = self._config.algorithm.kl
         rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+        if kl.coefficient > 0 and kl.placement == "reward":
+            penalties = [
+                kl_estimate(_behaviour(trajectory).double(), logprobs.cpu().double(), kl.estimator).sum()
+                for trajectory, logprobs in zip(trajectories, reference, strict=True)
+            ]
+            rewards = rewards - kl.coefficient * torch.stack(penalties)
         group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
         normed = normalize(rewards, group_ids, num_tokens, self._config.algorithm.reward_norm)
         return normalize(normed, group_ids, num_tokens, self._config.algorithm.adv_norm).float()
+
+    def _reference_logprobs(self, trajectories: Sequence[Trajectory], result: StepResult) -> list[Tensor]:
+        """Of each trajectory's completion tokens, on the device; empty without a reference model."""
+        if self._reference is None:
+            return []
+        by_trajectory: list[Tensor] = [torch.empty(0)] * len(trajectories)
+        for row in pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device):
+            with torch.no_grad():
+                logprobs = self._logprobs(row, self._reference)
+            lengths = [len(trajectories[i].completion.tokens) for i in row.trajectory_index]
+            for index, part in zip(row.trajectory_index, logprobs.split(lengths), strict=True):
+                by_trajectory[index] = part
+        behaviour = torch.cat([_behaviour(trajectory) for trajectory in trajectories])
+        everything = torch.cat(by_trajectory).cpu()
+        result.reference_kl_k1 = float(kl_estimate(behaviour, everything, "k1").mean())
+        result.reference_kl_k3 = float(kl_estimate(behaviour, everything, "k3").mean())
+        return by_trajectory
 
     def _masks(
         self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult
@@ -132,6 +175,7 @@ class TrainStep:
         trajectories: list[Trajectory],
         advantages: Tensor,
         masks: Sequence[np.ndarray[tuple[int], np.dtype[np.bool_]]],
+        reference: Sequence[Tensor],
         policy_version: int,
     ) -> list[_Minibatch]:
         """Deal the trajectories out to minibatches, in an order drawn from the run's seed and the version."""
@@ -154,28 +198,35 @@ class TrainStep:
                     [trajectories[i] for i in indices],
                     [float(advantages[i]) for i in indices],
                     list(weights.split(lengths.tolist())),
+                    [reference[i] for i in indices] if self._kl_in_loss else [],
                 )
             )
         return minibatches
 
-    def _minibatch(self, trajectories: list[Trajectory], advantages: list[float], weights: list[Tensor]) -> _Minibatch:
+    def _minibatch(
+        self,
+        trajectories: list[Trajectory],
+        advantages: list[float],
+        weights: list[Tensor],
+        reference: list[Tensor],
+    ) -> _Minibatch:
         """Pack what has a gradient.
 
-        A trajectory with advantage 0 has none, so it costs no forward pass; its tokens stand in the denominator all
-        the same. Where none has an advantage, one trajectory is kept for the metrics.
+        Without a KL term in the loss a trajectory with advantage 0 has none, so it costs no forward pass; its tokens
+        stand in the denominator all the same. Where none has an advantage, one trajectory is kept for the metrics.
         """
-        live = [index for index, advantage in enumerate(advantages) if advantage != 0] or [0]
+        live = [index for index, advantage in enumerate(advantages) if self._kl_in_loss or advantage != 0] or [0]
         trajectories, advantages, weights = (
             [trajectories[i] for i in live],
             [advantages[i] for i in live],
             [weights[i] for i in live],
-        )
+        )  # `reference` is empty, or all are live
         rows = pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device)
-        return _Minibatch(trajectories, advantages, weights, rows)
+        return _Minibatch(trajectories, advantages, weights, reference, rows)
 
-    def _logprobs(self, row: Row) -> Tensor:
+    def _logprobs(self, row: Row, model: PreTrainedModel) -> Tensor:
         return packed_logprobs(
-            self.model,
+            model,
             input_ids=row.input_ids,
             layout=row.layout,
             predicts=row.predicts,
@@ -186,14 +237,14 @@ class TrainStep:
 
     @torch.no_grad()
     def _logprobs_without_gradient(self, minibatch: _Minibatch) -> list[Tensor]:
-        return [self._logprobs(row) for row in minibatch.rows]
+        return [self._logprobs(row, self.model) for row in minibatch.rows]
 
     def _optimize(self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult) -> list[LossOutput]:
         """Gradients of all rows, then one optimizer step, unless something is not finite."""
         self.optimizer.zero_grad(set_to_none=True)
         outputs = []
         for index, row in enumerate(minibatch.rows):
-            current = self._logprobs(row)
+            current = self._logprobs(row, self.model)
             output = self._loss(minibatch, row, current, current.detach() if proximal is None else proximal[index])
             output.loss.backward()
             outputs.append(output)
@@ -210,22 +261,32 @@ class TrainStep:
 
     def _loss(self, minibatch: _Minibatch, row: Row, current: Tensor, proximal: Tensor) -> LossOutput:
         chosen = [minibatch.trajectories[i] for i in row.trajectory_index]
-        behaviour = np.concatenate([trajectory.completion.behaviour_logprobs for trajectory in chosen])
+        weights = torch.cat([minibatch.weights[i] for i in row.trajectory_index]).to(self._device)
         advantages = np.concatenate(
             [
                 np.full(len(trajectory.completion.tokens), minibatch.advantages[i], np.float32)
                 for i, trajectory in zip(row.trajectory_index, chosen, strict=True)
             ]
         )
-        return policy_loss(
-            behaviour_logprobs=torch.from_numpy(behaviour).to(self._device),
+        output = policy_loss(
+            behaviour_logprobs=torch.cat([_behaviour(trajectory) for trajectory in chosen]).to(self._device),
             proximal_logprobs=proximal,
             current_logprobs=current,
             advantages=torch.from_numpy(advantages).to(self._device),
-            token_weights=torch.cat([minibatch.weights[i] for i in row.trajectory_index]).to(self._device),
+            token_weights=weights,
             sequence_index=row.sequence_index,
             config=self._config.algorithm.loss,
         )
+        if not self._kl_in_loss:
+            return output
+        kl = self._config.algorithm.kl
+        reference = torch.cat([minibatch.reference[i] for i in row.trajectory_index])
+        divergence = torch.where(weights != 0, kl_estimate(current, reference, kl.estimator), 0.0)
+        return replace(output, loss=output.loss + kl.coefficient * (weights * divergence).sum())
+
+
+def _behaviour(trajectory: Trajectory) -> Tensor:
+    return torch.tensor(trajectory.completion.behaviour_logprobs)
 
 
 def _zero_variance_share(groups: Sequence[Group]) -> float:

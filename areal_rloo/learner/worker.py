@@ -219,6 +219,8 @@ class Learner:
                 ratio_max=result.ratio_max,
                 ratio_clipped_share=result.ratio_clipped_share,
                 ratio_limited_share=result.ratio_limited_share,
+                reference_kl_k1=result.reference_kl_k1,
+                reference_kl_k3=result.reference_kl_k3,
                 behaviour_weight_mean=result.behaviour_weight_mean,
                 behaviour_weight_max=result.behaviour_weight_max,
                 behaviour_weight_limited_share=result.behaviour_weight_limited_share,

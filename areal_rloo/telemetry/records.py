@@ -44,6 +44,8 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     behaviour_weight_mean: float  # proximal / behaviour, after its limit
     behaviour_weight_max: float  # before its limit
     behaviour_weight_limited_share: float
+    reference_kl_k1: float  # of the behaviour policy to the reference, mean of completion tokens; 0 without a reference
+    reference_kl_k3: float
     staleness_mean: float  # of trained tokens, in versions
     staleness_max: int
     staleness_tokens: dict[int, int]  # trained tokens by staleness

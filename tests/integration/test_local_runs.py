@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
@@ -141,6 +142,27 @@ def test_with_staleness_zero_every_token_is_fresh_and_two_runs_are_the_same(star
         losses.append([(r.loss, r.reward_mean, r.gradient_norm, r.trained_tokens) for r in run.records()])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 5
+
+
+def test_a_reference_policy_is_the_initial_one_and_its_divergence_is_reported(start: Callable[..., Run]) -> None:
+    run = start("algorithm.kl.coefficient=0.1", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3")
+    code, output = run.wait()
+    assert code == 0, output
+    first = run.records()[0]
+    assert 0 <= first.reference_kl_k3 < 1e-4  # sampled by the engine with the weights that the reference has
+    assert run.summary()["num_train_steps"] == 5
+
+
+def test_a_reference_of_another_vocabulary_is_refused_before_the_first_step(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path / "other")
+    run = start("algorithm.kl.coefficient=0.1", f"model.reference={tmp_path / 'other'}")
+    code, output = run.wait()
+    assert code == 2, output
+    assert "has a vocabulary of 64, expected the policy's 258" in output
+    assert "Traceback" not in output
 
 
 def test_a_killed_rollout_worker_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:

@@ -47,6 +47,8 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         ratio_max=1.5,
         ratio_clipped_share=0.01,
         ratio_limited_share=0.0,
+        reference_kl_k1=0.0,
+        reference_kl_k3=0.0,
         behaviour_weight_mean=1.01,
         behaviour_weight_max=2.5,
         behaviour_weight_limited_share=0.0,

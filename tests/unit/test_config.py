@@ -87,6 +87,12 @@ def test_leave_one_out_without_a_mean_is_refused() -> None:
     assert "set algorithm.adv_norm.mean_level=group" in refusal("quickstart.yaml", "algorithm.adv_norm.mean_level=none")
 
 
+def test_a_kl_term_without_a_reference_is_refused() -> None:
+    message = refusal("quickstart.yaml", "algorithm.kl.coefficient=0.1", "model.reference=null")
+    assert "model.reference: expected a reference policy with algorithm.kl.coefficient=0.1, got null" in message
+    load_config("quickstart.yaml", ["model.reference=null"])
+
+
 @pytest.mark.parametrize("override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"])
 def test_truncated_sampling_is_refused_unless_allowed(override: str) -> None:
     assert "rollout.sampling.allow_truncated=true" in refusal("quickstart.yaml", override)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.advantage import normalize
+from areal_rloo.algorithm.kl import kl_estimate
 from areal_rloo.algorithm.loss import policy_loss, token_weights
 from areal_rloo.config import BehaviourWeightConfig, LossConfig, NormConfig
 
@@ -78,6 +79,28 @@ def test_advantages(golden_cases: list[Case], name: str) -> None:
         got = normalize(_float64(case["inputs"]["rewards"]), groups, torch.ones_like(groups), NORMS[name])
         alone = (groups[:, None] == groups).sum(1) == 1
         assert torch.count_nonzero(got[alone]) == 0
+        expected = _float64(case["expected"]["advantage_per_trajectory"])
+        _close(got[~alone], expected[~alone].tolist(), case["name"])
+
+
+def test_estimators_of_the_kl(golden_cases: list[Case]) -> None:
+    """verl clamps k3 to at most 10; ours is the estimator itself, made finite far beyond that."""
+    for case in _named(golden_cases, "kl"):
+        read, _ = _tokens(case)
+        for ours, theirs in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl"), ("abs", "abs")):
+            got = kl_estimate(read("current_logprobs"), read("reference_logprobs"), ours)  # type: ignore[arg-type]
+            rows = zip(case["expected"][theirs], case["inputs"]["lengths"], strict=True)
+            _close(got.clamp(max=10), [value for row, num in rows for value in row[:num]], f"{case['name']} {ours}")
+
+
+def test_rloo_with_the_kl_in_the_reward(golden_cases: list[Case]) -> None:
+    for case in _named(golden_cases, "rloo-kl-in-reward"):
+        read, sequence = _tokens(case)
+        rewards, groups = _float64(case["inputs"]["rewards"]), torch.tensor(case["inputs"]["group"])
+        per_token = kl_estimate(read("current_logprobs"), read("reference_logprobs"), "k1")
+        rewards = rewards - case["inputs"]["kl_coef"] * torch.zeros_like(rewards).scatter_add(0, sequence, per_token)
+        got = normalize(rewards, groups, torch.ones_like(groups), NORMS["rloo"])
+        alone = (groups[:, None] == groups).sum(1) == 1
         expected = _float64(case["expected"]["advantage_per_trajectory"])
         _close(got[~alone], expected[~alone].tolist(), case["name"])
 

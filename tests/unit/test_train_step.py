@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.learner.packing import plan_rows
@@ -86,9 +86,11 @@ class _Spy(torch.optim.SGD):
         self.gradients.append({name: p.grad.clone() for name, p in self.named if p.grad is not None})
 
 
-def _step(folder: Path, groups: list[Group], config: Config) -> tuple[list[dict[str, torch.Tensor]], StepResult]:
+def _step(
+    folder: Path, groups: list[Group], config: Config, reference: PreTrainedModel | None = None
+) -> tuple[list[dict[str, torch.Tensor]], StepResult]:
     model = load_policy(str(folder), device=torch.device("cpu"))
-    train_step = TrainStep(model, config, device=torch.device("cpu"))
+    train_step = TrainStep(model, config, device=torch.device("cpu"), reference=reference)
     spy = _Spy(list(model.named_parameters()))
     train_step.optimizer = spy  # type: ignore[assignment]
     train_step.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
@@ -113,6 +115,65 @@ def test_the_gradient_is_that_of_the_synchronous_reference_for_any_microbatching
     (gradient,), result = _step(tiny_folders[name], groups, config)
     _assert_same(gradient, _reference_gradient(tiny_folders[name], groups, config))
     assert result.num_masked_tokens > 0
+
+
+def _another_policy(folder: Path) -> PreTrainedModel:
+    model = load_policy(str(folder), device=torch.device("cpu")).requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _slow_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: float) -> torch.Tensor:
+    prompt, tokens = trajectory.prompt_tokens.tolist(), trajectory.completion.tokens.tolist()
+    row = torch.tensor([[*prompt, *tokens]])
+    logits = model(row).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1)[range(len(tokens)), tokens]
+
+
+@pytest.mark.parametrize("microbatch_tokens", [128, 8192])
+def test_a_kl_in_the_loss_adds_its_gradient_over_the_tokens_in_the_loss(
+    tiny_folders: dict[str, Path], microbatch_tokens: int
+) -> None:
+    folder, groups = tiny_folders["qwen2"], _groups()
+    kl = ("algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3")
+    config = _config(*kl, f"learner.microbatch_tokens={microbatch_tokens}")
+    (plain,), _ = _step(folder, groups, _config())
+    (gradient,), result = _step(folder, groups, config, _another_policy(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(_another_policy(folder).state_dict())
+    terms = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        current = _slow_logprobs(model, trajectory, 0.8)
+        frozen = _slow_logprobs(reference, trajectory, 0.8).detach()
+        fresh = torch.from_numpy(VERSION - trajectory.completion.versions <= config.algorithm.max_staleness)
+        terms.append((torch.exp(frozen - current) - 1 + current - frozen)[fresh])
+    (0.3 * torch.cat(terms).mean()).backward()
+    expected = {name: plain[name] + p.grad for name, p in model.named_parameters() if p.grad is not None}
+    _assert_same(gradient, expected)
+    assert result.reference_kl_k3 > 0
+
+
+def test_a_kl_in_the_reward_is_the_same_as_rewards_less_the_behaviour_policy_s_divergence(
+    tiny_folders: dict[str, Path],
+) -> None:
+    folder, groups = tiny_folders["qwen2"], _groups()
+    reference = _another_policy(folder)
+    slow = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    slow.load_state_dict(reference.state_dict())
+    lowered = []
+    for group in groups:
+        trajectories = []
+        for t in group.trajectories:
+            divergence = torch.tensor(t.completion.behaviour_logprobs) - _slow_logprobs(slow, t, 0.8).detach()
+            reward = t.reward - 0.3 * float(divergence.double().sum())
+            trajectories.append(Trajectory(t.group_id, t.sample_index, t.prompt_tokens, t.completion, reward))
+        lowered.append(Group(group.group_id, group.deadline, tuple(trajectories)))
+    (gradient,), _ = _step(folder, groups, _config("algorithm.kl.coefficient=0.3"), reference)
+    (expected,), _ = _step(folder, lowered, _config())
+    _assert_same(gradient, expected)
 
 
 @pytest.mark.parametrize("microbatch_tokens", [128, 8192])
