@@ -220,18 +220,31 @@ def test_the_second_minibatch_is_clipped_against_the_weights_before_the_first(ti
     assert result.ratio_max > 1.1
 
 
-def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) -> None:
-    groups = [
+def _with_equal_rewards(groups: list[Group]) -> list[Group]:
+    return [
         Group(
             g.group_id,
-            5,
+            g.deadline,
             tuple(Trajectory(t.group_id, t.sample_index, t.prompt_tokens, t.completion, 0.7) for t in g.trajectories),
         )
-        for g in _groups()
+        for g in groups
     ]
-    (gradient,), result = _step(tiny_folders["qwen2"], groups, _config())
+
+
+def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) -> None:
+    (gradient,), result = _step(tiny_folders["qwen2"], _with_equal_rewards(_groups()), _config())
     assert all(torch.count_nonzero(g) == 0 for g in gradient.values())
     assert result.zero_variance_group_share == 1.0
+
+
+def test_a_kl_in_the_loss_reaches_trajectories_without_an_advantage(tiny_folders: dict[str, Path]) -> None:
+    """The KL's gradient does not depend on the rewards: it is what a step has more with it than without."""
+    folder, reference = tiny_folders["qwen2"], _another_policy(tiny_folders["qwen2"])
+    config = _config("algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss")
+    (equal,), _ = _step(folder, _with_equal_rewards(_groups()), config, reference)
+    (different,), _ = _step(folder, _groups(), config, reference)
+    (plain,), _ = _step(folder, _groups(), _config())
+    _assert_same(equal, {name: different[name] - plain[name] for name in equal})
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_folders: dict[str, Path]) -> None:
