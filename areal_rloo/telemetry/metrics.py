@@ -60,8 +60,10 @@ TRAIN = {
     "behaviour_weight_limited_share": Metric(
         "behaviour_weight_limited_share", "Share of tokens with a gradient whose behaviour_weight met its limit"
     ),
-    "reference_kl_k1": Metric("reference_kl_k1", "KL of behaviour to reference by k1, mean of completion tokens"),
-    "reference_kl_k3": Metric("reference_kl_k3", "KL of behaviour to reference by k3, mean of completion tokens"),
+    "reference_kl_k1": Metric("reference_kl_signed", "KL of behaviour to reference by k1, mean of completion tokens"),
+    "reference_kl_k3": Metric(
+        "reference_kl_nonnegative", "KL of behaviour to reference by k3, mean of completion tokens"
+    ),
     "staleness_mean": Metric("staleness_mean_versions", "Mean staleness of trained tokens of the last step"),
     "staleness_max": Metric("staleness_max_versions", "Largest staleness of a trained token of the last step"),
     "masked_token_share": Metric("masked_token_share", "Share of completion tokens past the bound, out of the loss"),
