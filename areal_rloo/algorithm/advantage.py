@@ -64,14 +64,12 @@ class _Level:
 
     def all_equal(self, values: Tensor) -> Tensor:
         """[num_levels] bool: no two values that count differ."""
-        counts = self._weights > 0
-        low, high = (
-            torch.full_like(self._zeros, -sign * torch.inf).scatter_reduce(
-                0, self.index, torch.where(counts, values, -sign * torch.inf), reduce
-            )
-            for sign, reduce in ((-1, "amin"), (1, "amax"))
-        )
-        return low >= high
+
+        def extreme(reduce: str, of_nothing: float) -> Tensor:
+            counted = torch.where(self._weights > 0, values, of_nothing)
+            return torch.full_like(self._zeros, of_nothing).scatter_reduce(0, self.index, counted, reduce)
+
+        return extreme("amin", torch.inf) >= extreme("amax", -torch.inf)
 
 
 def _level_index(group_ids: Tensor, level: str) -> Tensor:

@@ -128,7 +128,7 @@ class TrainStep:
         rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
         if kl.coefficient > 0 and kl.placement == "reward":
             penalties = [
-                kl_estimate(_behaviour(trajectory).double(), logprobs.cpu().double(), kl.estimator).sum()
+                kl_estimate(_behaviour(trajectory).double(), logprobs.double(), kl.estimator).sum()
                 for trajectory, logprobs in zip(trajectories, reference, strict=True)
             ]
             rewards = rewards - kl.coefficient * torch.stack(penalties)
@@ -137,18 +137,18 @@ class TrainStep:
         return normalize(normed, group_ids, num_tokens, self._config.algorithm.adv_norm).float()
 
     def _reference_logprobs(self, trajectories: Sequence[Trajectory], result: StepResult) -> list[Tensor]:
-        """Of each trajectory's completion tokens, on the device; empty without a reference model."""
+        """Of each trajectory's completion tokens, on the CPU; empty without a reference model."""
         if self._reference is None:
             return []
         by_trajectory: list[Tensor] = [torch.empty(0)] * len(trajectories)
         for row in pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device):
             with torch.no_grad():
-                logprobs = self._logprobs(row, self._reference)
+                logprobs = self._logprobs(row, self._reference).cpu()
             lengths = [len(trajectories[i].completion.tokens) for i in row.trajectory_index]
             for index, part in zip(row.trajectory_index, logprobs.split(lengths), strict=True):
                 by_trajectory[index] = part
         behaviour = torch.cat([_behaviour(trajectory) for trajectory in trajectories])
-        everything = torch.cat(by_trajectory).cpu()
+        everything = torch.cat(by_trajectory)
         result.reference_kl_k1 = float(kl_estimate(behaviour, everything, "k1").mean())
         result.reference_kl_k3 = float(kl_estimate(behaviour, everything, "k3").mean())
         return by_trajectory
@@ -178,7 +178,7 @@ class TrainStep:
         reference: Sequence[Tensor],
         policy_version: int,
     ) -> list[_Minibatch]:
-        """Deal the trajectories out to minibatches, in an order drawn from the run's seed and the version."""
+        """Deal what has a gradient out to minibatches, in an order drawn from the run's seed and the version."""
         num = min(self._config.learner.num_minibatches, len(trajectories))
         order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(trajectories))
         minibatches = []
@@ -193,36 +193,21 @@ class TrainStep:
                 max_new_tokens=self._config.rollout.sampling.max_new_tokens,
                 config=self._config.algorithm.loss,
             )
+            by_index = dict(zip(indices, weights.split(lengths.tolist()), strict=True))
+            # Without a KL term in the loss a trajectory with advantage 0 has no gradient, so it costs no forward pass;
+            # its tokens stand in the denominator all the same. Where none is left, one is kept for the metrics.
+            live = [i for i in indices if self._kl_in_loss or advantages[i] != 0] or indices[:1]
+            kept = [trajectories[i] for i in live]
             minibatches.append(
-                self._minibatch(
-                    [trajectories[i] for i in indices],
-                    [float(advantages[i]) for i in indices],
-                    list(weights.split(lengths.tolist())),
-                    [reference[i] for i in indices] if self._kl_in_loss else [],
+                _Minibatch(
+                    trajectories=kept,
+                    advantages=[float(advantages[i]) for i in live],
+                    weights=[by_index[i] for i in live],
+                    reference=[reference[i] for i in live] if self._kl_in_loss else [],
+                    rows=pack(kept, max_tokens=self._config.learner.microbatch_tokens, device=self._device),
                 )
             )
         return minibatches
-
-    def _minibatch(
-        self,
-        trajectories: list[Trajectory],
-        advantages: list[float],
-        weights: list[Tensor],
-        reference: list[Tensor],
-    ) -> _Minibatch:
-        """Pack what has a gradient.
-
-        Without a KL term in the loss a trajectory with advantage 0 has none, so it costs no forward pass; its tokens
-        stand in the denominator all the same. Where none has an advantage, one trajectory is kept for the metrics.
-        """
-        live = [index for index, advantage in enumerate(advantages) if self._kl_in_loss or advantage != 0] or [0]
-        trajectories, advantages, weights = (
-            [trajectories[i] for i in live],
-            [advantages[i] for i in live],
-            [weights[i] for i in live],
-        )  # `reference` is empty, or all are live
-        rows = pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device)
-        return _Minibatch(trajectories, advantages, weights, reference, rows)
 
     def _logprobs(self, row: Row, model: PreTrainedModel) -> Tensor:
         return packed_logprobs(
@@ -280,7 +265,7 @@ class TrainStep:
         if not self._kl_in_loss:
             return output
         kl = self._config.algorithm.kl
-        reference = torch.cat([minibatch.reference[i] for i in row.trajectory_index])
+        reference = torch.cat([minibatch.reference[i] for i in row.trajectory_index]).to(self._device)
         divergence = torch.where(weights != 0, kl_estimate(current, reference, kl.estimator), 0.0)
         return replace(output, loss=output.loss + kl.coefficient * (weights * divergence).sum())
 
