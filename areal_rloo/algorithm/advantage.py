@@ -1,6 +1,7 @@
 """From rewards to advantages: one scalar a trajectory, centred and scaled within its group or the batch.
 
-In: rewards and group ids of a batch. Out: advantages, before they are spread over the tokens. Nothing is kept.
+In: rewards and group ids of a batch, of all ranks. Out: advantages, before they are spread over the tokens; or returns
+and group ids of tokens in, and advantages of tokens out. Nothing is kept.
 
 RLOO (arXiv:2402.14740) is `{mean_level: group, mean_leave1out: true, std_level: none}`:
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from areal_rloo.config import NormConfig
 
+_VALUE_LIMIT = 1e18  # the squares of any batch of them have a finite sum, and it is finite as a float32
+
 
 def normalize(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormConfig) -> Tensor:
     """Centre and scale one scalar per trajectory.
@@ -25,7 +28,7 @@ def normalize(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormC
     arXiv:2501.03262), so a trajectory without one has no say.
 
     Args:
-        values: [num_trajectories], any float dtype; computed in float64.
+        values: [num_trajectories], any float dtype; computed in float64, as at most 1e18 in magnitude.
         group_ids: [num_trajectories] int64.
         num_tokens: [num_trajectories] int64, tokens in the loss; read for `over: tokens` alone.
         norm: which mean to subtract and which standard deviation to divide by.
@@ -33,7 +36,7 @@ def normalize(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormC
     Returns:
         [num_trajectories] float64.
     """
-    values = values.double()
+    values = values.double().clamp(-_VALUE_LIMIT, _VALUE_LIMIT)
     weights = num_tokens.double() if norm.over == "tokens" else torch.ones_like(values)
     centred = values
     if norm.mean_level != "none":
@@ -92,4 +95,5 @@ def _centred(values: Tensor, level: _Level, leave1out: bool) -> Tensor:
 def _scale(values: Tensor, level: _Level, *, unbiased: bool, eps: float) -> Tensor:
     squares = level.sum((values - level.mean(values)[level.index]) ** 2)
     variance = squares / (level.count - 1 if unbiased else level.count).clamp(min=1)
-    return torch.where(level.all_equal(values), 1.0, variance.sqrt() + eps)[level.index]
+    scale = variance.sqrt() + eps
+    return torch.where(level.all_equal(values) | (scale == 0), 1.0, scale)[level.index]

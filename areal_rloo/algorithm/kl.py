@@ -8,14 +8,22 @@ With d = log p - log q of a token sampled from p:
     k2   d^2 / 2            biased, of low variance; its gradient is the divergence's
     k3   exp(-d) - 1 + d    unbiased, never negative
     abs  |d|
+
+A controller may steer the coefficient beta of a KL term towards a target (arXiv:1909.08593, section 2.2): after a step
+on n trajectories with a measured divergence D,
+
+    beta <- beta (1 + clip(D / target - 1, -0.2, 0.2) n / horizon)
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from areal_rloo.config import AdaptiveKLConfig
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -43,3 +51,20 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) 
             return torch.exp((-difference).clamp(max=_LOG_LIMIT)) - 1 + difference
         case "abs":
             return difference.abs()
+
+
+def adapted_coefficient(
+    coefficient: float, *, divergence: float, num_trajectories: int, config: AdaptiveKLConfig
+) -> float:
+    """The coefficient after a step, by the equation above; never negative, and as it was for a divergence of NaN.
+
+    Args:
+        coefficient: beta.
+        divergence: D, mean over completion tokens of the configured estimator, nats.
+        num_trajectories: n, of the step.
+        config: target and horizon.
+    """
+    if math.isnan(divergence):
+        return coefficient
+    error = min(0.2, max(-0.2, divergence / config.target - 1))
+    return coefficient * max(0.0, 1 + error * num_trajectories / config.horizon)

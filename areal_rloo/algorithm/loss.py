@@ -1,11 +1,13 @@
 """The policy loss, and the weights that turn a sum over tokens into the chosen mean.
 
-In: three policies' logprobs of the same tokens, advantages, token weights. Out: a scalar to differentiate, and sums for
-the metrics. A minibatch's denominator is in the token weights, so its microbatches' losses simply add up.
+In: three policies' logprobs of the same tokens, advantages, token weights. Out: a scalar to differentiate, and what
+became of each token, for the metrics. A minibatch's denominator is in the token weights, so its microbatches' losses
+simply add up.
 
-    L = - sum_t c_t w_t f(rho_t, A_t)          w = proximal / behaviour, without gradient
+    L = - sum_t c_t (w_t f(rho_t, A_t) + entropy_coefficient H_t)          w = proximal / behaviour, without gradient
 
-(arXiv:2110.00641, 2505.24298), with c_t the token's share of the chosen mean (`token_weights`). f, by `kind`:
+(arXiv:2110.00641, 2505.24298), with c_t the token's share of the chosen mean (`token_weights`) and H_t the entropy of
+the policy where it sampled the token. f, by `kind`:
 
     ppo        min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A); where A < 0, `dual_clip` A at least
                (arXiv:1707.06347, 1912.09729)
@@ -18,9 +20,9 @@ rho, by `ratio_level`, over the tokens in the loss of a sequence:
     sequence_mean  their geometric mean, for every token of the sequence alike  (GSPO, arXiv:2507.18071)
     sequence_sum   their product, for every token of the sequence alike  (RLOO as TRL has it)
 
-`decoupled: false` puts the behaviour policy in the proximal one's place, so w is 1. The behaviour_weight rule says what
-becomes of a large w: `clamp` limits it to `upper`, `mask` takes the token out of the loss, `none` leaves it. Log ratios
-count as at most 20 and at least -20, so that every finite input has a finite loss and gradient.
+`decoupled: false` puts the behaviour policy in the proximal one's place, so w is 1. What becomes of a large w stands in
+`areal_rloo.algorithm.behaviour`. Log ratios count as at most 20 and at least -20, so that every finite input has a
+finite loss and gradient.
 """
 
 from __future__ import annotations
@@ -30,25 +32,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_rloo.algorithm.behaviour import LOG_LIMIT, behaviour_weights, of_sequences
 from areal_rloo.config import LossConfig
 
-_LOG_LIMIT = 20.0  # of log ratios: e^20 squares without overflow, and no ratio that large has a meaning of its own
+
+@dataclass(frozen=True, slots=True)
+class TokenOutcomes:
+    """What became of the tokens in the loss of one microbatch; all [num_tokens_in_loss], without gradient.
+
+    Attributes:
+        behaviour_logprobs, proximal_logprobs, current_logprobs: float.
+        entropy: float, of the current policy where it sampled the token.
+        ratio: float, rho.
+        ratio_clipped: bool, the clip decided the token's loss.
+        ratio_limited: bool, a log ratio beyond 20.
+        behaviour_weight: float, w as the loss used it.
+        behaviour_weight_unbounded: float, w before its rule.
+        behaviour_weight_clamped, behaviour_weight_masked: bool, what the rule did.
+        staleness: int64, in versions.
+    """
+
+    behaviour_logprobs: Tensor
+    proximal_logprobs: Tensor
+    current_logprobs: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    ratio_clipped: Tensor
+    ratio_limited: Tensor
+    behaviour_weight: Tensor
+    behaviour_weight_unbounded: Tensor
+    behaviour_weight_clamped: Tensor
+    behaviour_weight_masked: Tensor
+    staleness: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What one microbatch gives; the sums are over tokens in the loss, detached, float64 scalars."""
+    """The loss of a microbatch, a scalar with a gradient, and what became of its tokens."""
 
     loss: Tensor
-    num_tokens: Tensor
-    ratio_sum: Tensor
-    ratio_max: Tensor
-    ratio_clipped: Tensor
-    ratio_limited: Tensor
-    behaviour_weight_sum: Tensor
-    behaviour_weight_max: Tensor
-    behaviour_weight_limited: Tensor
-    negative_logprob_sum: Tensor
+    tokens: TokenOutcomes
 
 
 def policy_loss(
@@ -56,8 +79,10 @@ def policy_loss(
     behaviour_logprobs: Tensor,
     proximal_logprobs: Tensor,
     current_logprobs: Tensor,
+    entropy: Tensor,
     advantages: Tensor,
     token_weights: Tensor,
+    staleness: Tensor,
     sequence_index: Tensor,
     config: LossConfig,
 ) -> LossOutput:
@@ -65,37 +90,42 @@ def policy_loss(
 
     Args:
         behaviour_logprobs, proximal_logprobs, current_logprobs: [num_tokens] float; only the last has a gradient.
+        entropy: [num_tokens] float, with a gradient where `entropy_coefficient` is not 0.
         advantages: [num_tokens] float.
         token_weights: [num_tokens] float; 0 takes a token out of loss and metrics, whatever its logprobs are.
+        staleness: [num_tokens] int64; for the metrics alone.
         sequence_index: [num_tokens] int64, which sequence a token belongs to; whole sequences, numbered from 0.
         config: clipping and weighting.
     """
     in_loss = token_weights != 0
-    current = torch.where(in_loss, current_logprobs, torch.zeros_like(current_logprobs))
-    behaviour = torch.where(in_loss, behaviour_logprobs, torch.zeros_like(behaviour_logprobs))
-    proximal = torch.where(in_loss, proximal_logprobs, torch.zeros_like(proximal_logprobs)).detach()
+    current = torch.where(in_loss, current_logprobs, 0.0)
+    behaviour = torch.where(in_loss, behaviour_logprobs, 0.0)
+    proximal = torch.where(in_loss, proximal_logprobs, 0.0).detach()
     anchor = proximal if config.decoupled else behaviour
-    log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
-    ratio = torch.exp(log_ratio.clamp(-_LOG_LIMIT, _LOG_LIMIT))
+    log_ratio = current - anchor
+    if config.ratio_level != "token" and len(log_ratio) > 0:
+        log_ratio = of_sequences(log_ratio, in_loss, sequence_index, config.ratio_level.removeprefix("sequence_"))
+    ratio = torch.exp(log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT))
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
-    raw_weight = torch.exp((anchor - behaviour).clamp(-_LOG_LIMIT, _LOG_LIMIT))
-    weight, weight_limited = _limited(raw_weight, config)
-    loss = -(token_weights * weight * _objective(ratio, clipped, current, advantages, config)).sum()
-
-    with torch.no_grad():
-        mask = in_loss.double()
-        return LossOutput(
-            loss=loss,
-            num_tokens=mask.sum(),
-            ratio_sum=(ratio * mask).sum(),
-            ratio_max=(ratio * mask).max(),
-            ratio_clipped=((clipped * advantages < ratio * advantages) * mask).sum(),
-            ratio_limited=((log_ratio.abs() > _LOG_LIMIT) * mask).sum(),
-            behaviour_weight_sum=(weight * mask).sum(),
-            behaviour_weight_max=(raw_weight * mask).max(),
-            behaviour_weight_limited=(weight_limited * mask).sum(),
-            negative_logprob_sum=-(current * mask).sum(),
-        )
+    correction = behaviour_weights(anchor - behaviour, in_loss, sequence_index, config.behaviour_weight)
+    objective = correction.weight * _objective(ratio, clipped, current, advantages, config)
+    if config.entropy_coefficient != 0:
+        objective = objective + config.entropy_coefficient * torch.where(in_loss, entropy, 0.0)
+    outcomes = TokenOutcomes(
+        behaviour_logprobs=behaviour,
+        proximal_logprobs=proximal,
+        current_logprobs=current,
+        entropy=entropy,
+        ratio=ratio,
+        ratio_clipped=_clip_decides(ratio, clipped, advantages, config),
+        ratio_limited=log_ratio.abs() > LOG_LIMIT,
+        behaviour_weight=correction.weight,
+        behaviour_weight_unbounded=correction.unbounded,
+        behaviour_weight_clamped=correction.clamped,
+        behaviour_weight_masked=correction.masked,
+        staleness=staleness,
+    )
+    return LossOutput(loss=-(token_weights * objective).sum(), tokens=_chosen(outcomes, in_loss))
 
 
 def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
@@ -112,30 +142,40 @@ def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tens
             return advantages * current
 
 
-def _at_level(log_ratio: Tensor, in_loss: Tensor, sequence_index: Tensor, config: LossConfig) -> Tensor:
-    """The log ratio of each token, or of its sequence; [num_tokens]. Tokens out of the loss are 0 already."""
-    if config.ratio_level == "token" or len(log_ratio) == 0:
-        return log_ratio
-    zeros = log_ratio.new_zeros(int(sequence_index.max()) + 1)
-    total = zeros.scatter_add(0, sequence_index, log_ratio)
-    if config.ratio_level == "sequence_mean":
-        total = total / zeros.scatter_add(0, sequence_index, in_loss.to(log_ratio.dtype)).clamp(min=1)
-    return total[sequence_index]
+def _clip_decides(ratio: Tensor, clipped: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
+    """[num_tokens] bool: the token's loss is that of a clipped ratio."""
+    match config.kind:
+        case "ppo":
+            limited = clipped * advantages < ratio * advantages
+            if config.dual_clip is not None:
+                limited |= (advantages < 0) & (ratio > config.dual_clip)
+            return limited
+        case "cispo":
+            return ratio != clipped
+        case "reinforce":
+            return torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def _limited(weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Apply the behaviour_weight rule; also which tokens it touched."""
-    rule = config.behaviour_weight
-    limited = weight > rule.upper
-    if rule.rule == "clamp":
-        return weight.clamp(max=rule.upper), limited
-    if rule.rule == "mask":
-        return torch.where(limited, torch.zeros_like(weight), weight), limited
-    return weight, torch.zeros_like(limited)
+def _chosen(outcomes: TokenOutcomes, in_loss: Tensor) -> TokenOutcomes:
+    return TokenOutcomes(
+        **{name: getattr(outcomes, name).detach()[in_loss] for name in TokenOutcomes.__dataclass_fields__}
+    )
+
+
+def mask_counts(loss_mask: Tensor, sequence_index: Tensor, *, num_sequences: int) -> Tensor:
+    """[2] float64: N tokens in the loss, and S sequences with one; those of several ranks simply add up."""
+    per_sequence = _per_sequence(loss_mask.double(), sequence_index, num_sequences)
+    return torch.stack([per_sequence.sum(), (per_sequence > 0).sum().double()])
 
 
 def token_weights(
-    loss_mask: Tensor, sequence_index: Tensor, *, num_sequences: int, max_new_tokens: int, config: LossConfig
+    loss_mask: Tensor,
+    sequence_index: Tensor,
+    *,
+    num_sequences: int,
+    max_new_tokens: int,
+    config: LossConfig,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """The share of each token of a minibatch in its mean; zeros outside the mask.
 
@@ -145,26 +185,35 @@ def token_weights(
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
     Args:
-        loss_mask: [num_tokens] bool, all completion tokens of the minibatch.
+        loss_mask: [num_tokens] bool, all completion tokens of this rank's part of the minibatch.
         sequence_index: [num_tokens] int64 in [0, num_sequences).
-        num_sequences: sequences of the minibatch.
+        num_sequences: sequences of this rank's part.
         max_new_tokens: the constant length of `seq_mean_token_sum_norm`.
         config: `aggregation`.
+        counts: [2] float64, N and S of the whole minibatch, over all ranks (`mask_counts`); None: this part is all.
 
     Returns:
-        [num_tokens] float32; they sum to 1 for the first two.
+        [num_tokens] float32; over all ranks they sum to 1 for the first two.
     """
     mask = loss_mask.double()
-    per_sequence = torch.zeros(num_sequences, dtype=torch.float64, device=mask.device)
-    per_sequence = per_sequence.scatter_add(0, sequence_index, mask)
-    num_live = (per_sequence > 0).sum().clamp(min=1)
+    if counts is None:
+        counts = mask_counts(loss_mask, sequence_index, num_sequences=num_sequences)
+    num_tokens, num_live = counts.clamp(min=1)
     match config.aggregation:
         case "token_mean":
-            weights = mask / mask.sum().clamp(min=1)
+            weights = mask / num_tokens
         case "seq_mean_token_mean":
-            weights = mask / (num_live * per_sequence.clamp(min=1)[sequence_index])
+            own = _per_sequence(mask, sequence_index, num_sequences)
+            weights = mask / (num_live * own.clamp(min=1)[sequence_index])
         case "seq_mean_token_sum":
             weights = mask / num_live
         case "seq_mean_token_sum_norm":
             weights = mask / (num_live * max_new_tokens)
-    return weights.float()
+    shares: Tensor = weights.float()
+    return shares
+
+
+def _per_sequence(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """[num_sequences] float64: tokens in the loss of each."""
+    zeros = torch.zeros(num_sequences, dtype=torch.float64, device=mask.device)
+    return zeros.scatter_add(0, sequence_index, mask)

@@ -1,20 +1,28 @@
-"""Every option: `schema.py` says what may be written, `load.py` reads it. Imports without torch, in milliseconds."""
+"""Every option: `schema.py` and `algorithm.py` say what may be written, `load.py` reads it. Imports without torch."""
 
-from areal_rloo.config.load import dump_config, load_config
-from areal_rloo.config.schema import (
+from areal_rloo.config.algorithm import (
+    AdaptiveKLConfig,
     AlgorithmConfig,
     BehaviourWeightConfig,
+    KLConfig,
+    LossConfig,
+    NormConfig,
+    NormLevel,
+    RewardsConfig,
+)
+from areal_rloo.config.imports import import_function
+from areal_rloo.config.load import dump_config, load_config
+from areal_rloo.config.presets import PRESETS, PresetName
+from areal_rloo.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     EvaluationConfig,
     LauncherConfig,
     LearnerConfig,
-    LossConfig,
     ModelConfig,
-    NormConfig,
-    NormLevel,
     OptimizerConfig,
+    ReferenceConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -28,12 +36,15 @@ from areal_rloo.config.schema import (
 )
 
 __all__ = [
+    "PRESETS",
+    "AdaptiveKLConfig",
     "AlgorithmConfig",
     "BehaviourWeightConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "KLConfig",
     "LauncherConfig",
     "LearnerConfig",
     "LossConfig",
@@ -41,6 +52,9 @@ __all__ = [
     "NormConfig",
     "NormLevel",
     "OptimizerConfig",
+    "PresetName",
+    "ReferenceConfig",
+    "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
@@ -51,6 +65,7 @@ __all__ = [
     "WeightsConfig",
     "WireConfig",
     "dump_config",
+    "import_function",
     "is_loopback",
     "load_config",
 ]

@@ -1,6 +1,7 @@
 """From a YAML file and dotted overrides to a `Config`: every mistake is one line that names the key and the remedy.
 
-file ─► mapping ─► overrides laid on it ─► unknown keys refused ─► typed structs ─► `validate`
+file ─► mapping ─► AReaL's keys renamed ─► overrides laid on it ─► preset filled in ─► unknown keys refused
+     ─► typed structs ─► `validate`
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from areal_rloo.config.areal import translate_file, translate_override
+from areal_rloo.config.presets import expand, forget
 from areal_rloo.config.schema import Config, validate
 from areal_rloo.errors import ConfigError
-
-_ALIASES = {("actor", "adv_norm"): ("algorithm", "adv_norm")}  # AReaL's spelling
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,13 +52,17 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {_described(tree)}")
-    for alias, ours in _ALIASES.items():
-        _move(tree, alias, ours)
+    translate_file(tree)
     sources: dict[str, str] = {}
     for override in overrides:
         keys, value = parse_override(override)
+        if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
+            forget(tree["algorithm"])  # a preset named here is meant to win over what the file says of its keys
         _lay(tree, keys, value, override)
         sources[".".join(keys)] = f"override '{override}'"
+    algorithm = tree.get("algorithm")
+    if algorithm is None or isinstance(algorithm, dict):
+        tree["algorithm"] = expand(algorithm or {})
     return _typed(tree, str(path), sources)
 
 
@@ -88,24 +93,12 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
         raise ConfigError(
             f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}"
         ) from error
-    keys = tuple(key.split("."))
-    for alias, ours in _ALIASES.items():
-        if keys[: len(alias)] == alias:
-            keys = ours + keys[len(alias) :]
-    return keys, value
+    return translate_override(tuple(key.split(".")), value)
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal one."""
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
-
-
-def _move(tree: dict[str, Any], alias: tuple[str, str], ours: tuple[str, str]) -> None:
-    section, ours_section = tree.get(alias[0]), tree.get(ours[0]) or {}
-    if isinstance(section, dict) and alias[1] in section and isinstance(ours_section, dict):
-        tree[ours[0]] = ours_section | {ours[1]: section.pop(alias[1])}
-        if not section:
-            del tree[alias[0]]
 
 
 def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:

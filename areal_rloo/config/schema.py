@@ -11,29 +11,26 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
+from areal_rloo.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 from areal_rloo.errors import ConfigError
 
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
-Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
-NormLevel = Literal["group", "batch", "none"]
-
-
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of the config file: immutable, keyword-only, no unknown keys."""
-
-
-class RunConfig(_Section, frozen=True):
+class RunConfig(Section, frozen=True):
     name: str = "run"
     seed: NonNegativeInt = 0
     folder: str | None = None  # default: runs/<name>-<time>
 
 
-class WarmStartConfig(_Section, frozen=True):
+class WarmStartConfig(Section, frozen=True):
     """Supervised start of the built-in tiny model on noisy demonstrations, until it is right only sometimes.
 
     Accuracies are greedy, on validation prompts.
@@ -47,7 +44,7 @@ class WarmStartConfig(_Section, frozen=True):
     error_rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of wrong steps in the demonstrations
 
 
-class TinyModelConfig(_Section, frozen=True):
+class TinyModelConfig(Section, frozen=True):
     """Recipe of the built-in tiny model, used where `model.path` is `tiny`."""
 
     architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
@@ -60,20 +57,28 @@ class TinyModelConfig(_Section, frozen=True):
     warm_start: WarmStartConfig | None = WarmStartConfig()  # null leaves the random weights
 
 
-class ModelConfig(_Section, frozen=True):
+class ReferenceConfig(Section, frozen=True):
+    """The frozen policy of the KL term; loaded only where `algorithm.kl.coefficient` is above 0."""
+
+    path: str = "initial"  # a folder, a hub name, or `initial`: the policy's first weights
+    refresh_every_n_versions: PositiveInt | None = None  # take the policy's weights now and then; null: never
+    offload: bool = False  # keep it in CPU memory between uses
+
+
+class ModelConfig(Section, frozen=True):
     path: str = "tiny"  # a folder, a hub name, or `tiny`: the built-in model, made on first use
-    reference: str | None = "initial"  # of the KL term: a folder, a hub name, `initial`: as `path`, or null: none
+    reference: ReferenceConfig | None = ReferenceConfig()  # null: none
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computation; master weights are always float32
     tiny: TinyModelConfig = TinyModelConfig()
 
 
-class SourceConfig(_Section, frozen=True):
+class SourceConfig(Section, frozen=True):
     task: str = "arithmetic"
     path: str | None = None  # jsonl or parquet; null: what the task makes itself, or the hub
     num_prompts: PositiveInt | None = None  # the first so many; null: all
 
 
-class DataConfig(_Section, frozen=True):
+class DataConfig(Section, frozen=True):
     train: SourceConfig = SourceConfig()
     eval: SourceConfig | None = SourceConfig(num_prompts=200)  # null: no evaluation
     num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
@@ -82,7 +87,7 @@ class DataConfig(_Section, frozen=True):
     chat_template: bool | None = None  # null: where the tokenizer has one
 
 
-class SamplingConfig(_Section, frozen=True):
+class SamplingConfig(Section, frozen=True):
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0
@@ -91,7 +96,7 @@ class SamplingConfig(_Section, frozen=True):
     allow_truncated: bool = False  # train on top_p < 1 or top_k > 0 although the learner's logprobs do not match them
 
 
-class RolloutConfig(_Section, frozen=True):
+class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang"] = "embedded"
     num_workers: PositiveInt = 1
     device: str = "auto"  # auto | cpu | cuda
@@ -102,59 +107,7 @@ class RolloutConfig(_Section, frozen=True):
     sampling: SamplingConfig = SamplingConfig()
 
 
-class NormConfig(_Section, frozen=True):
-    """How a scalar per trajectory is centred and scaled (see `areal_rloo.algorithm.advantage`)."""
-
-    mean_level: NormLevel = "none"
-    mean_leave1out: bool = False
-    std_level: NormLevel = "none"
-    std_unbiased: bool = True
-    over: Literal["trajectories", "tokens"] = "trajectories"  # tokens: a value counts once for each token in the loss
-    eps: NonNegativeFloat = 1e-6  # added to the standard deviation
-
-
-class BehaviourWeightConfig(_Section, frozen=True):
-    """What happens to a behaviour_weight (proximal / behaviour) above `upper`."""
-
-    rule: Literal["mask", "clamp", "none"] = "clamp"
-    upper: PositiveFloat = 5.0
-
-
-class LossConfig(_Section, frozen=True):
-    """What is summed over the tokens (see `areal_rloo.algorithm.loss`)."""
-
-    kind: Literal["ppo", "cispo", "reinforce"] = "ppo"
-    ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # GSPO's and TRL's are of the sequence
-    decoupled: bool = True  # false: clip against the behaviour policy, as plain PPO does
-    eps_low: NonNegativeFloat = 0.2
-    eps_high: NonNegativeFloat = 0.2
-    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None  # most a ratio counts with a negative advantage
-    behaviour_weight: BehaviourWeightConfig = BehaviourWeightConfig()
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
-        "token_mean"
-    )
-
-
-class KLConfig(_Section, frozen=True):
-    """The divergence from the reference policy (see `areal_rloo.algorithm.kl`)."""
-
-    coefficient: NonNegativeFloat = 0.0  # 0: no KL term, and no reference model is loaded
-    placement: Literal["reward", "loss"] = "reward"  # of the behaviour policy, or of the current one with a gradient
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-
-
-class AlgorithmConfig(_Section, frozen=True):
-    group_size: PositiveInt = 8
-    max_staleness: NonNegativeInt = 2  # eta; 0 is synchronous
-    stale_tokens: Literal["mask", "drop", "wait"] = "mask"
-    drop_groups_of_one: bool = True
-    reward_norm: NormConfig = NormConfig()
-    adv_norm: NormConfig = NormConfig(mean_level="group", mean_leave1out=True)
-    loss: LossConfig = LossConfig()
-    kl: KLConfig = KLConfig()
-
-
-class OptimizerConfig(_Section, frozen=True):
+class OptimizerConfig(Section, frozen=True):
     learning_rate: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -164,7 +117,7 @@ class OptimizerConfig(_Section, frozen=True):
     max_grad_norm: PositiveFloat = 1.0
 
 
-class LearnerConfig(_Section, frozen=True):
+class LearnerConfig(Section, frozen=True):
     device: str = "auto"  # auto | cpu | cuda
     num_threads: NonNegativeInt = 0  # CPU threads; 0: its share of the cores
     num_train_steps: PositiveInt = 100
@@ -175,13 +128,13 @@ class LearnerConfig(_Section, frozen=True):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class WeightsConfig(_Section, frozen=True):
+class WeightsConfig(Section, frozen=True):
     transport: Literal["auto", "collective", "shared_memory"] = "auto"
     bucket_bytes: PositiveInt = 64 * 2**20
     timeout_s: PositiveFloat = 60.0  # after which a worker that has not taken a version is left out
 
 
-class WireConfig(_Section, frozen=True):
+class WireConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 0  # 0: a free one
     curve: bool = False  # always on where host is not loopback
@@ -192,29 +145,29 @@ class WireConfig(_Section, frozen=True):
     max_message_bytes: PositiveInt = 256 * 2**20
 
 
-class CheckpointConfig(_Section, frozen=True):
+class CheckpointConfig(Section, frozen=True):
     every_n_steps: NonNegativeInt = 50  # 0: only at the end and on drain
     keep: PositiveInt = 2
 
 
-class EvaluationConfig(_Section, frozen=True):
+class EvaluationConfig(Section, frozen=True):
     every_n_versions: NonNegativeInt = 10  # 0: only at the start and at the end
     max_new_tokens: PositiveInt | None = None  # null: as in training
 
 
-class TelemetryConfig(_Section, frozen=True):
+class TelemetryConfig(Section, frozen=True):
     metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
 
 
-class LauncherConfig(_Section, frozen=True):
+class LauncherConfig(Section, frozen=True):
     max_restarts: NonNegativeInt = 10  # of each rollout worker
     drain_timeout_s: PositiveFloat = 60.0
     min_free_disk_bytes: NonNegativeInt = 200 * 2**20
 
 
-class Config(_Section, frozen=True):
+class Config(Section, frozen=True):
     """The whole config file."""
 
     run: RunConfig = RunConfig()
@@ -271,8 +224,13 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names the key, what came, what was expected and what to do.
     """
-    _validate_algorithm(config)
     sampling, learner = config.rollout.sampling, config.learner
+    validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
+    if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
+        raise ConfigError(
+            f"model.reference: expected a reference policy with algorithm.kl.coefficient="
+            f"{config.algorithm.kl.coefficient}, got null; set model.reference.path=initial, or the coefficient to 0"
+        )
     if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.allow_truncated:
         raise ConfigError(
             f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} truncate the distribution, and the "
@@ -305,31 +263,4 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
             f"{tiny.hidden_size}, {tiny.num_heads}, {tiny.num_kv_heads}"
-        )
-
-
-def _validate_algorithm(config: Config) -> None:
-    algorithm = config.algorithm
-    for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
-        if not norm.mean_leave1out:
-            continue
-        if norm.over == "tokens":
-            raise ConfigError(
-                f"algorithm.{name}.over: expected trajectories with mean_leave1out, got tokens; leaving one token out, "
-                f"weighted by length, is not RLOO; set algorithm.{name}.over=trajectories"
-            )
-        if norm.mean_level == "none":
-            raise ConfigError(
-                f"algorithm.{name}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; "
-                f"set algorithm.{name}.mean_level=group"
-            )
-        if norm.mean_level == "group" and algorithm.group_size == 1:
-            raise ConfigError(
-                f"algorithm.group_size: expected at least 2 with algorithm.{name}.mean_leave1out (RLOO), got 1; "
-                "a group of one has no others to compare with"
-            )
-    if algorithm.kl.coefficient > 0 and config.model.reference is None:
-        raise ConfigError(
-            f"model.reference: expected a reference policy with algorithm.kl.coefficient={algorithm.kl.coefficient}, "
-            "got null; set model.reference=initial, or the coefficient to 0"
         )

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from areal_rloo.config import Config, is_loopback
+from areal_rloo.config import Config, import_function, is_loopback
 from areal_rloo.errors import ModelError, PreflightError
 from areal_rloo.launcher.plan import Machine
 from areal_rloo.tasks import check_data
@@ -49,8 +49,10 @@ def check(config: Config) -> None:
             "Qwen2, Qwen3 and Llama checkpoints"
         )
     _check_model("model.path", config.model.path)
-    if config.model.reference not in (None, "initial"):
-        _check_model("model.reference", config.model.reference)
+    if config.model.reference is not None and config.model.reference.path != "initial":
+        _check_model("model.reference.path", config.model.reference.path)
+    if config.algorithm.group_filter is not None:
+        import_function("algorithm.group_filter", config.algorithm.group_filter)
     check_data(config.data)
     for key, port in (("wire.port", config.wire.port), ("telemetry.metrics_port", config.telemetry.metrics_port)):
         if port:

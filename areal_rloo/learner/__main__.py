@@ -16,9 +16,9 @@ from types import FrameType
 import msgspec
 import torch
 from prometheus_client import CollectorRegistry
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, load_config
+from areal_rloo.config import Config, import_function, load_config
 from areal_rloo.errors import ModelError
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
 from areal_rloo.learner.evaluation import Evaluation
@@ -27,19 +27,14 @@ from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
-from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights
+from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
+from areal_rloo.models.reference import Reference
 from areal_rloo.tasks import load_items
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import (
-    BROADCAST,
-    WIRE,
-    LearnerMetrics,
-    MetricsFile,
-    read_records,
-    serve_metrics,
-    watch,
-)
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
 from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.telemetry.tables import BROADCAST, WIRE
+from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest
@@ -85,8 +80,15 @@ def _run(config: Config, arguments: Arguments) -> int:
     model_path = arguments.model_path if restored is None else str(restored[0] / "model")
     tokenizer = load_tokenizer(arguments.model_path)
     policy = load_policy(model_path, device=device)
-    reference = _reference(config, arguments, device, vocab_size=policy.config.vocab_size)
-    train_step = TrainStep(policy, config, device=device, reference=reference)
+    checkpoint = None if restored is None else restored[0]
+    reference = _reference(config, arguments, device, vocab_size=policy.config.vocab_size, checkpoint=checkpoint)
+    train_step = TrainStep(
+        policy,
+        config,
+        device=device,
+        reference=reference,
+        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+    )
     stream = _prompt_stream(config, tokenizer)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
@@ -101,6 +103,7 @@ def _run(config: Config, arguments: Arguments) -> int:
         stream=stream,
         evaluation=evaluation,
         policy_version=policy_version,
+        group_filter=_group_filter(config),
     )
     broadcaster = _broadcaster(config, arguments, train_step, intake)
     if policy_version > 0:
@@ -127,19 +130,27 @@ def _run(config: Config, arguments: Arguments) -> int:
 
 
 def _reference(
-    config: Config, arguments: Arguments, device: torch.device, *, vocab_size: int
-) -> PreTrainedModel | None:
-    """The frozen policy of the KL term, where there is one; `initial` stays so over a resume."""
-    path = config.model.reference
-    if path is None or config.algorithm.kl.coefficient == 0:
+    config: Config, arguments: Arguments, device: torch.device, *, vocab_size: int, checkpoint: Path | None
+) -> Reference | None:
+    """The frozen policy of the KL term, where there is one; over a resume it stays what it was."""
+    settings = config.model.reference
+    if settings is None or config.algorithm.kl.coefficient == 0:
         return None
-    reference = load_policy(arguments.model_path if path == "initial" else path, device=device).requires_grad_(False)
-    if reference.config.vocab_size != vocab_size:
+    path = arguments.model_path if settings.path == "initial" else settings.path
+    if checkpoint is not None and (checkpoint / "reference").is_dir():
+        path = str(checkpoint / "reference")
+    model = load_policy(path, device=torch.device("cpu") if settings.offload else device)
+    if model.config.vocab_size != vocab_size:
         raise ModelError(
-            f"model.reference: {path} has a vocabulary of {reference.config.vocab_size}, expected the policy's "
+            f"model.reference.path: {path} has a vocabulary of {model.config.vocab_size}, expected the policy's "
             f"{vocab_size}; both must share a tokenizer"
         )
-    return reference
+    return Reference(model, device=device, offload=settings.offload)
+
+
+def _group_filter(config: Config) -> Callable[[Group], bool] | None:
+    path = config.algorithm.group_filter
+    return None if path is None else import_function("algorithm.group_filter", path)
 
 
 def _run_to_the_end(
@@ -188,6 +199,7 @@ def _restore(
     optimizer = load_optimizer(path)
     train_step.optimizer.load_state_dict(optimizer["optimizer"])
     train_step.schedule.load_state_dict(optimizer["schedule"])
+    train_step.kl_coefficient = state.kl_coefficient
     logger.info("resuming from %s at version %d", path, state.policy_version)
     return restore_ledger(state, stream), state.totals, state.policy_version
 

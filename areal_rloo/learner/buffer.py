@@ -1,17 +1,22 @@
 """From complete groups in the ledger to the batch of a train step: earliest deadline first, within the bound.
 
 The train step asks with its version; the answer is a batch, or None while it has to wait. What is past saving under
-`stale_tokens: drop` is dropped here, and its prompt goes back to the stream.
+`stale_tokens: drop` is dropped here, and its prompt goes back to the stream. A group that is not worth training on
+(`min_reward_std`, `group_filter`) is dropped when it completes; its place goes to another prompt.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import must_wait, within_bound
 from areal_rloo.config import AlgorithmConfig
 from areal_rloo.learner.ledger import Ledger, LedgerGroup
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
+
+logger = get_logger(__name__)
 
 
 class Buffer:
@@ -24,19 +29,42 @@ class Buffer:
         algorithm: AlgorithmConfig,
         groups_per_step: int,
         give_back: Callable[[int, int], None],
+        group_filter: Callable[[Group], bool] | None = None,
     ) -> None:
+        """
+        Args:
+            ledger: where groups come from.
+            algorithm: group size, staleness, and what is worth training on.
+            groups_per_step: groups of a batch.
+            give_back: called with epoch and item index of a prompt that is to be leased again.
+            group_filter: false for a group to drop; the user's code, called on the intake's thread.
+        """
         self._ledger = ledger
         self._algorithm = algorithm
         self._groups_per_step = groups_per_step
         self._give_back = give_back
+        self._group_filter = group_filter
+        self._filter_errors_in_a_row = 0
         self._taken: set[int] = set()
         compares = algorithm.adv_norm.mean_leave1out and algorithm.adv_norm.mean_level == "group"
         self._min_group = 2 if algorithm.drop_groups_of_one and (compares or algorithm.group_size > 1) else 1
 
     def settle(self, group: LedgerGroup) -> None:
-        """Drop a group that lost too many samples for good to be compared with anything."""
-        if group.complete and len(group.samples) < self._min_group:
+        """Drop a complete group that is too small to be compared with anything, or not worth training on.
+
+        Raises:
+            Exception: what `group_filter` raised, once it has for `groups_per_step` groups in a row.
+        """
+        if not group.complete:
+            return
+        if len(group.samples) < self._min_group:
             self._ledger.drop_group(group.group_id, "group_too_small")
+            return
+        rewards = [trajectory.reward for trajectory in group.group.trajectories]
+        if self._algorithm.min_reward_std > 0 and statistics.pstdev(rewards) < self._algorithm.min_reward_std:
+            self._ledger.drop_group(group.group_id, "low_reward_std")
+        elif self._group_filter is not None:
+            self._filter(group, self._group_filter)
 
     def num_ready(self) -> int:
         """Complete groups that wait to be trained on."""
@@ -81,6 +109,21 @@ class Buffer:
         for group_id in self._taken:
             self._ledger.drop_group(group_id, reason)
         self._taken = set()
+
+    def _filter(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> None:
+        try:
+            keep = bool(group_filter(group.group))
+        except Exception:
+            # One bad group must not end the run, but a filter that never works would let it starve.
+            self._filter_errors_in_a_row += 1
+            logger.exception("algorithm.group_filter raised on group %d: the group is dropped", group.group_id)
+            self._ledger.drop_group(group.group_id, "group_filter_error")
+            if self._filter_errors_in_a_row >= self._groups_per_step:
+                raise
+            return
+        self._filter_errors_in_a_row = 0
+        if not keep:
+            self._ledger.drop_group(group.group_id, "group_filter")
 
     def _ready(self) -> list[LedgerGroup]:
         ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]

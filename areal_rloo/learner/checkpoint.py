@@ -1,6 +1,7 @@
 """Checkpoints: everything a learner needs to go on, whole or not at all.
 
-    checkpoints/step-000025/    model/ (Hugging Face format)   optimizer.pt   state.msgpack   checksums.json
+    checkpoints/step-000025/    model/ (Hugging Face format)   reference/ (where it is refreshed)   optimizer.pt
+                                state.msgpack   checksums.json
 
 Written into a hidden folder, flushed to disk, and renamed; a folder with that name is whole. Ledger, prompt stream and
 buffered trajectories are in it, so no prompt is skipped or trained on twice.
@@ -28,7 +29,7 @@ from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, en
 
 logger = get_logger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Totals(msgspec.Struct):
@@ -56,9 +57,12 @@ class LearnerState(msgspec.Struct, frozen=True):
     columns: tuple[bytes, ...]
     stream: PromptStreamState
     totals: Totals
+    kl_coefficient: float
 
 
-def capture(ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals) -> LearnerState:
+def capture(
+    ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals, kl_coefficient: float
+) -> LearnerState:
     """The learner's state at this moment; call where ledger and stream stand still."""
     buffered = [s.trajectory for g in ledger.groups.values() for s in g.samples.values() if s.trajectory is not None]
     headers, columns = encode_columns(buffered)
@@ -71,6 +75,7 @@ def capture(ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: 
         columns=tuple(bytes(column) for column in columns),
         stream=stream.state(),
         totals=totals,
+        kl_coefficient=kl_coefficient,
     )
 
 
@@ -95,10 +100,14 @@ class Checkpoints:
         state: LearnerState,
         *,
         model: PreTrainedModel,
+        reference: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase,
         optimizer: dict[str, Any],
     ) -> Path | None:
-        """Write a checkpoint and drop the oldest beyond `keep`; None, with an alarm in the log, if the disk refuses."""
+        """Write a checkpoint and drop the oldest beyond `keep`; None, with an alarm in the log, if the disk refuses.
+
+        `reference` is given where the run changes it.
+        """
         target = self._folder / f"step-{state.policy_version:06d}"
         unfinished = self._folder / f".unfinished-{state.policy_version:06d}"
         try:
@@ -107,6 +116,8 @@ class Checkpoints:
             unfinished.mkdir()
             model.save_pretrained(unfinished / "model")
             tokenizer.save_pretrained(unfinished / "model")
+            if reference is not None:
+                reference.save_pretrained(unfinished / "reference")
             torch.save(optimizer, unfinished / "optimizer.pt")
             (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
             _seal(unfinished)
@@ -155,7 +166,7 @@ def _seal(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sums = {str(path.relative_to(folder)): _digest(path) for path in files}
     (folder / "checksums.json").write_bytes(msgspec.json.encode(sums))
-    for path in (*files, folder / "checksums.json", folder / "model", folder):
+    for path in (*files, folder / "checksums.json", *(p for p in folder.iterdir() if p.is_dir()), folder):
         _flush(path)
 
 

@@ -73,6 +73,7 @@ class Intake:
         stream: PromptStream,
         evaluation: Evaluation,
         policy_version: int,
+        group_filter: Callable[[Group], bool] | None = None,
     ) -> None:
         self._config = config
         self._make_channel = channel
@@ -84,6 +85,7 @@ class Intake:
             algorithm=config.algorithm,
             groups_per_step=config.learner.groups_per_step,
             give_back=stream.give_back,
+            group_filter=group_filter,
         )
         self._workers = Workers()
         self._policy_version = policy_version
@@ -342,7 +344,9 @@ class Intake:
             f"heard {now_s - w.last_heard_s:.1f} s ago"
             for w in self._workers.alive.values()
         ]
-        return f"{self._buffer.num_ready()} groups ready; {'; '.join(workers) or 'no rollout worker is here'}"
+        dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.counts().dropped.items()) or "none"
+        there = "; ".join(workers) or "no rollout worker is here"
+        return f"{self._buffer.num_ready()} groups ready; samples dropped so far: {dropped}; {there}"
 
     async def _settle_batch(self, refused: str | None) -> None:
         if refused is None:

@@ -1,13 +1,15 @@
 """One train step: a batch of groups in, new weights in the model and numbers for the metrics out.
 
-    rewards (less their KL to the reference) ─► reward_norm ─► adv_norm ─► spread over tokens ─► stale tokens masked
-            ─► proximal logprobs ─► for each minibatch: rows forward and backward, clip, AdamW
+    reference logprobs ─► advantages ─► stale tokens masked ─► proximal logprobs
+            ─► for each minibatch: rows forward and backward, clip, AdamW
 
-Waits for nobody. A minibatch whose gradient is not finite is not stepped on, and the step says so.
+Waits for nobody but the learner's other ranks. A minibatch whose gradient is not finite is not stepped on, and the step
+says so.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,14 +20,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_rloo.algorithm.advantage import normalize
-from areal_rloo.algorithm.kl import kl_estimate
-from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
+from areal_rloo.algorithm.behaviour import interpolated_proximal
+from areal_rloo.algorithm.diagnostics import PolicyDiagnostics, diagnose
+from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
+from areal_rloo.algorithm.loss import LossOutput, mask_counts, policy_loss, token_weights
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import Config
+from areal_rloo.learner.advantages import behaviour_logprobs, compute_advantages
 from areal_rloo.learner.optimizer import make_optimizer
 from areal_rloo.learner.packing import Row, pack
-from areal_rloo.models.logprobs import packed_logprobs
+from areal_rloo.learner.parallel import Ranks
+from areal_rloo.models.logprobs import Entropy, TokenLogprobs, packed_logprobs
+from areal_rloo.models.reference import Reference
 from areal_rloo.trajectory import Group, Trajectory
 
 
@@ -33,8 +39,8 @@ from areal_rloo.trajectory import Group, Trajectory
 class StepResult:
     """What a train step did.
 
-    Token counts are over all completion tokens within the bound; ratio, behaviour_weight and entropy over those of
-    trajectories with an advantage other than 0, the only ones with a gradient.
+    Advantages are over tokens in the loss; `policy` over those of trajectories with a gradient. A KL to the reference
+    is the behaviour policy's, mean over all completion tokens, in nats; NaN without a reference.
     """
 
     num_optimizer_steps: int = 0
@@ -43,36 +49,37 @@ class StepResult:
     gradient_norm: float = 0.0
     learning_rate: float = 0.0
     num_tokens: int = 0
-    num_masked_tokens: int = 0
-    entropy: float = 0.0
-    ratio_mean: float = 0.0
-    ratio_max: float = 0.0
-    ratio_clipped_share: float = 0.0
-    ratio_limited_share: float = 0.0
-    behaviour_weight_mean: float = 0.0
-    behaviour_weight_max: float = 0.0
-    behaviour_weight_limited_share: float = 0.0
-    reference_kl_k1: float = 0.0
-    reference_kl_k3: float = 0.0
-    advantage_abs_mean: float = 0.0
-    zero_variance_group_share: float = 0.0
+    num_stale_tokens: int = 0
+    num_truncated_tokens: int = 0
     staleness_tokens: Counter[int] = field(default_factory=Counter)
+    kl_coefficient: float = 0.0
+    reference_kl_k1: float = math.nan
+    reference_kl_k3: float = math.nan
+    reference_divergence: float = math.nan  # by the configured estimator
+    advantage_mean: float = math.nan
+    advantage_std: float = math.nan
+    advantage_min: float = math.nan
+    advantage_max: float = math.nan
+    advantage_abs_mean: float = math.nan
+    num_limited_rewards: int = 0
+    policy: PolicyDiagnostics = field(default_factory=PolicyDiagnostics)
     train_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Minibatch:
-    """The tensors of one minibatch; lists run over its trajectories, arrays over their completion tokens."""
+    """One minibatch; lists run over its trajectories, the tensors in them over their completion tokens."""
 
-    trajectories: list[Trajectory]
-    advantages: list[float]
+    behaviour: list[Tensor]
+    advantages: list[Tensor]
     weights: list[Tensor]
     reference: list[Tensor]  # empty without a KL term in the loss
+    staleness: list[Tensor]
     rows: list[Row]
 
 
 class TrainStep:
-    """The model, its optimizer, and the step. One per learner."""
+    """The model, its optimizer, and the step. One per learner rank."""
 
     def __init__(
         self,
@@ -80,17 +87,30 @@ class TrainStep:
         config: Config,
         *,
         device: torch.device,
-        reference: PreTrainedModel | None = None,
+        reference: Reference | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ranks: Ranks | None = None,
     ) -> None:
-        """`reference` is the frozen policy of the KL term; None where `algorithm.kl.coefficient` is 0."""
+        """
+        Args:
+            model: the policy, on `device`.
+            config: `algorithm` and `learner`.
+            device: where to compute.
+            reference: the frozen policy of the KL term; None where `algorithm.kl.coefficient` is 0.
+            stop_token_ids: the tokens that end a completion; read for a penalty on a missing one.
+            ranks: the learner's ranks; None for the only one.
+        """
         kl = config.algorithm.kl
         assert (reference is None) == (kl.coefficient == 0), "a reference model if and only if there is a KL term"
         self.model = model
-        self._reference = reference
-        self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
+        self.reference = reference
+        self.kl_coefficient = kl.coefficient
         self._config = config
         self._device = device
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._ranks = ranks or Ranks()
+        self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
         learner = config.learner
         self.optimizer, self.schedule = make_optimizer(
             model.parameters(),
@@ -98,118 +118,166 @@ class TrainStep:
             num_optimizer_steps=learner.num_train_steps * learner.num_minibatches,
         )
 
+    @property
+    def refreshed_reference(self) -> PreTrainedModel | None:
+        """The reference's weights, where they change during the run and a checkpoint has to hold them."""
+        settings = self._config.model.reference
+        if self.reference is None or settings is None or settings.refresh_every_n_versions is None:
+            return None
+        return self.reference.model
+
     def step(self, groups: Sequence[Group], *, policy_version: int) -> StepResult:
         """Train once on a batch at this version."""
         started_s = time.perf_counter()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        result = StepResult(
-            zero_variance_group_share=_zero_variance_share(groups),
-            learning_rate=float(self.schedule.get_last_lr()[0]),
-        )
+        result = StepResult(learning_rate=float(self.schedule.get_last_lr()[0]), kl_coefficient=self.kl_coefficient)
         masks = self._masks(trajectories, policy_version, result)
-        reference = self._reference_logprobs(trajectories, result)
-        advantages = self._advantages(trajectories, torch.tensor([int(mask.sum()) for mask in masks]), reference)
-        result.advantage_abs_mean = float(advantages.abs().mean())
+        reference = self._reference_logprobs(trajectories, policy_version, result)
+        advantages = self._advantages(trajectories, masks, reference, result)
         minibatches = self._minibatches(trajectories, advantages, masks, reference, policy_version)
-        # The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
-        proximal = [None, *(self._logprobs_without_gradient(minibatch) for minibatch in minibatches[1:])]
-        totals: list[LossOutput] = []
-        for minibatch, proximal_logprobs in zip(minibatches, proximal, strict=True):
-            totals += self._optimize(minibatch, proximal_logprobs, result)
-        _summarize(totals, result, num_minibatches=len(minibatches))
+        proximal = self._proximal(minibatches)
+        outputs = [
+            self._optimize(minibatch, logprobs, result)
+            for minibatch, logprobs in zip(minibatches, proximal, strict=True)
+        ]
+        result.loss = sum(output.loss.item() for rows in outputs for output in rows) / len(minibatches)
+        result.policy = diagnose([[output.tokens for output in rows] for rows in outputs])
+        self._adapt(len(trajectories), result)
         result.train_step_s = time.perf_counter() - started_s
         return result
 
-    def _advantages(
-        self, trajectories: Sequence[Trajectory], num_tokens: Tensor, reference: Sequence[Tensor]
-    ) -> Tensor:
-        """One float32 scalar a trajectory, in order; `num_tokens` of each are in the loss."""
-        kl = self._config.algorithm.kl
-        rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
-        if kl.coefficient > 0 and kl.placement == "reward":
-            penalties = [
-                kl_estimate(_behaviour(trajectory).double(), logprobs.double(), kl.estimator).sum()
-                for trajectory, logprobs in zip(trajectories, reference, strict=True)
-            ]
-            rewards = rewards - kl.coefficient * torch.stack(penalties)
-        group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
-        normed = normalize(rewards, group_ids, num_tokens, self._config.algorithm.reward_norm)
-        return normalize(normed, group_ids, num_tokens, self._config.algorithm.adv_norm).float()
-
-    def _reference_logprobs(self, trajectories: Sequence[Trajectory], result: StepResult) -> list[Tensor]:
-        """Of each trajectory's completion tokens, on the CPU; empty without a reference model."""
-        if self._reference is None:
-            return []
-        by_trajectory: list[Tensor] = [torch.empty(0)] * len(trajectories)
-        for row in pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device):
-            with torch.no_grad():
-                logprobs = self._logprobs(row, self._reference).cpu()
-            lengths = [len(trajectories[i].completion.tokens) for i in row.trajectory_index]
-            for index, part in zip(row.trajectory_index, logprobs.split(lengths), strict=True):
-                by_trajectory[index] = part
-        behaviour = torch.cat([_behaviour(trajectory) for trajectory in trajectories])
-        everything = torch.cat(by_trajectory)
-        result.reference_kl_k1 = float(kl_estimate(behaviour, everything, "k1").mean())
-        result.reference_kl_k3 = float(kl_estimate(behaviour, everything, "k3").mean())
-        return by_trajectory
-
-    def _masks(
-        self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult
-    ) -> list[np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Which completion tokens are within the staleness bound; counts them by staleness."""
+    def _masks(self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult) -> list[Tensor]:
+        """Which completion tokens are in the loss: within the staleness bound, and of no truncated trajectory where
+        those are masked. Counts both, and what is left by staleness."""
+        algorithm = self._config.algorithm
         masks = []
         for trajectory in trajectories:
             versions = trajectory.completion.versions
-            mask = within_bound(
-                versions, policy_version=policy_version, max_staleness=self._config.algorithm.max_staleness
-            )
+            mask = within_bound(versions, policy_version=policy_version, max_staleness=algorithm.max_staleness)
+            result.num_stale_tokens += int((~mask).sum())
+            if algorithm.rewards.mask_truncated and trajectory.completion.finish_reason == "length":
+                result.num_truncated_tokens += int(mask.sum())
+                mask = np.zeros_like(mask)
             values, counts = np.unique(policy_version - versions[mask], return_counts=True)
             result.staleness_tokens.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
             result.num_tokens += int(mask.sum())
-            result.num_masked_tokens += int((~mask).sum())
-            masks.append(mask)
+            masks.append(torch.from_numpy(mask))
         return masks
+
+    def _reference_logprobs(
+        self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult
+    ) -> list[Tensor]:
+        """Of each trajectory's completion tokens, in CPU memory; empty without a reference model."""
+        if self.reference is None:
+            return []
+        settings = self._config.model.reference
+        assert settings is not None, "a reference model comes from its section"
+        every = settings.refresh_every_n_versions
+        if every is not None and policy_version > 0 and policy_version % every == 0:
+            self.reference.refresh(self.model)
+        by_trajectory: list[Tensor] = [torch.empty(0)] * len(trajectories)
+        with self.reference.loaded() as model, torch.no_grad():
+            for row in pack(trajectories, max_tokens=self._config.learner.microbatch_tokens, device=self._device):
+                logprobs = self._logprobs(row, model).logprobs.cpu()
+                lengths = [len(trajectories[i].completion.tokens) for i in row.trajectory_index]
+                for index, part in zip(row.trajectory_index, logprobs.split(lengths), strict=True):
+                    by_trajectory[index] = part
+        behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()
+        everything = torch.cat(by_trajectory).double()
+        estimators: tuple[Estimator, ...] = ("k1", "k3", self._config.algorithm.kl.estimator)
+        sums = [kl_estimate(behaviour, everything, estimator).sum() for estimator in estimators]
+        *totals, count = self._ranks.total(torch.stack([*sums, torch.tensor(float(len(behaviour)))])).tolist()
+        result.reference_kl_k1, result.reference_kl_k3, result.reference_divergence = (t / count for t in totals)
+        return by_trajectory
+
+    def _advantages(
+        self,
+        trajectories: Sequence[Trajectory],
+        masks: Sequence[Tensor],
+        reference: Sequence[Tensor],
+        result: StepResult,
+    ) -> list[Tensor]:
+        """Of each trajectory [num_completion_tokens] float32."""
+        advantages = compute_advantages(
+            trajectories,
+            masks,
+            () if self._kl_in_loss else reference,
+            config=self._config,
+            kl_coefficient=self.kl_coefficient,
+            stop_token_ids=self._stop_token_ids,
+            ranks=self._ranks,
+        )
+        result.num_limited_rewards = advantages.num_limited
+        in_loss = torch.cat(advantages.of_tokens)[torch.cat(list(masks))].double()
+        if len(in_loss) > 0:
+            result.advantage_mean, result.advantage_abs_mean = float(in_loss.mean()), float(in_loss.abs().mean())
+            result.advantage_std = float(in_loss.std(correction=0))
+            result.advantage_min, result.advantage_max = float(in_loss.min()), float(in_loss.max())
+        return advantages.of_tokens
 
     def _minibatches(
         self,
         trajectories: list[Trajectory],
-        advantages: Tensor,
-        masks: Sequence[np.ndarray[tuple[int], np.dtype[np.bool_]]],
+        advantages: Sequence[Tensor],
+        masks: Sequence[Tensor],
         reference: Sequence[Tensor],
         policy_version: int,
     ) -> list[_Minibatch]:
         """Deal what has a gradient out to minibatches, in an order drawn from the run's seed and the version."""
-        num = min(self._config.learner.num_minibatches, len(trajectories))
+        smallest = int(self._ranks.gather(torch.tensor([len(trajectories)]))[0].min())
+        num = min(self._config.learner.num_minibatches, smallest)
         order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(trajectories))
+        everything_has_one = self._kl_in_loss or self._config.algorithm.loss.entropy_coefficient != 0
         minibatches = []
         for share in np.array_split(order, num):
             indices = sorted(share.tolist())
-            mask = torch.from_numpy(np.concatenate([masks[i] for i in indices]))
-            lengths = torch.tensor([len(masks[i]) for i in indices])
-            weights = token_weights(
-                mask,
-                torch.repeat_interleave(torch.arange(len(indices)), lengths),
-                num_sequences=len(indices),
-                max_new_tokens=self._config.rollout.sampling.max_new_tokens,
-                config=self._config.algorithm.loss,
-            )
-            by_index = dict(zip(indices, weights.split(lengths.tolist()), strict=True))
-            # Without a KL term in the loss a trajectory with advantage 0 has no gradient, so it costs no forward pass;
-            # its tokens stand in the denominator all the same. Where none is left, one is kept for the metrics.
-            live = [i for i in indices if self._kl_in_loss or advantages[i] != 0] or indices[:1]
+            weights = self._token_weights([masks[i] for i in indices])
+            by_index = dict(zip(indices, weights, strict=True))
+            # A trajectory without an advantage has no gradient, unless a KL or an entropy is in the loss, so it costs
+            # no forward pass; its tokens stand in the denominator all the same. One is always kept for the metrics.
+            live = [i for i in indices if everything_has_one or bool(advantages[i].any())] or indices[:1]
             kept = [trajectories[i] for i in live]
             minibatches.append(
                 _Minibatch(
-                    trajectories=kept,
-                    advantages=[float(advantages[i]) for i in live],
+                    behaviour=[behaviour_logprobs(trajectory) for trajectory in kept],
+                    advantages=[advantages[i] for i in live],
                     weights=[by_index[i] for i in live],
                     reference=[reference[i] for i in live] if self._kl_in_loss else [],
+                    staleness=[policy_version - torch.from_numpy(t.completion.versions).long() for t in kept],
                     rows=pack(kept, max_tokens=self._config.learner.microbatch_tokens, device=self._device),
                 )
             )
         return minibatches
 
-    def _logprobs(self, row: Row, model: PreTrainedModel) -> Tensor:
+    def _token_weights(self, masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The share of each token of a minibatch in its mean, by trajectory; the denominator is that of all ranks."""
+        lengths = torch.tensor([len(mask) for mask in masks])
+        mask, sequence_index = torch.cat(list(masks)), torch.repeat_interleave(torch.arange(len(masks)), lengths)
+        counts = self._ranks.total(mask_counts(mask, sequence_index, num_sequences=len(masks)))
+        weights = token_weights(
+            mask,
+            sequence_index,
+            counts=counts,
+            num_sequences=len(masks),
+            max_new_tokens=self._config.rollout.sampling.max_new_tokens,
+            config=self._config.algorithm.loss,
+        )
+        parts: tuple[Tensor, ...] = weights.split(lengths.tolist())
+        return parts
+
+    def _proximal(self, minibatches: Sequence[_Minibatch]) -> list[list[Tensor] | None]:
+        """Proximal logprobs by minibatch and row; None where they come from the current ones.
+
+        The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
+        """
+        loss = self._config.algorithm.loss
+        if loss.proximal != "recompute" or not loss.decoupled:
+            return [None] * len(minibatches)
+        with torch.no_grad():
+            recomputed = [[self._logprobs(row, self.model).logprobs for row in m.rows] for m in minibatches[1:]]
+        return [None, *recomputed]
+
+    def _logprobs(self, row: Row, model: PreTrainedModel, entropy: Entropy = "none") -> TokenLogprobs:
         return packed_logprobs(
             model,
             input_ids=row.input_ids,
@@ -218,21 +286,20 @@ class TrainStep:
             targets=row.targets,
             temperature=self._config.rollout.sampling.temperature,
             dtype=self._dtype,
+            entropy=entropy,
         )
-
-    @torch.no_grad()
-    def _logprobs_without_gradient(self, minibatch: _Minibatch) -> list[Tensor]:
-        return [self._logprobs(row, self.model) for row in minibatch.rows]
 
     def _optimize(self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult) -> list[LossOutput]:
         """Gradients of all rows, then one optimizer step, unless something is not finite."""
+        first = result.num_optimizer_steps + result.num_skipped == 0
         self.optimizer.zero_grad(set_to_none=True)
+        entropy: Entropy = "value" if self._config.algorithm.loss.entropy_coefficient == 0 else "gradient"
         outputs = []
         for index, row in enumerate(minibatch.rows):
-            current = self._logprobs(row, self.model)
-            output = self._loss(minibatch, row, current, current.detach() if proximal is None else proximal[index])
+            current = self._logprobs(row, self.model, entropy)
+            output = self._loss(minibatch, row, current, None if proximal is None else proximal[index], first=first)
             output.loss.backward()
-            outputs.append(output)
+            outputs.append(replace(output, loss=output.loss.detach()))
         max_norm = self._config.learner.optimizer.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         result.gradient_norm = max(result.gradient_norm, norm.item())
@@ -244,49 +311,44 @@ class TrainStep:
             result.num_skipped += 1
         return outputs
 
-    def _loss(self, minibatch: _Minibatch, row: Row, current: Tensor, proximal: Tensor) -> LossOutput:
-        chosen = [minibatch.trajectories[i] for i in row.trajectory_index]
-        weights = torch.cat([minibatch.weights[i] for i in row.trajectory_index]).to(self._device)
-        advantages = np.concatenate(
-            [
-                np.full(len(trajectory.completion.tokens), minibatch.advantages[i], np.float32)
-                for i, trajectory in zip(row.trajectory_index, chosen, strict=True)
-            ]
-        )
+    def _loss(
+        self, minibatch: _Minibatch, row: Row, current: TokenLogprobs, proximal: Tensor | None, *, first: bool
+    ) -> LossOutput:
+        def of_row(by_trajectory: Sequence[Tensor]) -> Tensor:
+            return torch.cat([by_trajectory[i] for i in row.trajectory_index]).to(self._device)
+
+        algorithm = self._config.algorithm
+        behaviour, weights = of_row(minibatch.behaviour), of_row(minibatch.weights)
+        staleness = of_row(minibatch.staleness)
+        if proximal is None:
+            proximal = current.logprobs.detach()
+            if algorithm.loss.proximal == "interpolate" and not first:
+                proximal = interpolated_proximal(behaviour, proximal, staleness)
         output = policy_loss(
-            behaviour_logprobs=torch.cat([_behaviour(trajectory) for trajectory in chosen]).to(self._device),
+            behaviour_logprobs=behaviour,
             proximal_logprobs=proximal,
-            current_logprobs=current,
-            advantages=torch.from_numpy(advantages).to(self._device),
+            current_logprobs=current.logprobs,
+            entropy=current.entropy,
+            advantages=of_row(minibatch.advantages),
             token_weights=weights,
+            staleness=staleness,
             sequence_index=row.sequence_index,
-            config=self._config.algorithm.loss,
+            config=algorithm.loss,
         )
         if not self._kl_in_loss:
             return output
-        kl = self._config.algorithm.kl
-        reference = torch.cat([minibatch.reference[i] for i in row.trajectory_index]).to(self._device)
-        divergence = torch.where(weights != 0, kl_estimate(current, reference, kl.estimator), 0.0)
-        return replace(output, loss=output.loss + kl.coefficient * (weights * divergence).sum())
+        reference = of_row(minibatch.reference)
+        divergence = torch.where(weights != 0, kl_estimate(current.logprobs, reference, algorithm.kl.estimator), 0.0)
+        return replace(output, loss=output.loss + self.kl_coefficient * (weights * divergence).sum())
 
-
-def _behaviour(trajectory: Trajectory) -> Tensor:
-    return torch.tensor(trajectory.completion.behaviour_logprobs)
-
-
-def _zero_variance_share(groups: Sequence[Group]) -> float:
-    equal = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in groups]
-    return sum(equal) / len(equal)
-
-
-def _summarize(outputs: Sequence[LossOutput], result: StepResult, *, num_minibatches: int) -> None:
-    num_tokens = max(1.0, sum(float(output.num_tokens) for output in outputs))
-    result.loss = sum(output.loss.item() for output in outputs) / num_minibatches
-    result.entropy = sum(float(output.negative_logprob_sum) for output in outputs) / num_tokens
-    result.ratio_mean = sum(float(output.ratio_sum) for output in outputs) / num_tokens
-    result.ratio_max = max(float(output.ratio_max) for output in outputs)
-    result.ratio_clipped_share = sum(float(output.ratio_clipped) for output in outputs) / num_tokens
-    result.ratio_limited_share = sum(float(output.ratio_limited) for output in outputs) / num_tokens
-    result.behaviour_weight_mean = sum(float(output.behaviour_weight_sum) for output in outputs) / num_tokens
-    result.behaviour_weight_max = max(float(output.behaviour_weight_max) for output in outputs)
-    result.behaviour_weight_limited_share = sum(float(o.behaviour_weight_limited) for o in outputs) / num_tokens
+    def _adapt(self, num_trajectories: int, result: StepResult) -> None:
+        """Steer the KL coefficient, where a controller is asked for, after a step that was taken."""
+        adaptive = self._config.algorithm.kl.adaptive
+        if adaptive is None or self.reference is None or result.num_optimizer_steps == 0:
+            return
+        self.kl_coefficient = adapted_coefficient(
+            self.kl_coefficient,
+            divergence=result.reference_divergence,
+            num_trajectories=num_trajectories,
+            config=adaptive,
+        )

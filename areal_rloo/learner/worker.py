@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError
 from areal_rloo.learner.checkpoint import Checkpoints, Totals, capture
 from areal_rloo.learner.intake import Intake, IntakeStatistics
+from areal_rloo.learner.numbers import batch_numbers, step_numbers
 from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import named_weights
 from areal_rloo.telemetry.logs import get_logger
@@ -140,16 +140,22 @@ class Learner:
                 policy_version=self.policy_version,
                 seed=self._config.run.seed,
                 totals=msgspec.structs.replace(self.totals),
+                kl_coefficient=self._train_step.kl_coefficient,
             )
         )
         optimizer: dict[str, Any] = {
             "optimizer": self._train_step.optimizer.state_dict(),
             "schedule": self._train_step.schedule.state_dict(),
         }
-        model, tokenizer = self._train_step.model, self._tokenizer
-        saved = self._checkpoints.save(state, model=model, tokenizer=tokenizer, optimizer=optimizer) is not None
-        self.totals.failed_checkpoints += not saved
-        return saved
+        saved = self._checkpoints.save(
+            state,
+            model=self._train_step.model,
+            reference=self._train_step.refreshed_reference,
+            tokenizer=self._tokenizer,
+            optimizer=optimizer,
+        )
+        self.totals.failed_checkpoints += saved is None
+        return saved is not None
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         result = self._train_step.step(batch, policy_version=self.policy_version)
@@ -190,14 +196,10 @@ class Learner:
             self._first_step = statistics
         totals = self.totals
         totals.trained_tokens += result.num_tokens
-        totals.masked_tokens += result.num_masked_tokens
+        totals.masked_tokens += result.num_stale_tokens
         for value, count in result.staleness_tokens.items():
             totals.staleness_tokens[value] = totals.staleness_tokens.get(value, 0) + count
         self._update_totals(statistics)
-        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
-        rewards = np.array([trajectory.reward for trajectory in trajectories])
-        lengths = np.array([len(trajectory.completion.tokens) for trajectory in trajectories])
-        staleness = result.staleness_tokens
         now_s = time.monotonic()
         elapsed_s = now_s - self._interval.now_s
         generated = totals.generated_tokens - self._interval.generated_tokens
@@ -207,34 +209,8 @@ class Learner:
                 num_train_steps=self.policy_version,
                 policy_version=self.policy_version,
                 wall_s=totals.wall_s,
-                loss=result.loss,
-                reward_mean=float(rewards.mean()),
-                reward_std=float(rewards.std()),
-                zero_variance_group_share=result.zero_variance_group_share,
-                advantage_abs_mean=result.advantage_abs_mean,
-                gradient_norm=result.gradient_norm,
-                learning_rate=result.learning_rate,
-                entropy=result.entropy,
-                ratio_mean=result.ratio_mean,
-                ratio_max=result.ratio_max,
-                ratio_clipped_share=result.ratio_clipped_share,
-                ratio_limited_share=result.ratio_limited_share,
-                reference_kl_k1=result.reference_kl_k1,
-                reference_kl_k3=result.reference_kl_k3,
-                behaviour_weight_mean=result.behaviour_weight_mean,
-                behaviour_weight_max=result.behaviour_weight_max,
-                behaviour_weight_limited_share=result.behaviour_weight_limited_share,
-                staleness_mean=sum(s * n for s, n in staleness.items()) / max(1, result.num_tokens),
-                staleness_max=max(staleness, default=0),
-                staleness_tokens=dict(staleness),
-                masked_token_share=result.num_masked_tokens / (result.num_tokens + result.num_masked_tokens),
-                completion_tokens_mean=float(lengths.mean()),
-                completion_tokens_max=int(lengths.max()),
-                truncated_share=float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
-                trained_tokens=result.num_tokens,
                 skipped_steps=totals.skipped_steps,
                 failed_checkpoints=totals.failed_checkpoints,
-                train_step_s=result.train_step_s,
                 wait_s=wait_s,
                 learner_idle_s=totals.learner_idle_s,
                 rollout_idle_s=totals.rollout_idle_s,
@@ -243,6 +219,8 @@ class Learner:
                 trained_tokens_per_s=result.num_tokens / elapsed_s,
                 num_workers=statistics.num_workers,
                 ledger=statistics.ledger,
+                **batch_numbers(batch),
+                **step_numbers(result),
             )
         )
 

@@ -1,10 +1,14 @@
 """Logprobs of chosen tokens from hidden states, without the [tokens, vocabulary] logits of a whole microbatch.
 
-In: hidden states at the places that predict a token, and those tokens. Out: their logprobs under the tempered policy.
+In: hidden states at the places that predict a token, and those tokens. Out: their logprobs under the tempered policy,
+and its entropy there.
 Chunks are recomputed in the backward pass, so that one chunk of logits exists at a time.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +20,23 @@ from areal_rloo.models.attention import PackedLayout
 _CHUNK_LOGITS = 2**24  # logits alive at once: 64 MiB of float32
 
 
+Entropy = Literal["none", "value", "gradient"]
+"""Whether the entropy is wanted, and whether it is to be differentiated."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of chosen tokens, each [num_targets] float32.
+
+    Attributes:
+        logprobs: log p(token), with a gradient to the weights.
+        entropy: -sum p log p over the vocabulary; 0 where it was not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
 def packed_logprobs(
     model: PreTrainedModel,
     *,
@@ -25,8 +46,9 @@ def packed_logprobs(
     targets: Tensor,
     temperature: float,
     dtype: torch.dtype,
-) -> Tensor:
-    """Logprobs of `targets` under the policy at the temperature they were sampled with.
+    entropy: Entropy = "none",
+) -> TokenLogprobs:
+    """Logprobs of `targets` under the policy at the temperature they were sampled with, and its entropy.
 
     Args:
         model: a causal language model with packed attention.
@@ -36,13 +58,12 @@ def packed_logprobs(
         targets: [num_targets] int64.
         temperature: divides the logits, as the engine did.
         dtype: of the computation; bfloat16 runs under autocast, the weights stay float32.
-
-    Returns:
-        [num_targets] float32, with a gradient to the weights.
+        entropy: whether it is wanted.
     """
     with torch.autocast(input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = _hidden(model, input_ids, layout, predicts)
-        return chosen_logprobs(hidden, model.get_output_embeddings().weight, targets, temperature)
+        head = model.get_output_embeddings().weight
+        return chosen_logprobs(hidden, head, targets, temperature, entropy=entropy)
 
 
 def packed_logits(model: PreTrainedModel, *, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
@@ -51,26 +72,27 @@ def packed_logits(model: PreTrainedModel, *, input_ids: Tensor, layout: PackedLa
     return logits
 
 
-def chosen_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden head^T / temperature) at `targets`, chunk by chunk.
+def chosen_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "none"
+) -> TokenLogprobs:
+    """log softmax(hidden head^T / temperature) at `targets`, chunk by chunk, and the entropy of that softmax.
 
     Args:
         hidden: [num_targets, hidden_size].
         head: [vocabulary, hidden_size].
         targets: [num_targets] int64.
         temperature: above 0.
-
-    Returns:
-        [num_targets] float32.
+        entropy: whether it is wanted.
     """
     chunk = max(1, _CHUNK_LOGITS // head.shape[0])
     if len(targets) <= chunk:
-        return _chunk_logprobs(hidden, head, targets, temperature)
+        return TokenLogprobs(*_chunk(hidden, head, targets, temperature, entropy))
     parts = [
-        checkpoint(_chunk_logprobs, h, head, t, temperature, use_reentrant=False)
+        checkpoint(_chunk, h, head, t, temperature, entropy, use_reentrant=False)
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
-    return torch.cat(parts)
+    logprobs, entropies = zip(*parts, strict=True)
+    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
 
 
 def _hidden(model: PreTrainedModel, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
@@ -81,6 +103,21 @@ def _hidden(model: PreTrainedModel, input_ids: Tensor, layout: PackedLayout, pre
     return hidden.index_select(0, predicts)
 
 
-def _chunk_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def _chunk(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+) -> tuple[Tensor, Tensor]:
     logits = (hidden @ head.T).float() / temperature
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    match entropy:
+        case "none":
+            return logprobs, torch.zeros_like(logprobs)
+        case "value":
+            with torch.no_grad():
+                return logprobs, _entropy(logits)
+        case "gradient":
+            return logprobs, _entropy(logits)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)

@@ -133,9 +133,26 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
         line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in mean_max]),
         line_chart(
             "Share of tokens clipped or limited",
-            [of("ratio", "ratio_clipped_share"), of("behaviour_weight", "behaviour_weight_limited_share")],
+            [
+                of("ratio", "ratio_clipped_share"),
+                of("behaviour_weight set to its bound", "behaviour_weight_clamped_share"),
+                of("behaviour_weight masked", "behaviour_weight_masked_share"),
+            ],
         ),
-        line_chart("Entropy, estimated from the sampled tokens", [of("entropy", "entropy")]),
+        line_chart(
+            "KL in nats a token (k3)",
+            [
+                of("behaviour to current", "behaviour_kl_k3"),
+                of("proximal to current", "proximal_kl_k3"),
+                of("behaviour to reference", "reference_kl_k3"),
+            ],
+        ),
+        line_chart(
+            "Train-inference mismatch: |log behaviour - log proximal| at equal version",
+            [of("mean", "mismatch_abs_mean"), of("max", "mismatch_max")],
+        ),
+        line_chart("Effective sample size, as a share", [of("share", "effective_sample_share")], share=True),
+        line_chart("Entropy of the policy, in nats", [of("entropy", "entropy")]),
         line_chart("Gradient norm, before clipping", [of("norm", "gradient_norm")]),
         line_chart("Loss", [of("loss", "loss")]),
         line_chart("Seconds of a step", [of("training", "train_step_s"), of("waiting for its batch", "wait_s")]),

@@ -21,7 +21,8 @@ from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import RECEIVE, WIRE, RolloutMetrics, serve_metrics, watch
+from areal_rloo.telemetry.metrics import RolloutMetrics, serve_metrics, watch
+from areal_rloo.telemetry.tables import RECEIVE, WIRE
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits

@@ -20,10 +20,10 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="train"):
-    """One train step. Seconds are of a monotonic clock.
+    """One train step. Seconds are of a monotonic clock. What could not be measured is NaN, in the file null.
 
-    Entropy, ratio and behaviour_weight are over tokens with a gradient: within the staleness bound, and of trajectories
-    whose advantage is not 0. Other shares are of trained tokens unless said otherwise.
+    Fields from entropy to mismatch_max are over tokens with a gradient: in the loss, and of trajectories whose
+    advantage is not 0 (`areal_rloo.algorithm.diagnostics` defines them). KLs are in nats a token.
     """
 
     num_train_steps: int  # steps done, this one included
@@ -32,24 +32,43 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     loss: float
     reward_mean: float
     reward_std: float
+    reward_lower_decile: float
+    reward_median: float
+    reward_upper_decile: float
+    num_limited_rewards: int  # beyond what can be computed with
     zero_variance_group_share: float  # groups whose rewards are all equal
+    advantage_mean: float  # of tokens in the loss, as the next four
+    advantage_std: float
+    advantage_min: float
+    advantage_max: float
     advantage_abs_mean: float
     gradient_norm: float  # before clipping
     learning_rate: float
-    entropy: float  # mean of -log p(token): an estimate from the sampled tokens
+    entropy: float  # of the current policy, over the whole vocabulary
     ratio_mean: float  # current / proximal
     ratio_max: float
     ratio_clipped_share: float
     ratio_limited_share: float  # a log ratio beyond +-20
-    behaviour_weight_mean: float  # proximal / behaviour, after its limit
-    behaviour_weight_max: float  # before its limit
-    behaviour_weight_limited_share: float
-    reference_kl_k1: float  # of the behaviour policy to the reference, mean of completion tokens; 0 without a reference
+    behaviour_weight_mean: float  # proximal / behaviour, as the loss used it
+    behaviour_weight_max: float  # before its rule
+    behaviour_weight_clamped_share: float
+    behaviour_weight_masked_share: float
+    effective_sample_share: float
+    behaviour_kl_k1: float  # of the behaviour policy to the current one
+    behaviour_kl_k3: float
+    behaviour_kl_by_staleness: dict[int, float]  # by k3
+    proximal_kl_k1: float
+    proximal_kl_k3: float
+    mismatch_abs_mean: float  # |log behaviour - log proximal| of tokens without staleness
+    mismatch_max: float
+    kl_coefficient: float
+    reference_kl_k1: float  # of the behaviour policy to the reference, mean of completion tokens
     reference_kl_k3: float
     staleness_mean: float  # of trained tokens, in versions
     staleness_max: int
     staleness_tokens: dict[int, int]  # trained tokens by staleness
     masked_token_share: float  # of completion tokens: past the bound, so out of the loss
+    truncated_token_share: float  # of completion tokens: out of the loss for the truncation of their trajectory
     completion_tokens_mean: float
     completion_tokens_max: int
     truncated_share: float  # of trajectories that ended at max_new_tokens

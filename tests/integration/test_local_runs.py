@@ -158,7 +158,7 @@ def test_a_reference_of_another_vocabulary_is_refused_before_the_first_step(
 ) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path / "other")
-    run = start("algorithm.kl.coefficient=0.1", f"model.reference={tmp_path / 'other'}")
+    run = start("algorithm.kl.coefficient=0.1", f"model.reference.path={tmp_path / 'other'}")
     code, output = run.wait()
     assert code == 2, output
     assert "has a vocabulary of 64, expected the policy's 258" in output

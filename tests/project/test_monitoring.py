@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_rloo.telemetry.metrics import PREFIX, all_metrics, metric_names
+from areal_rloo.telemetry.tables import PREFIX, all_metrics, metric_names
 
 MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
 RULES = MONITORING / "prometheus" / "alerts.yml"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
@@ -37,16 +38,19 @@ def _state(version: int) -> LearnerState:
     )
     ledger.lease((1, 0), "rollout-0")
     ledger.finish(Trajectory(1, 0, np.array([3], np.int32), completion, 0.5))
-    return capture(ledger, stream, policy_version=version, seed=0, totals=Totals(trained_tokens=7))
+    return capture(ledger, stream, policy_version=version, seed=0, totals=Totals(trained_tokens=7), kl_coefficient=0.1)
 
 
-def _save(checkpoints: Checkpoints, folder: Path, version: int) -> Path | None:
+def _save(
+    checkpoints: Checkpoints, folder: Path, version: int, reference: PreTrainedModel | None = None
+) -> Path | None:
     train_step = TrainStep(
         load_policy(str(folder), device=torch.device("cpu")), load_config("quickstart.yaml"), device=torch.device("cpu")
     )
     return checkpoints.save(
         _state(version),
         model=train_step.model,
+        reference=reference,
         tokenizer=load_tokenizer(str(folder)),
         optimizer={"optimizer": train_step.optimizer.state_dict(), "schedule": train_step.schedule.state_dict()},
     )
@@ -72,6 +76,18 @@ def test_a_checkpoint_comes_back_and_its_model_loads_anywhere(tmp_path: Path, ti
     original = load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu")).state_dict()
     assert all(torch.equal(weights[name], original[name]) for name in original)
     assert load_optimizer(path).keys() == {"optimizer", "schedule"}
+    assert state.kl_coefficient == 0.1
+    assert not (path / "reference").exists()
+
+
+def test_a_reference_that_the_run_changes_is_in_the_checkpoint(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    reference = load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu"))
+    with torch.no_grad():
+        next(reference.parameters()).add_(1)
+    path = _save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3, reference)
+    assert path is not None
+    weights = load_policy(str(path / "reference"), device=torch.device("cpu")).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in reference.state_dict().items())
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_rloo.config import Config, dump_config, load_config
+from areal_rloo.config import (
+    PRESETS,
+    AlgorithmConfig,
+    BehaviourWeightConfig,
+    Config,
+    NormConfig,
+    dump_config,
+    import_function,
+    load_config,
+)
 from areal_rloo.errors import ConfigError
 
 
@@ -85,6 +94,104 @@ def test_a_group_of_one_is_allowed_without_leave_one_out() -> None:
 
 def test_leave_one_out_without_a_mean_is_refused() -> None:
     assert "set algorithm.adv_norm.mean_level=group" in refusal("quickstart.yaml", "algorithm.adv_norm.mean_level=none")
+
+
+def test_presets_leave_nothing_of_each_other_and_each_key_can_be_overridden(tmp_path: Path) -> None:
+    """Named in the file a preset yields to the file's keys; named on the command line it wins over them."""
+    fills = load_config(write(tmp_path, "algorithm: {preset: grpo, adv_norm: {eps: 1e-4}, group_size: 4}")).algorithm
+    assert fills.adv_norm == NormConfig(mean_level="group", std_level="group", eps=1e-4)
+    assert (fills.group_size, fills.kl.placement, fills.loss.aggregation) == (4, "loss", "seq_mean_token_mean")
+    explicit = "algorithm: {group_size: 5, adv_norm: {mean_level: batch}, loss: {eps_low: 0.3, decoupled: false}}"
+    for name in PRESETS:
+        wins = load_config(write(tmp_path, explicit), [f"algorithm.preset={name}"]).algorithm
+        plain = load_config(write(tmp_path, f"algorithm: {{preset: {name}}}")).algorithm
+        loss = msgspec.structs.replace(plain.loss, decoupled=False)
+        assert wins == msgspec.structs.replace(plain, group_size=5, loss=loss)
+    after = load_config("quickstart.yaml", ["algorithm.preset=grpo", "algorithm.adv_norm.std_level=none"]).algorithm
+    assert after.adv_norm == NormConfig(mean_level="group")
+    before = load_config("quickstart.yaml", ["algorithm.adv_norm.std_level=none", "algorithm.preset=grpo"]).algorithm
+    assert before.adv_norm.std_level == "group"
+
+
+def test_the_defaults_are_the_preset_rloo_and_every_preset_sets_the_same_keys() -> None:
+    def keys(tree: dict[str, object]) -> set[str]:
+        return {f"{k}.{s}" for k, v in tree.items() for s in (keys(v) if isinstance(v, dict) else [""])}
+
+    for name, preset in PRESETS.items():
+        assert keys(preset) == keys(PRESETS["rloo"]), name
+    assert msgspec.convert(PRESETS["rloo"], AlgorithmConfig) == AlgorithmConfig()
+
+
+def test_what_a_section_of_the_file_leaves_out_comes_from_the_preset(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "algorithm: {adv_norm: {eps: 1e-3}}")).algorithm.adv_norm.mean_leave1out
+
+
+def test_a_preset_that_is_none_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    message = refusal("quickstart.yaml", "algorithm.preset=rlo")
+    assert message.startswith("override 'algorithm.preset=rlo': algorithm.preset: invalid enum value 'rlo'")
+
+
+def test_areals_rejection_sampling_is_understood_with_its_own_defaults(tmp_path: Path) -> None:
+    def weight(text: str, *overrides: str) -> BehaviourWeightConfig:
+        return load_config(write(tmp_path, text), overrides).algorithm.loss.behaviour_weight
+
+    theirs = "actor: {rejection_sampling: {metric: kl_k3, level: sequence, agg: max, upper: 0.5}}"
+    assert weight(theirs) == BehaviourWeightConfig(
+        rule="mask", level="sequence", metric="k3", aggregate="max", upper=0.5
+    )
+    assert weight("actor: {rejection_sampling: {upper: 2.0}}") == BehaviourWeightConfig(rule="mask", upper=2.0)
+    assert weight("actor: {rejection_sampling: null}").rule == "none"
+    overrides = ["actor.rejection_sampling.action=mask", "actor.rejection_sampling.metric=kl_k2"]
+    assert weight("", *overrides) == BehaviourWeightConfig(rule="mask", metric="k2")
+    assert weight("", "actor.rejection_sampling=null").rule == "none"
+
+
+def test_areals_norms_mean_what_they_mean_there(tmp_path: Path) -> None:
+    """A key that is left out has AReaL's default in AReaL's section, not that of our preset."""
+    text = "actor: {adv_norm: {mean_level: group}, reward_norm: null}"
+    algorithm = load_config(write(tmp_path, text)).algorithm
+    assert algorithm.adv_norm == NormConfig(mean_level="group", std_level="batch", eps=1e-5)
+    assert algorithm.reward_norm == NormConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.discount=0.9", "algorithm.discount: expected 1 with algorithm.returns=trajectory, got 0.9"),
+        ("algorithm.returns=token", "algorithm.adv_norm.over: expected tokens with algorithm.returns=token"),
+        ("algorithm.rewards.clip=[1,0]", "algorithm.rewards.clip: expected [lowest, highest] in this order"),
+        ("algorithm.rewards.overlong_tokens=97", "expected at most rollout.sampling.max_new_tokens=96, got 97"),
+        ("algorithm.kl.adaptive={}", "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive"),
+        ("algorithm.loss.behaviour_weight.metric=k3", "expected ratio with rule=clamp, got k3"),
+        ("algorithm.loss.behaviour_weight.upper=null", "expected a bound with rule=clamp, got none"),
+        ("algorithm.loss.behaviour_weight.lower=6", "lower: expected at most upper=5.0, got 6.0"),
+        ("algorithm.loss.behaviour_weight={rule: mask, upper: -1}", "upper: expected more than 0 with metric=ratio"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(override: str, expected: str) -> None:
+    message = refusal("quickstart.yaml", override)
+    assert expected in message
+
+
+def test_a_function_is_imported_by_path_or_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def keep(group):\n    return True\nx = 3\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for path in ("mine:keep", "mine.py:keep", f"{tmp_path / 'mine.py'}:keep"):
+        assert import_function("algorithm.group_filter", path)(None) is True
+    for path, reason in (
+        ("keep", "expected module:function or path/to/file.py:function, got 'keep'"),
+        ("mine.py:nothing", "mine.py has no function 'nothing'"),
+        ("mine.py:x", "mine.py has no function 'x'"),
+        ("broken.py:f", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("absent.py:f", "absent.py cannot be imported: FileNotFoundError: no such file"),
+        ("absent_module:f", "absent_module cannot be imported: ModuleNotFoundError"),
+    ):
+        with pytest.raises(ConfigError, match=r"algorithm\.group_filter: ") as caught:
+            import_function("algorithm.group_filter", path)
+        assert reason in str(caught.value)
 
 
 def test_a_kl_term_without_a_reference_is_refused() -> None:

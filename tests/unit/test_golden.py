@@ -76,8 +76,10 @@ def _loss(case: Case, *, anchor: str, behaviour: str, config: LossConfig) -> Ten
         behaviour_logprobs=read(behaviour),
         proximal_logprobs=read(anchor),
         current_logprobs=read("current_logprobs"),
+        entropy=torch.zeros(len(sequence)),
         advantages=_float64(case["inputs"]["advantages"])[sequence],
         token_weights=weights,
+        staleness=torch.zeros_like(sequence),
         sequence_index=sequence,
         config=config,
     ).loss

@@ -1,5 +1,6 @@
 """The policy loss against hand-written values and for any finite input, and the token weights."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_rloo.algorithm.diagnostics import diagnose
 from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
 from areal_rloo.config import BehaviourWeightConfig, LossConfig
 
@@ -26,8 +28,10 @@ def _loss(
         behaviour_logprobs=torch.tensor(behaviour),
         proximal_logprobs=torch.tensor(proximal),
         current_logprobs=leaf,
+        entropy=torch.zeros(num),
         advantages=torch.tensor(advantages),
         token_weights=torch.tensor(weights or [1 / num] * num),
+        staleness=torch.zeros(num, dtype=torch.int64),
         sequence_index=torch.tensor(sequence or [0] * num),
         config=config or LossConfig(),
     )
@@ -48,8 +52,10 @@ def test_proximal_and_behaviour_logprobs_never_get_a_gradient() -> None:
         behaviour_logprobs=torch.tensor([-0.7, -0.8]),
         proximal_logprobs=proximal,
         current_logprobs=current,
+        entropy=torch.zeros(2),
         advantages=torch.tensor([1.0, -2.0]),
         token_weights=torch.tensor([0.5, 0.5]),
+        staleness=torch.zeros(2, dtype=torch.int64),
         sequence_index=torch.tensor([0, 0]),
         config=LossConfig(),
     ).loss.backward()
@@ -87,7 +93,7 @@ def test_a_masked_token_gives_nothing_whatever_its_logprobs() -> None:
     loss, gradient, output = _loss([-1.0, broken], [-1.0, -1e4], [-1.0, broken], [1.0, 1.0], [1.0, 0.0])
     assert loss == pytest.approx(-1.0)
     assert gradient == [-1.0, 0.0]
-    assert float(output.num_tokens) == 1
+    assert len(output.tokens.ratio) == 1
 
 
 KINDS = ("ppo", "cispo", "reinforce")
@@ -123,7 +129,40 @@ def test_dual_clip_limits_what_a_large_ratio_counts_where_the_advantage_is_negat
 def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
     _, gradient, output = _loss([-0.5], [-1.0], [-1.0], [1.0], config=LossConfig(kind="cispo"))
     assert gradient == pytest.approx([-1.2])
-    assert float(output.ratio_clipped) == 1
+    assert output.tokens.ratio_clipped.tolist() == [True]
+
+
+def test_a_token_is_counted_as_clipped_where_the_clip_decides_its_loss() -> None:
+    current, before = [-0.5, -0.5, -2.0, -2.0], [-1.0, -1.0, -1.0, -1.0]
+    advantages = [1.0, -1.0, 1.0, -1.0]
+    for config, expected in (
+        (LossConfig(), [True, False, False, True]),
+        (LossConfig(dual_clip=1.5), [True, True, False, True]),  # a negative advantage, and a ratio of e^0.5
+        (LossConfig(kind="cispo"), [True, True, True, True]),
+        (LossConfig(kind="reinforce"), [False] * 4),
+    ):
+        _, _, output = _loss(current, before, before, advantages, config=config)
+        assert output.tokens.ratio_clipped.tolist() == expected
+
+
+def test_an_entropy_bonus_is_its_mean_times_the_coefficient() -> None:
+    entropy = torch.tensor([0.5, 1.5, 9.0], requires_grad=True)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0])
+    output = policy_loss(
+        behaviour_logprobs=logprobs,
+        proximal_logprobs=logprobs,
+        current_logprobs=logprobs,
+        entropy=entropy,
+        advantages=torch.zeros(3),
+        token_weights=torch.tensor([0.5, 0.5, 0.0]),
+        staleness=torch.zeros(3, dtype=torch.int64),
+        sequence_index=torch.zeros(3, dtype=torch.int64),
+        config=LossConfig(entropy_coefficient=0.1),
+    )
+    output.loss.backward()
+    assert float(output.loss.detach()) == pytest.approx(-0.1)
+    assert entropy.grad is not None
+    assert entropy.grad.tolist() == pytest.approx([-0.05, -0.05, 0.0])
 
 
 def test_the_ratio_of_a_sequence_is_the_product_or_the_geometric_mean_of_its_tokens() -> None:
@@ -132,7 +171,7 @@ def test_the_ratio_of_a_sequence_is_the_product_or_the_geometric_mean_of_its_tok
         config = LossConfig(ratio_level=level, eps_high=10.0)  # type: ignore[arg-type]
         loss, _, output = _loss(current, before, before, [1.0, 1.0, 0.0], [0.5, 0.5, 1.0], config, [0, 0, 1])
         assert loss == pytest.approx(-expected)
-        assert float(output.ratio_max) == pytest.approx(expected)
+        assert float(output.tokens.ratio.max()) == pytest.approx(expected)
 
 
 def test_a_token_out_of_the_loss_is_not_in_its_sequence_s_ratio() -> None:
@@ -142,13 +181,26 @@ def test_a_token_out_of_the_loss_is_not_in_its_sequence_s_ratio() -> None:
 
 
 finite = st.floats(-1e4, 0.0)
+rules = st.builds(
+    BehaviourWeightConfig,
+    rule=st.sampled_from(["mask", "none"]),
+    level=st.sampled_from(["token", "sequence"]),
+    metric=st.sampled_from(["ratio", "k1", "k2", "k3"]),
+    aggregate=st.sampled_from(["mean", "sum", "max"]),
+    lower=st.sampled_from([None, 0.5]),
+) | st.builds(
+    BehaviourWeightConfig,
+    level=st.sampled_from(["token", "sequence"]),
+    aggregate=st.sampled_from(["mean", "sum", "max"]),
+    lower=st.sampled_from([None, 0.5]),
+)
 
 
 @given(
     st.lists(st.tuples(finite, finite, finite, st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=8),
     st.sampled_from(KINDS),
     st.sampled_from(LEVELS),
-    st.sampled_from(["mask", "clamp", "none"]),
+    rules,
     st.booleans(),
     st.sampled_from([None, 3.0]),
 )
@@ -156,7 +208,7 @@ def test_any_finite_input_gives_a_finite_loss_and_gradient(
     tokens: list[tuple[float, float, float, float, bool]],
     kind: str,
     level: str,
-    rule: str,
+    rule: BehaviourWeightConfig,
     decoupled: bool,
     dual_clip: float | None,
 ) -> None:
@@ -165,7 +217,7 @@ def test_any_finite_input_gives_a_finite_loss_and_gradient(
         ratio_level=level,  # type: ignore[arg-type]
         decoupled=decoupled,
         dual_clip=dual_clip,
-        behaviour_weight=BehaviourWeightConfig(rule=rule),  # type: ignore[arg-type]
+        behaviour_weight=rule,
     )
     behaviour, proximal, current, advantages, kept = (list(column) for column in zip(*tokens, strict=True))
     weights = [1 / len(tokens) if keep else 0.0 for keep in kept]
@@ -173,15 +225,17 @@ def test_any_finite_input_gives_a_finite_loss_and_gradient(
     loss, gradient, output = _loss(current, proximal, behaviour, advantages, weights, config, sequence)
     assert math.isfinite(loss)
     assert all(map(math.isfinite, gradient))
-    for name in ("ratio_sum", "ratio_max", "behaviour_weight_sum", "behaviour_weight_max", "ratio_limited"):
-        assert math.isfinite(float(getattr(output, name)))
+    numbers = diagnose([[output.tokens]])
+    if any(kept):
+        shown = [value for name, value in dataclasses.asdict(numbers).items() if name != "behaviour_kl_by_staleness"]
+        assert all(map(math.isfinite, [*shown, *numbers.behaviour_kl_by_staleness.values()]))
 
 
 def test_a_ratio_beyond_all_measure_is_counted_and_has_no_gradient() -> None:
     loss, gradient, output = _loss([-0.5, -0.5], [-80.5, -0.5], [-80.5, -0.5], [-1.0, -1.0])
     assert loss == pytest.approx((math.exp(20.0) + 1) / 2)
     assert gradient == pytest.approx([0.0, 0.5])
-    assert float(output.ratio_limited) == 1
+    assert output.tokens.ratio_limited.tolist() == [True, False]
 
 
 def test_token_weights_of_every_aggregation_by_hand() -> None:

@@ -16,6 +16,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.metrics import (
+    LearnerMetrics,
+    MetricsFile,
+    RecordTail,
+    RolloutMetrics,
+    read_records,
+    serve_metrics,
+    watch,
+)
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+from areal_rloo.telemetry.tables import (
     BROADCAST,
     EVALUATION,
     PREFIX,
@@ -23,17 +33,9 @@ from areal_rloo.telemetry.metrics import (
     ROLLOUT,
     TRAIN,
     WIRE,
-    LearnerMetrics,
-    MetricsFile,
-    RecordTail,
-    RolloutMetrics,
     all_metrics,
     metric_names,
-    read_records,
-    serve_metrics,
-    watch,
 )
-from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 from areal_rloo.weights.broadcast import BroadcastStatistics
 from areal_rloo.weights.receive import ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics

@@ -1,0 +1,52 @@
+"""A user's function by its import path: `package.module:function` or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_rloo.errors import ConfigError
+
+
+def import_function(key: str, path: str) -> Callable[..., Any]:
+    """The function that a config value names.
+
+    Args:
+        key: where the value stands, for the error.
+        path: `module:function`, or `file.py:function` relative to the current folder.
+
+    Raises:
+        ConfigError: it is not of this form, the module cannot be imported, or it has no such function.
+    """
+    module_name, colon, name = path.rpartition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{key}: expected module:function or path/to/file.py:function, got '{path}'")
+    try:
+        module = _from_file(Path(module_name)) if module_name.endswith(".py") else _from_path(module_name)
+    except Exception as error:
+        raise ConfigError(f"{key}: {module_name} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: {module_name} has no function '{name}'")
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file, seen from {Path.cwd()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} is a .py file, so it has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_path(name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python script.py` would have it
+    return importlib.import_module(name)
