@@ -1,0 +1,239 @@
+"""A learning run whose staleness is set rather than met: the quickstart's job in one process, one thread, in turn.
+
+Not a benchmark of its own; `staleness.py` and `algorithms.py` run it. The step at version v trains on a batch that was
+sampled by the weights of version max(0, v - s). `fixed`: s is eta at every step, the worst that the bound allows.
+`mixed`: s is drawn evenly from 0 .. eta at every step. Either way on any machine, whatever its speed. Engine,
+tokenizer, task, reward and train step are the product's own. A run is a function of its config and seed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.learner.warm_start import prepare_tiny_model
+from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
+from areal_rloo.models.reference import Reference
+from areal_rloo.tasks import Task, load_items, make_task
+from areal_rloo.trajectory import Completion, Group, Trajectory
+
+CPU = torch.device("cpu")
+EVALUATE_EVERY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: its name in the table, what it overrides in quickstart.yaml, its seed and its staleness."""
+
+    name: str
+    overrides: tuple[str, ...]
+    seed: int
+    eta: int
+    num_steps: int
+    schedule: Literal["fixed", "mixed"] = "fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to. Accuracies are greedy, on held-out prompts, from version 0 on, every `EVALUATE_EVERY`.
+
+    Attributes:
+        job: the run.
+        accuracies: by evaluation.
+        behaviour_kl: mean of the second half of the steps, of behaviour to current (k3), nats a token.
+        effective_sample_share: mean of the second half of the steps.
+    """
+
+    job: Job
+    accuracies: tuple[float, ...]
+    behaviour_kl: float
+    effective_sample_share: float
+
+    @property
+    def final(self) -> float:
+        """Mean of the last two evaluations, which is less noisy than one."""
+        return sum(self.accuracies[-2:]) / 2
+
+    @property
+    def area(self) -> float:
+        """Area under accuracy over versions, as a share of a run that is always right (trapezoids)."""
+        pairs = zip(self.accuracies, self.accuracies[1:], strict=False)
+        return sum((a + b) / 2 for a, b in pairs) / (len(self.accuracies) - 1)
+
+
+def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
+    """Run the jobs, one process a core; outcomes in the order of the jobs, each said as it comes."""
+    prepare_tiny_model(load_config("quickstart.yaml"))  # before the processes ask for it all at once
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
+        for outcome in pool.map(run, jobs):
+            shown = " ".join(f"{accuracy:.3f}" for accuracy in outcome.accuracies)
+            print(f"{outcome.job.name} seed {outcome.job.seed} eta {outcome.job.eta}: {shown}", flush=True)
+            yield outcome
+
+
+def run(job: Job) -> Outcome:
+    """One run from the warm start to the last evaluation."""
+    torch.set_num_threads(1)
+    config = load_config(
+        "quickstart.yaml",
+        [
+            f"run.seed={job.seed}",
+            f"algorithm.max_staleness={job.eta}",
+            f"learner.num_train_steps={job.num_steps}",
+            *job.overrides,
+        ],
+    )
+    return _Loop(config, job).run()
+
+
+class _Loop:
+    def __init__(self, config: Config, job: Job) -> None:
+        self._config = config
+        self._job = job
+        folder = prepare_tiny_model(config).path
+        tokenizer = load_tokenizer(folder)
+        stops = stop_token_ids(folder, tokenizer)
+        self._rollout = _Rollout(config, folder, tokenizer, stops)
+        reference = None
+        if config.algorithm.kl.coefficient > 0:
+            reference = Reference(load_policy(folder, device=CPU), device=CPU, offload=False)
+        self._step = TrainStep(
+            load_policy(folder, device=CPU), config, device=CPU, reference=reference, stop_token_ids=stops
+        )
+        self._stream = PromptStream(
+            load_items(config.data, "train", seed=config.run.seed),
+            Tokenizer(tokenizer, config.data),
+            seed=config.run.seed,
+            num_epochs=None,
+        )
+
+    def run(self) -> Outcome:
+        torch.manual_seed(self._config.run.seed)
+        published = deque([self._weights()], maxlen=self._job.eta + 1)  # newest last
+        draw = np.random.default_rng([self._config.run.seed, 1])
+        accuracies = [self._rollout.accuracy(published[-1])]
+        kls, shares = [], []
+        for version in range(self._job.num_steps):
+            staleness = self._job.eta if self._job.schedule == "fixed" else int(draw.integers(0, self._job.eta + 1))
+            staleness = min(staleness, version)
+            prompts = [self._take() for _ in range(self._config.learner.groups_per_step)]
+            batch = self._rollout.batch(prompts, published[-1 - staleness], version - staleness, step=version)
+            result = self._step.step(batch, policy_version=version)
+            published.append(self._weights())
+            if version >= self._job.num_steps // 2:
+                kls.append(result.policy.behaviour_kl_k3)
+                shares.append(result.policy.effective_sample_share)
+            if (version + 1) % EVALUATE_EVERY == 0:
+                accuracies.append(self._rollout.accuracy(published[-1]))
+        self._rollout.close()
+        return Outcome(self._job, tuple(accuracies), statistics.fmean(kls), statistics.fmean(shares))
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in named_weights(self._step.model)}
+
+    def _take(self) -> Prompt:
+        prompt = self._stream.take()
+        assert prompt is not None, "the stream has no last epoch"
+        return prompt
+
+
+class _Rollout:
+    """Generates and scores with whatever weights it is handed."""
+
+    def __init__(self, config: Config, folder: str, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._engine = EmbeddedEngine(
+            Path(folder), device=CPU, dtype=torch.float32, num_slots=64, context_tokens=config.context_tokens
+        )
+        self._train_task = make_task(config.data.train, seed=config.run.seed)
+        assert config.data.eval is not None, "quickstart.yaml evaluates"
+        self._eval_task = make_task(config.data.eval, seed=config.run.seed)
+        tokenize = Tokenizer(tokenizer, config.data)
+        items = load_items(config.data, "eval", seed=config.run.seed)
+        self._eval_prompts = [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
+        self._num_requests = 0
+        self._num_loads = 0
+
+    def batch(
+        self, prompts: list[Prompt], weights: dict[str, torch.Tensor], behaviour_version: int, *, step: int
+    ) -> list[Group]:
+        """A group of completions for each prompt, every token tagged with the version of these weights."""
+        size = self._config.algorithm.group_size
+        sampling = self._config.rollout.sampling
+        parameters = [
+            SamplingParameters(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                seed=int(np.random.SeedSequence([self._config.run.seed, step, index]).generate_state(1)[0]),
+                stop_token_ids=self._stops,
+            )
+            for index in range(len(prompts) * size)
+        ]
+        owners = [prompt for prompt in prompts for _ in range(size)]
+        completions = [
+            msgspec.structs.replace(completion, versions=np.full_like(completion.versions, behaviour_version))
+            for completion in self._generate(owners, parameters, weights)
+        ]
+        trajectories = [
+            Trajectory(
+                step * len(prompts) + index // size,
+                index % size,
+                np.array(prompt.tokens, np.int32),
+                completion,
+                self._score(self._train_task, prompt, completion),
+            )
+            for index, (prompt, completion) in enumerate(zip(owners, completions, strict=True))
+        ]
+        starts = range(0, len(trajectories), size)
+        return [Group(trajectories[i].group_id, step, tuple(trajectories[i : i + size])) for i in starts]
+
+    def accuracy(self, weights: dict[str, torch.Tensor]) -> float:
+        """Greedy, on the held-out prompts."""
+        greedy = SamplingParameters(
+            max_new_tokens=self._config.eval_max_new_tokens, greedy=True, stop_token_ids=self._stops
+        )
+        completions = self._generate(self._eval_prompts, [greedy] * len(self._eval_prompts), weights)
+        scores = [self._score(self._eval_task, p, c) for p, c in zip(self._eval_prompts, completions, strict=True)]
+        return sum(scores) / len(scores)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParameters],
+        weights: dict[str, torch.Tensor],
+    ) -> list[Completion]:
+        self._num_loads += 1  # the engine takes newer versions only, and here older weights come back
+        assert self._engine.load_weights(self._num_loads, list(weights.items())).result() == self._num_loads
+        first = self._num_requests
+        self._num_requests += len(prompts)
+        requests = [
+            GenerationRequest(str(first + index), prompt.tokens, one)
+            for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+        return [future.result() for future in self._engine.submit(requests)]
+
+    def _score(self, task: Task, prompt: Prompt, completion: Completion) -> float:
+        text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+        return float(task.reward(str(text), prompt.answer))
