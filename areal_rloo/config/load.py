@@ -126,10 +126,11 @@ def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
-        value = _at(clean, path)
-        raise ConfigError(
-            f"{source_of(path)}: {path}: {message[0].lower()}{message[1:].replace('`', '')}; the value is {value!r}"
-        ) from error
+        value, words = _at(clean, path), f"{message[0].lower()}{message[1:].replace('`', '')}"
+        choices = _words_for(path)
+        if choices and isinstance(value, str):
+            words = f"expected one of {', '.join(choices)}"
+        raise ConfigError(f"{source_of(path)}: {path}: {words}; the value is {value!r}") from error
     try:
         validate(config)
     except ConfigError as error:
@@ -182,6 +183,15 @@ def _struct_in(expected: Any) -> Any:
 
 def _has_word_none(expected: Any) -> bool:
     return typing.get_origin(expected) is Literal and "none" in typing.get_args(expected)
+
+
+def _words_for(path: str) -> list[str]:
+    """What a field that takes one of a few words takes; none for another field."""
+    hint: Any = Config
+    for key in path.split("."):
+        struct = _struct_in(hint)
+        hint = None if struct is None else typing.get_type_hints(struct, include_extras=True).get(key)
+    return [str(word) for word in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
 
 
 def _at(tree: Any, path: str) -> Any:

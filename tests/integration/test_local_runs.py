@@ -1,5 +1,6 @@
 """Whole runs under the local launcher, small and on CPU: real processes, sockets, weights and signals."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import psutil
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from areal_rloo.algorithm.kl import adapted_coefficient
+from areal_rloo.config import AdaptiveKLConfig
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
 
@@ -198,6 +201,48 @@ def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(s
     assert run.summary()["num_train_steps"] == 8
 
 
+def test_a_resumed_run_has_the_kl_coefficient_and_the_reference_it_had(start: Callable[..., Run]) -> None:
+    """Every step's coefficient follows from the one before it and that step's divergence, over the kill as well."""
+    kl = (
+        "algorithm.preset=grpo",
+        "algorithm.kl.adaptive={target: 1e-6, horizon: 100}",
+        "model.reference.refresh_every_n_versions=3",
+        "learner.optimizer.learning_rate=1e-3",
+        "learner.num_train_steps=8",
+    )
+    run = start(*kl)
+    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    (learner,) = run.children("areal_rloo.learner")
+    learner.kill()
+    assert run.wait()[0] == 137
+    assert (run.folder / "checkpoints" / "step-000004" / "reference" / "model.safetensors").is_file()
+    again = Run(run.folder, *kl, "--resume")
+    code, output = again.wait()
+    assert again.process.stdout is not None
+    again.process.stdout.close()
+    assert code == 0, output
+    records = run.records()
+    assert [record.num_train_steps for record in records] == list(range(1, 9))
+    adaptive = AdaptiveKLConfig(target=1e-6, horizon=100)
+    for one, following in itertools.pairwise(records):
+        expected = adapted_coefficient(
+            one.kl_coefficient, divergence=one.reference_kl_k3, num_trajectories=16, config=adaptive
+        )
+        assert following.kl_coefficient == pytest.approx(expected)
+    assert len({record.kl_coefficient for record in records}) == 8
+
+
+def test_groups_that_a_filter_refuses_are_replaced_and_counted(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def even(group):\n    return group.group_id % 2 == 0\n")
+    run = start(f"algorithm.group_filter={tmp_path / 'mine.py'}:even")
+    code, output = run.wait()
+    assert code == 0, output
+    ledger = run.summary()["ledger"]
+    assert _balanced(ledger)
+    assert ledger["trained"] == 5 * 16
+    assert ledger["dropped"]["group_filter"] >= 5 * 16 - 4
+
+
 def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_code(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
     run.wait_for(lambda: len(run.records()) >= 1)
@@ -313,6 +358,14 @@ def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folde
         (
             ["--config", "gsm8k_rloo.yaml", "rollout.engine=embedded", "data.train.path=no.jsonl", "data.eval=null"],
             "no.jsonl",
+        ),
+        (
+            ["--config", "quickstart.yaml", "algorithm.group_filter=no.py:keep"],
+            "algorithm.group_filter: no.py cannot be imported",
+        ),
+        (
+            ["--config", "quickstart.yaml", "algorithm.preset=rlo"],
+            "algorithm.preset: expected one of rloo, reinforce, grpo",
         ),
         (["--config", "quickstart.yaml", "run.folder=/proc/run"], "run.folder: /proc/run cannot be written"),
         (["--config", "quickstart.yaml", "run.folder=/nowhere", "--resume"], "holds no run"),

@@ -2,8 +2,10 @@
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -267,3 +269,175 @@ def test_rows_are_full_hold_everything_once_and_never_pass_the_budget() -> None:
         assert all(sum(lengths[index] for index in row) <= 128 for row in rows)
         sizes = [sum(lengths[index] for index in row) for row in rows]
         assert all(a + b > 128 for a, b in itertools.pairwise(sizes)) or len(rows) < 2
+
+
+def _replaced(groups: list[Group], change: Callable[[Trajectory], Trajectory]) -> list[Group]:
+    return [Group(g.group_id, g.deadline, tuple(change(t) for t in g.trajectories)) for g in groups]
+
+
+def _truncated_evenly(groups: list[Group]) -> list[Group]:
+    """Every second trajectory of a group ended at the token limit."""
+
+    def change(t: Trajectory) -> Trajectory:
+        reason = "length" if t.sample_index % 2 else "stop"
+        completion = msgspec.structs.replace(t.completion, finish_reason=reason)
+        return msgspec.structs.replace(t, completion=completion)
+
+    return _replaced(groups, change)
+
+
+def test_masked_truncated_completions_leave_the_loss_and_stay_in_their_group_s_mean(
+    tiny_folders: dict[str, Path],
+) -> None:
+    """Which is what a version past the bound does to all their tokens."""
+
+    def stale(t: Trajectory) -> Trajectory:
+        if t.completion.finish_reason != "length":
+            return t
+        versions = np.full_like(t.completion.versions, -9)
+        return msgspec.structs.replace(t, completion=msgspec.structs.replace(t.completion, versions=versions))
+
+    folder, groups = tiny_folders["qwen2"], _truncated_evenly(_groups())
+    (masked,), result = _step(folder, groups, _config("algorithm.rewards.mask_truncated=true"))
+    (expected,), without = _step(folder, _replaced(groups, stale), _config())
+    _assert_same(masked, expected)
+    assert result.num_truncated_tokens > 0
+    assert result.num_tokens == without.num_tokens
+    assert sum(result.staleness_tokens.values()) == result.num_tokens
+
+
+def test_a_shaped_reward_is_the_same_as_a_task_that_gave_it(tiny_folders: dict[str, Path]) -> None:
+    folder, groups = tiny_folders["qwen2"], _truncated_evenly(_groups())
+    config = _config("algorithm.rewards.truncated_penalty=0.5", "algorithm.rewards.scale=2")
+    (gradient,), _ = _step(folder, groups, config)
+
+    def given(t: Trajectory) -> Trajectory:
+        penalty = 0.5 * (t.completion.finish_reason == "length")
+        return msgspec.structs.replace(t, reward=2 * (t.reward - penalty))
+
+    (expected,), _ = _step(folder, _replaced(groups, given), _config())
+    _assert_same(gradient, expected)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [128, 8192])
+def test_an_entropy_bonus_adds_the_gradient_of_the_whole_distribution_s_entropy(
+    tiny_folders: dict[str, Path], microbatch_tokens: int
+) -> None:
+    folder, groups = tiny_folders["qwen2"], _with_equal_rewards(_groups())
+    config = _config("algorithm.loss.entropy_coefficient=0.3", f"learner.microbatch_tokens={microbatch_tokens}")
+    (gradient,), result = _step(folder, groups, config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    terms = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        prompt, tokens = trajectory.prompt_tokens.tolist(), trajectory.completion.tokens.tolist()
+        logprobs = (model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+        fresh = torch.from_numpy(VERSION - trajectory.completion.versions <= config.algorithm.max_staleness)
+        terms.append(-(logprobs.exp() * logprobs).sum(-1)[fresh])
+    mean = torch.cat(terms).mean()
+    (-0.3 * mean).backward()
+    _assert_same(gradient, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert result.policy.entropy == pytest.approx(float(mean.detach()), rel=1e-5)
+
+
+def _real_step(folder: Path, *overrides: str, groups: list[Group] | None = None) -> StepResult:
+    """With an optimizer that moves the weights far in its first minibatch."""
+    config = _config("learner.num_minibatches=2", "learner.optimizer.learning_rate=1e-2", *overrides)
+    train_step = TrainStep(load_policy(str(folder), device=torch.device("cpu")), config, device=torch.device("cpu"))
+    return train_step.step(groups or _groups(), policy_version=VERSION)
+
+
+def test_reused_proximal_logprobs_are_the_current_ones_in_every_minibatch(tiny_folders: dict[str, Path]) -> None:
+    result = _real_step(tiny_folders["qwen2"], "algorithm.loss.proximal=reuse")
+    assert result.policy.ratio_max == 1.0
+    assert result.policy.proximal_kl_k3 == 0.0
+    assert _real_step(tiny_folders["qwen2"]).policy.proximal_kl_k3 > 1e-4
+
+
+def test_interpolated_proximal_logprobs_lie_between_behaviour_and_current(tiny_folders: dict[str, Path]) -> None:
+    """Of fresh tokens they are the behaviour policy's, so that the second minibatch has no behaviour_weight but 1."""
+    folder = tiny_folders["qwen2"]
+
+    def fresh(t: Trajectory) -> Trajectory:
+        versions = np.full_like(t.completion.versions, VERSION)
+        return msgspec.structs.replace(t, completion=msgspec.structs.replace(t.completion, versions=versions))
+
+    groups = _replaced(_groups(), fresh)
+    weight = "algorithm.loss.behaviour_weight.rule=none"
+    interpolated = _real_step(folder, "algorithm.loss.proximal=interpolate", weight, groups=groups).policy
+    recomputed = _real_step(folder, weight, groups=groups).policy
+    assert interpolated.behaviour_weight_mean != pytest.approx(recomputed.behaviour_weight_mean, rel=1e-3)
+    assert interpolated.mismatch_abs_mean == pytest.approx(recomputed.mismatch_abs_mean), "the first minibatch is exact"
+    stale = _real_step(folder, "algorithm.loss.proximal=interpolate", weight).policy
+    assert 0 < stale.proximal_kl_k3 < stale.behaviour_kl_k3
+
+
+def test_the_kl_coefficient_follows_its_controller_only_after_a_step_that_was_taken(
+    tiny_folders: dict[str, Path],
+) -> None:
+    folder = tiny_folders["qwen2"]
+    config = _config("algorithm.kl.coefficient=0.2", "algorithm.kl.adaptive={target: 1e-6, horizon: 100}")
+    cpu = torch.device("cpu")
+    reference = Reference(_another_policy(folder), device=cpu, offload=False)
+    train_step = TrainStep(load_policy(str(folder), device=cpu), config, device=cpu, reference=reference)
+    groups = _groups()
+    num = sum(len(group.trajectories) for group in groups)
+    first = train_step.step(groups, policy_version=VERSION)
+    assert first.kl_coefficient == 0.2
+    direction = 0.2 if first.reference_kl_k1 > 0 else -0.2
+    after = 0.2 * (1 + direction * num / 100)
+    assert train_step.kl_coefficient == pytest.approx(after)
+    groups[0].trajectories[0].completion.behaviour_logprobs[:] = np.nan
+    assert train_step.step(groups, policy_version=VERSION).num_skipped == 1
+    assert train_step.kl_coefficient == pytest.approx(after)
+
+
+def test_a_reference_is_refreshed_at_every_nth_version_and_then_has_no_divergence(
+    tiny_folders: dict[str, Path],
+) -> None:
+    folder, cpu = tiny_folders["qwen2"], torch.device("cpu")
+    config = _config("algorithm.kl.coefficient=0.2", "model.reference.refresh_every_n_versions=3")
+    model, reference = (
+        load_policy(str(folder), device=cpu),
+        Reference(_another_policy(folder), device=cpu, offload=False),
+    )
+    train_step = TrainStep(model, config, device=cpu, reference=reference)
+    before = [parameter.clone() for parameter in model.parameters()]
+    train_step.step(_groups(), policy_version=2)
+    assert not torch.equal(next(reference.model.parameters()), before[0])
+    now = [parameter.clone() for parameter in model.parameters()]
+    train_step.step(_groups(), policy_version=3)
+    assert all(torch.equal(own, theirs) for own, theirs in zip(reference.model.parameters(), now, strict=True))
+    assert train_step.refreshed_reference is reference.model
+
+
+class _Moves(torch.nn.Linear):
+    """Notes where it was asked to go."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.places: list[str] = []
+
+    def to(self, device: torch.device) -> "_Moves":  # type: ignore[override]
+        self.places.append(str(device))
+        return self
+
+
+@pytest.mark.parametrize(("offload", "home"), [(True, "cpu"), (False, "cuda")])
+def test_an_offloaded_reference_is_on_its_device_only_while_it_is_used(offload: bool, home: str) -> None:
+    moves = _Moves()
+    reference = Reference(moves, device=torch.device("cuda"), offload=offload)  # type: ignore[arg-type]
+    assert moves.places[-1] == home
+    with reference.loaded():
+        assert moves.places[-1] == "cuda"
+    assert moves.places[-1] == home
+
+
+@pytest.mark.gpu
+def test_an_offloaded_reference_leaves_no_weights_on_the_gpu(tiny_folders: dict[str, Path]) -> None:
+    cuda = torch.device("cuda")
+    reference = Reference(
+        load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu")), device=cuda, offload=True
+    )
+    with reference.loaded() as model:
+        assert all(parameter.is_cuda for parameter in model.parameters())
+    assert not any(parameter.is_cuda for parameter in reference.model.parameters())
