@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check bench bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -24,6 +24,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/async_vs_sync.py
+
+bench-learning: $(STAMP)
+	$(BIN)/python benchmarks/staleness.py
+	$(BIN)/python benchmarks/algorithms.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

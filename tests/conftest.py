@@ -36,11 +36,10 @@ def gsm8k_folder() -> Path:
 def golden_cases() -> list[dict[str, Any]]:
     """Reference values of other systems' own functions: $AREAL_RLOO_GOLDEN, or ../shared/golden beside the checkout."""
     folder = Path(os.environ.get("AREAL_RLOO_GOLDEN", REPO.parent / "shared" / "golden"))
-    file = folder / "golden_public.json"
-    if not file.is_file():
+    files = sorted(folder.glob("golden*.json"))
+    if not files:
         pytest.skip(f"no reference values in {folder}; set AREAL_RLOO_GOLDEN to a folder with golden_public.json")
-    cases: list[dict[str, Any]] = json.loads(file.read_text())
-    return cases
+    return [case for file in files for case in json.loads(file.read_text())]
 
 
 @pytest.fixture(scope="session")

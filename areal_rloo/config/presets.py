@@ -79,7 +79,7 @@ PRESETS: Mapping[PresetName, Tree] = {
         adv_norm=_norm("none", "batch", over="tokens", eps=1e-8),
         kl={"coefficient": 1e-5, "placement": "loss", "estimator": "k2"},
     ),
-    "rloo_areal": _rloo_but(),
+    "rloo_areal": _rloo_but(loss={"aggregation": "seq_mean_token_mean"}),
     "rloo_verl": _rloo_but(loss={"dual_clip": 3.0}, kl={"coefficient": 0.001}),
     "rloo_trl": _rloo_but(
         loss={"ratio_level": "sequence_sum", "aggregation": "seq_mean_token_mean"}, kl={"coefficient": 0.05}
