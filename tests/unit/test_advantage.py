@@ -100,3 +100,75 @@ def test_equal_rewards_are_not_scaled_by_a_deviation_they_do_not_have() -> None:
 def test_a_lone_group_is_not_blown_up_by_its_missing_deviation() -> None:
     norm = NormConfig(mean_level="none", std_level="group", eps=1e-6)
     assert _normalized([1.0], [0], norm).tolist() == [1.0]
+
+
+def _slow_normalized(values: list[float], groups: list[int], norm: NormConfig) -> list[float]:
+    """One value at a time, straight from the words of NormConfig."""
+
+    def level(of: int, kind: str) -> list[int]:
+        return [i for i in range(len(values)) if kind == "batch" or groups[i] == groups[of]]
+
+    centred = []
+    for i, value in enumerate(values):
+        members = level(i, norm.mean_level)
+        others = [j for j in members if j != i] if norm.mean_leave1out else members
+        equal = len({values[j] for j in members}) == 1
+        if norm.mean_level == "none":
+            centred.append(value)
+        else:
+            centred.append(0.0 if equal or not others else value - sum(values[j] for j in others) / len(others))
+    if norm.std_level == "none":
+        return centred
+    scaled = []
+    for i, value in enumerate(centred):
+        members = [centred[j] for j in level(i, norm.std_level)]
+        mean = sum(members) / len(members)
+        count = max(1, len(members) - norm.std_unbiased)
+        deviation = (sum((one - mean) ** 2 for one in members) / count) ** 0.5
+        scaled.append(value if len(set(members)) == 1 else value / (deviation + norm.eps))
+    return scaled
+
+
+norms = st.builds(
+    NormConfig,
+    mean_level=st.sampled_from(["group", "batch", "none"]),
+    std_level=st.sampled_from(["group", "batch", "none"]),
+    std_unbiased=st.booleans(),
+    eps=st.sampled_from([1e-6, 0.1]),
+) | st.builds(
+    NormConfig,
+    mean_level=st.sampled_from(["group", "batch"]),
+    mean_leave1out=st.just(True),
+    std_level=st.sampled_from(["group", "batch", "none"]),
+    std_unbiased=st.booleans(),
+)
+quarters = st.integers(-20, 20).map(lambda n: n / 4)  # exact in binary, so that equal means equal
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), quarters), min_size=1, max_size=16), norms)
+def test_every_combination_of_levels_equals_the_slow_reference(
+    batch: list[tuple[int, float]], norm: NormConfig
+) -> None:
+    groups, values = [g for g, _ in batch], [v for _, v in batch]
+    got = normalize(torch.tensor(values, dtype=torch.float64), torch.tensor(groups), torch.ones(len(batch)), norm)
+    assert got.tolist() == pytest.approx(_slow_normalized(values, groups, norm), rel=1e-6, abs=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(allow_nan=False, allow_infinity=False)), min_size=1, max_size=8),
+    st.builds(
+        NormConfig,
+        mean_level=st.sampled_from(["group", "batch", "none"]),
+        std_level=st.sampled_from(["group", "batch", "none"]),
+        std_unbiased=st.booleans(),
+        over=st.sampled_from(["trajectories", "tokens"]),
+        eps=st.just(0.0),
+    ),
+    st.booleans(),
+)
+def test_any_finite_value_gives_a_finite_one(batch: list[tuple[int, float]], norm: NormConfig, masked: bool) -> None:
+    """Without an eps to help, groups of one, nothing in the loss."""
+    groups, values = torch.tensor([g for g, _ in batch]), torch.tensor([v for _, v in batch], dtype=torch.float64)
+    got = normalize(values, groups, torch.full((len(batch),), 0 if masked else 3), norm)
+    assert bool(torch.isfinite(got).all())
+    assert bool(torch.isfinite(got.float()).all())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from areal_rloo.config import Config, load_config
+from areal_rloo.config import PRESETS, Config, load_config
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import load_policy
@@ -441,3 +441,39 @@ def test_an_offloaded_reference_leaves_no_weights_on_the_gpu(tiny_folders: dict[
     with reference.loaded() as model:
         assert all(parameter.is_cuda for parameter in model.parameters())
     assert not any(parameter.is_cuda for parameter in reference.model.parameters())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_batch_with_nothing_in_the_loss_has_no_gradient_and_claims_nothing(
+    tiny_folders: dict[str, Path], preset: str
+) -> None:
+    """Every token past the bound, under every preset."""
+
+    def stale(t: Trajectory) -> Trajectory:
+        versions = np.full_like(t.completion.versions, -9)
+        return msgspec.structs.replace(t, completion=msgspec.structs.replace(t.completion, versions=versions))
+
+    folder = tiny_folders["qwen2"]
+    config = _config(f"algorithm.preset={preset}")
+    frozen = _another_policy(folder) if config.algorithm.kl.coefficient > 0 else None
+    (gradient,), result = _step(folder, _replaced(_groups(), stale), config, frozen)
+    assert all(torch.count_nonzero(g) == 0 for g in gradient.values())
+    assert (result.loss, result.num_tokens, result.gradient_norm) == (0.0, 0, 0.0)
+    assert np.isnan(result.policy.entropy)
+    assert np.isnan(result.advantage_mean)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_logprobs_of_minus_ten_thousand_and_huge_rewards_give_a_finite_step(
+    tiny_folders: dict[str, Path], preset: str
+) -> None:
+    folder, groups = tiny_folders["qwen2"], _groups()
+    for index, trajectory in enumerate(t for group in groups for t in group.trajectories):
+        trajectory.completion.behaviour_logprobs[::2] = -1e4 if index % 2 else -0.0
+    groups = _replaced(groups, lambda t: msgspec.structs.replace(t, reward=t.reward * 1e300))
+    config = _config(f"algorithm.preset={preset}")
+    frozen = _another_policy(folder) if config.algorithm.kl.coefficient > 0 else None
+    (gradient,), result = _step(folder, groups, config, frozen)
+    assert all(bool(torch.isfinite(g).all()) for g in gradient.values())
+    assert result.num_optimizer_steps == 1
+    assert result.num_limited_rewards == sum(len(group.trajectories) for group in groups)
