@@ -10,6 +10,7 @@ Waiting: `take_batch` waits for complete groups; workers wait for leases where a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
@@ -324,18 +325,20 @@ class Intake:
         return batch
 
     async def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        waited_s = 0.0
+        began_s = time.monotonic()
+        warn_s = began_s + _WAIT_LOG_S
         while True:
             self._changed.clear()  # before the look, so that no change falls between look and wait
             if condition():
                 return
             if self._failure is not None:
                 raise self._failure
-            try:
-                await asyncio.wait_for(self._changed.wait(), _WAIT_LOG_S)
-            except TimeoutError:
-                waited_s += _WAIT_LOG_S
-                logger.warning("%.0f s without progress on %s: %s", waited_s, what, self._situation())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(0.0, warn_s - time.monotonic()))
+            now_s = time.monotonic()
+            if now_s >= warn_s:  # also where much changes and nothing comes of it, as when every group is dropped
+                warn_s = now_s + _WAIT_LOG_S
+                logger.warning("%.0f s without progress on %s: %s", now_s - began_s, what, self._situation())
 
     def _situation(self) -> str:
         now_s = time.monotonic()

@@ -35,7 +35,7 @@ def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
 def step_numbers(result: StepResult) -> dict[str, Any]:
     """What the step did, by field of TrainRecord."""
     staleness = result.staleness_tokens
-    num_all = result.num_tokens + result.num_stale_tokens + result.num_truncated_tokens
+    num_all = max(1, result.num_tokens + result.num_stale_tokens + result.num_truncated_tokens)
     return {
         "loss": result.loss,
         "gradient_norm": result.gradient_norm,

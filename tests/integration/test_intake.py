@@ -3,23 +3,28 @@
 import asyncio
 import threading
 
+import numpy as np
+import pytest
+
 from areal_rloo.config import load_config
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.tasks.base import Item
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Hello
+from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases
 
 LIMITS = Limits()
 
 
-def _intake() -> Intake:
+def _intake(*overrides: str) -> Intake:
     items = [Item("1+1=?", "2")] * 8
     return Intake(
-        load_config("quickstart.yaml", []),
+        load_config("quickstart.yaml", overrides),
         channel=lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
         ledger=Ledger(),
         stream=PromptStream(items, lambda _: (1, 2), seed=0, num_epochs=None),
@@ -64,3 +69,42 @@ def test_a_worker_that_comes_while_the_others_stop_is_told_to_stop_too() -> None
     assert not stopping.is_alive()
     assert intake.statistics().num_workers == 0
     intake.close()
+
+
+def test_a_wait_in_which_much_happens_and_nothing_comes_of_it_is_logged_with_what_was_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a filter that refuses every group: trajectories come all the time, and never a batch."""
+    monkeypatch.setattr("areal_rloo.learner.intake._WAIT_LOG_S", 0.05)
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    intake = _intake("algorithm.min_reward_std=0.1", "algorithm.group_size=2")
+    port = intake.start()
+    waiting = threading.Thread(target=intake.take_batch)
+    waiting.start()
+
+    def warned() -> bool:
+        return any("low_reward_std" in record.getMessage() for record in caplog.records)
+
+    async def answer_every_lease() -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+        )
+        await worker.send(Hello("w", "1", 4, 0, ()))
+        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
+        num_answered = 0
+        while not warned() and num_answered < 5000:
+            message = await worker.receive()
+            for lease in message.leases if isinstance(message, Leases) else ():
+                for index in lease.sample_indices:
+                    prompt = np.array(lease.prompt_tokens, np.int32)
+                    await worker.push(Trajectory(lease.group_id, index, prompt, completion, 1.0))
+                    num_answered += 1
+        await worker.close()
+
+    asyncio.run(answer_every_lease())
+    intake.begin_drain()
+    waiting.join(timeout=30)
+    intake.close()
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    assert warned()
+    assert "without progress on the batch of version 0" in caplog.text

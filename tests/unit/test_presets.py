@@ -175,3 +175,10 @@ def test_any_finite_input_gives_finite_advantages_under_every_preset(
         config=config,
     )
     assert all(bool(torch.isfinite(own).all()) for own in advantages)
+
+
+def test_rewards_are_normed_before_they_become_returns_of_tokens() -> None:
+    batch = [_trajectory(0, 0, 3, 1.0), _trajectory(0, 1, 2, 0.0)]
+    none = "algorithm.adv_norm={mean_level: none, mean_leave1out: false, std_level: none}"
+    got = _advantages(batch, "algorithm.returns=token", "algorithm.reward_norm.mean_level=group", none)
+    assert [own.tolist() for own in got] == [[0.5] * 3, [-0.5] * 2]
