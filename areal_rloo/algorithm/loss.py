@@ -157,8 +157,9 @@ def _clip_decides(ratio: Tensor, clipped: Tensor, advantages: Tensor, config: Lo
 
 
 def _chosen(outcomes: TokenOutcomes, in_loss: Tensor) -> TokenOutcomes:
+    index = in_loss.nonzero()[:, 0]  # once, for on a GPU it waits
     return TokenOutcomes(
-        **{name: getattr(outcomes, name).detach()[in_loss] for name in TokenOutcomes.__dataclass_fields__}
+        **{name: getattr(outcomes, name).detach()[index] for name in TokenOutcomes.__dataclass_fields__}
     )
 
 

@@ -196,6 +196,16 @@ def test_a_sequence_level_ratio_is_of_whole_trajectories_for_any_microbatching(
     _assert_same(gradient, expected)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_s_gradient_depends_on_the_microbatches(tiny_folders: dict[str, Path], preset: str) -> None:
+    folder, gradients = tiny_folders["qwen2"], []
+    for microbatch_tokens in (128, 8192):
+        config = _config(f"algorithm.preset={preset}", f"learner.microbatch_tokens={microbatch_tokens}")
+        frozen = _another_policy(folder) if config.algorithm.kl.coefficient > 0 else None
+        gradients += _step(folder, _groups(), config, frozen)[0]
+    _assert_same(*gradients)
+
+
 def test_the_order_of_trajectories_and_groups_does_not_matter(tiny_folders: dict[str, Path]) -> None:
     config, groups = _config(), _groups()
     (expected,), _ = _step(tiny_folders["qwen2"], groups, config)
