@@ -80,6 +80,22 @@ def test_a_sequence_out_of_bounds_takes_all_its_tokens_with_it_and_no_other() ->
     assert got.weight[2:].tolist() == pytest.approx([math.exp(0.1)] * 2)
 
 
+def test_each_metric_by_hand() -> None:
+    """On w = e and w = 1/e: k1 = 1 and -1, k2 = 1/2 twice, k3 = e - 2 and 1/e."""
+    log_weight, everything, sequence = torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    for metric, upper, masked in (
+        ("ratio", 2.7, [True, False]),
+        ("ratio", 2.72, [False, False]),
+        ("k1", 0.9, [True, False]),
+        ("k2", 0.49, [True, True]),
+        ("k2", 0.51, [False, False]),
+        ("k3", 0.5, [True, False]),
+        ("k3", 0.36, [True, True]),
+    ):
+        rule = BehaviourWeightConfig(rule="mask", metric=metric, upper=upper)  # type: ignore[arg-type]
+        assert behaviour_weights(log_weight, everything, sequence, rule).masked.tolist() == masked, (metric, upper)
+
+
 def test_the_weight_of_a_sequence_is_its_product_or_its_geometric_mean() -> None:
     log_weight, everything, one = torch.tensor([0.2, 0.4]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 0])
     for aggregate, expected in (("sum", math.exp(0.6)), ("mean", math.exp(0.3)), ("max", math.exp(0.3))):
