@@ -6,7 +6,7 @@ The quickstart's arithmetic from its warm start, 3 seeds, eta = 0, 1, 2, 4, 8, 1
 
     decoupled      clip against the proximal policy, weighted by proximal / behaviour (the default)
     naive_ppo      clip against the behaviour policy, as if it were the proximal one (loss.decoupled=false)
-    no_correction  REINFORCE on stale samples as if they were fresh (loss.kind=reinforce, loss.decoupled=false)
+    no_correction  REINFORCE on stale samples as if they were fresh (loss.kind=reinforce, behaviour_weight.rule=ignore)
 
 At eta = 0 the first two are the same to the last digits. The plot needs matplotlib (`pip install areal_rloo[plot]`).
 """
@@ -28,7 +28,7 @@ COMMON = ("learner.groups_per_step=24",)
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "decoupled": (),
     "naive_ppo": ("algorithm.loss.decoupled=false",),
-    "no_correction": ("algorithm.loss.kind=reinforce", "algorithm.loss.decoupled=false"),
+    "no_correction": ("algorithm.loss.kind=reinforce", "algorithm.loss.behaviour_weight.rule=ignore"),
 }
 
 

@@ -8,7 +8,8 @@ the rule touched. `metric` says what the bounds are on:
 by token, or of a sequence: the mean, sum or largest over its tokens in the loss, of log w for `ratio` (the mean is then
 the geometric one) and of the metric itself otherwise. With `level: sequence` and `metric: ratio` the weight is the
 sequence's as well: the product for `sum`, else the geometric mean, the same for all its tokens. `mask` takes what is
-out of bounds out of the loss; `clamp` sets the weight to the bound; `none` leaves it. Denominators stay as they were.
+out of bounds out of the loss; `clamp` sets the weight to the bound; `none` leaves it; `ignore` takes every weight as 1,
+which corrects nothing. Denominators stay as they were.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def behaviour_weights(
         sequence_index: [num_tokens] int64, which sequence a token belongs to; whole sequences, numbered from 0.
         rule: what is bounded, and what follows.
     """
-    log_weight = log_weight.detach()
+    log_weight = torch.zeros_like(log_weight) if rule.rule == "ignore" else log_weight.detach()
     by_sequence = rule.level == "sequence" and len(log_weight) > 0
     own = log_weight
     if by_sequence and rule.metric == "ratio":

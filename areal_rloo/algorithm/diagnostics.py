@@ -24,7 +24,7 @@ class PolicyDiagnostics:
         entropy: mean entropy of the current policy where it sampled a token, over the whole vocabulary.
         ratio_mean, ratio_max: current / proximal, at the level the loss uses.
         ratio_clipped_share: where the clip decided the loss.
-        ratio_limited_share: a log ratio beyond 20.
+        ratio_limited_share: a log ratio, or a log behaviour_weight, beyond 20.
         behaviour_weight_mean: proximal / behaviour, as the loss used it.
         behaviour_weight_max: before its rule.
         behaviour_weight_clamped_share, behaviour_weight_masked_share: what the rule set to its bound, or took out.

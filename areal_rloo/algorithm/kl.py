@@ -5,9 +5,12 @@ In: logprobs of the same tokens under the policy that sampled them and under ano
 With d = log p - log q of a token sampled from p:
 
     k1   d                  unbiased, of either sign
-    k2   d^2 / 2            biased, of low variance; its gradient is the divergence's
+    k2   d^2 / 2            biased, of low variance
     k3   exp(-d) - 1 + d    unbiased, never negative
     abs  |d|
+
+In a loss, where p is differentiated and the token is not sampled anew, the expected gradient of k2 is that of KL(p, q),
+of k3 that of KL(q, p), and of k1 nothing at all.
 
 A controller may steer the coefficient beta of a KL term towards a target (arXiv:1909.08593, section 2.2): after a step
 on n trajectories with a measured divergence D,

@@ -17,12 +17,16 @@ the policy where it sampled the token. f, by `kind`:
 rho, by `ratio_level`, over the tokens in the loss of a sequence:
 
     token          current / proximal
-    sequence_mean  their geometric mean, for every token of the sequence alike  (GSPO, arXiv:2507.18071)
-    sequence_sum   their product, for every token of the sequence alike  (RLOO as TRL has it)
+    sequence_mean  their geometric mean, of one value for all tokens of the sequence  (GSPO, arXiv:2507.18071)
+    sequence_sum   their product, likewise  (RLOO as TRL has it)
+
+A sequence's ratio has its gradient token by token (GSPO-token, the same paper): rho_t = sg(rho) (current_t /
+sg(current_t))^m with m = 1, or the number of tokens for the product. Where weight and advantage are the sequence's,
+that sums up to the gradient of rho itself; where they are the token's, each reaches its own token alone.
 
 `decoupled: false` puts the behaviour policy in the proximal one's place, so w is 1. What becomes of a large w stands in
-`areal_rloo.algorithm.behaviour`. Log ratios count as at most 20 and at least -20, so that every finite input has a
-finite loss and gradient.
+`areal_rloo.algorithm.behaviour`; it is not on the entropy. Log ratios count as at most 20 and at least -20, so that
+every finite input has a finite loss and gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class TokenOutcomes:
         entropy: float, of the current policy where it sampled the token.
         ratio: float, rho.
         ratio_clipped: bool, the clip decided the token's loss.
-        ratio_limited: bool, a log ratio beyond 20.
+        ratio_limited: bool, a log ratio or a log behaviour_weight beyond 20.
         behaviour_weight: float, w as the loss used it.
         behaviour_weight_unbounded: float, w before its rule.
         behaviour_weight_clamped, behaviour_weight_masked: bool, what the rule did.
@@ -102,12 +106,11 @@ def policy_loss(
     behaviour = torch.where(in_loss, behaviour_logprobs, 0.0)
     proximal = torch.where(in_loss, proximal_logprobs, 0.0).detach()
     anchor = proximal if config.decoupled else behaviour
-    log_ratio = current - anchor
-    if config.ratio_level != "token" and len(log_ratio) > 0:
-        log_ratio = of_sequences(log_ratio, in_loss, sequence_index, config.ratio_level.removeprefix("sequence_"))
+    log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
+    log_weight = anchor - behaviour
     ratio = torch.exp(log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT))
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
-    correction = behaviour_weights(anchor - behaviour, in_loss, sequence_index, config.behaviour_weight)
+    correction = behaviour_weights(log_weight, in_loss, sequence_index, config.behaviour_weight)
     objective = correction.weight * _objective(ratio, clipped, current, advantages, config)
     if config.entropy_coefficient != 0:
         objective = objective + config.entropy_coefficient * torch.where(in_loss, entropy, 0.0)
@@ -118,7 +121,7 @@ def policy_loss(
         entropy=entropy,
         ratio=ratio,
         ratio_clipped=_clip_decides(ratio, clipped, advantages, config),
-        ratio_limited=log_ratio.abs() > LOG_LIMIT,
+        ratio_limited=(log_ratio.abs() > LOG_LIMIT) | (log_weight.abs() > LOG_LIMIT),
         behaviour_weight=correction.weight,
         behaviour_weight_unbounded=correction.unbounded,
         behaviour_weight_clamped=correction.clamped,
@@ -126,6 +129,17 @@ def policy_loss(
         staleness=staleness,
     )
     return LossOutput(loss=-(token_weights * objective).sum(), tokens=_chosen(outcomes, in_loss))
+
+
+def _at_level(log_ratio: Tensor, in_loss: Tensor, sequence_index: Tensor, config: LossConfig) -> Tensor:
+    """The log ratio of each token, or of its sequence; [num_tokens]. Tokens out of the loss are 0 already."""
+    if config.ratio_level == "token" or len(log_ratio) == 0:
+        return log_ratio
+    value, own = log_ratio.detach(), log_ratio - log_ratio.detach()
+    if config.ratio_level == "sequence_mean":
+        return of_sequences(value, in_loss, sequence_index, "mean") + own
+    num_tokens = of_sequences(in_loss.to(value.dtype), in_loss, sequence_index, "sum")
+    return of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
 
 
 def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:

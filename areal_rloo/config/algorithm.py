@@ -54,7 +54,7 @@ class BehaviourWeightConfig(Section, frozen=True):
     `metric` is what the bounds are on: w itself, k1 = log w, k2 = (log w)^2 / 2 or k3 = w - 1 - log w.
     """
 
-    rule: Literal["mask", "clamp", "none"] = "clamp"  # take it out of the loss, set it to the bound, leave it
+    rule: Literal["mask", "clamp", "none", "ignore"] = "clamp"  # out of the loss; to the bound; as it is; w = 1
     level: Literal["token", "sequence"] = "token"
     metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
     aggregate: Literal["mean", "sum", "max"] = "mean"  # over a sequence: of log w for `ratio`, else of the metric
@@ -124,15 +124,22 @@ def validate_algorithm(algorithm: AlgorithmConfig, *, max_new_tokens: int) -> No
         _validate_norm(f"algorithm.{name}", norm, algorithm.group_size)
     _validate_returns(algorithm)
     _validate_rewards(algorithm.rewards, max_new_tokens)
+    _validate_loss(algorithm.loss)
     _validate_behaviour_weight(algorithm.loss.behaviour_weight)
-    if algorithm.kl.adaptive is not None and algorithm.kl.coefficient == 0:
+    _validate_kl(algorithm.kl)
+    if algorithm.min_reward_std > 0 and algorithm.group_size == 1:
         raise ConfigError(
-            "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive, got 0, which no factor moves; "
-            "set the coefficient to start from"
+            f"algorithm.min_reward_std: expected 0 with algorithm.group_size=1, got {algorithm.min_reward_std}; one "
+            "reward has no deviation, so every group would be dropped"
         )
 
 
 def _validate_norm(key: str, norm: NormConfig, group_size: int) -> None:
+    if norm.mean_level == "group" and group_size == 1:
+        raise ConfigError(
+            f"algorithm.group_size: expected at least 2 with {key}.mean_level=group (RLOO, GRPO), got 1; a group of "
+            "one has no others to compare with, and every advantage would be 0"
+        )
     if not norm.mean_leave1out:
         return
     if norm.over == "tokens":
@@ -145,11 +152,6 @@ def _validate_norm(key: str, norm: NormConfig, group_size: int) -> None:
             f"{key}.mean_leave1out: true needs a mean to leave one out of, but mean_level is none; set "
             f"{key}.mean_level=group, or mean_leave1out=false"
         )
-    if norm.mean_level == "group" and group_size == 1:
-        raise ConfigError(
-            f"algorithm.group_size: expected at least 2 with {key}.mean_leave1out (RLOO), got 1; a group of one has "
-            "no others to compare with"
-        )
 
 
 def _validate_returns(algorithm: AlgorithmConfig) -> None:
@@ -161,6 +163,12 @@ def _validate_returns(algorithm: AlgorithmConfig) -> None:
                 "algorithm.returns=token, so that each token has a return to discount"
             )
         return
+    if norm.mean_leave1out:
+        raise ConfigError(
+            "algorithm.returns: expected trajectory with algorithm.adv_norm.mean_leave1out, got token; leave one out "
+            "before the returns: algorithm.reward_norm={mean_level: group, mean_leave1out: true} with "
+            "algorithm.adv_norm={mean_level: none, mean_leave1out: false}"
+        )
     if norm.over != "tokens" and (norm.mean_level != "none" or norm.std_level != "none"):
         raise ConfigError(
             f"algorithm.adv_norm.over: expected tokens with algorithm.returns=token, got {norm.over}; a return of each "
@@ -171,6 +179,11 @@ def _validate_returns(algorithm: AlgorithmConfig) -> None:
 def _validate_rewards(rewards: RewardsConfig, max_new_tokens: int) -> None:
     if rewards.clip is not None and not rewards.clip[0] < rewards.clip[1]:
         raise ConfigError(f"algorithm.rewards.clip: expected [lowest, highest] in this order, got {list(rewards.clip)}")
+    if rewards.overlong_penalty != RewardsConfig().overlong_penalty and rewards.overlong_tokens == 0:
+        raise ConfigError(
+            f"algorithm.rewards.overlong_tokens: expected how many tokens are overlong with overlong_penalty="
+            f"{rewards.overlong_penalty}, got 0, which is none"
+        )
     if rewards.overlong_tokens > max_new_tokens:
         raise ConfigError(
             f"algorithm.rewards.overlong_tokens: expected at most rollout.sampling.max_new_tokens={max_new_tokens}, "
@@ -178,9 +191,53 @@ def _validate_rewards(rewards: RewardsConfig, max_new_tokens: int) -> None:
         )
 
 
+def _validate_loss(loss: LossConfig) -> None:
+    """Refuse what would be read and do nothing."""
+    key = "algorithm.loss"
+    if loss.kind == "reinforce" and loss.ratio_level != "token":
+        raise ConfigError(
+            f"{key}.ratio_level: expected token with kind=reinforce, which has no ratio, got {loss.ratio_level}"
+        )
+    if loss.kind != "ppo" and loss.dual_clip is not None:
+        raise ConfigError(
+            f"{key}.dual_clip: expected null with kind={loss.kind}, got {loss.dual_clip}; only ppo has it"
+        )
+    if loss.decoupled:
+        return
+    if loss.kind == "reinforce":
+        raise ConfigError(
+            f"{key}.decoupled: expected true with kind=reinforce, got false; without a ratio to the behaviour policy "
+            f"nothing would correct for older weights; set {key}.behaviour_weight.rule=ignore if that is what you want"
+        )
+    if loss.proximal != "recompute":
+        raise ConfigError(f"{key}.proximal: {loss.proximal} is read only with decoupled=true; leave it out")
+    if loss.behaviour_weight != BehaviourWeightConfig():
+        raise ConfigError(
+            f"{key}.behaviour_weight: set, and read only with decoupled=true, since w is 1 without it; leave it out"
+        )
+
+
+def _validate_kl(kl: KLConfig) -> None:
+    if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator == "k1":
+        raise ConfigError(
+            "algorithm.kl.estimator: expected k2, k3 or abs with placement=loss, got k1, whose gradient is 0 in "
+            "expectation; set k2 for the gradient of KL(current, reference), or k3 as GRPO has it"
+        )
+    if kl.adaptive is not None and kl.coefficient == 0:
+        raise ConfigError(
+            "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive, got 0, which no factor moves; "
+            "set the coefficient to start from"
+        )
+
+
 def _validate_behaviour_weight(rule: BehaviourWeightConfig) -> None:
     key = "algorithm.loss.behaviour_weight"
-    if rule.rule == "none":
+    if rule.aggregate != "mean" and rule.level == "token":
+        raise ConfigError(
+            f"{key}.aggregate: expected mean with level=token, got {rule.aggregate}; a token by itself has nothing to "
+            f"aggregate; set {key}.level=sequence"
+        )
+    if rule.rule in ("none", "ignore"):
         return
     if rule.upper is None and rule.lower is None:
         raise ConfigError(f"{key}.upper: expected a bound with rule={rule.rule}, got none; set one, or {key}.rule=none")
@@ -193,6 +250,11 @@ def _validate_behaviour_weight(rule: BehaviourWeightConfig) -> None:
         raise ConfigError(
             f"{key}.metric: expected ratio with rule=clamp, got {rule.metric}; a weight is set to a bound of its own, "
             "not of a divergence; set rule=mask"
+        )
+    if rule.rule == "clamp" and rule.level == "sequence" and rule.aggregate == "max":
+        raise ConfigError(
+            f"{key}.aggregate: expected mean or sum with rule=clamp and level=sequence, got max; the weight of a "
+            "sequence is its mean or its product, so its largest token sets no bound on it; set rule=mask"
         )
 
 

@@ -7,6 +7,7 @@ file ─► mapping ─► AReaL's keys renamed ─► overrides laid on it ─�
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 import typing
@@ -56,6 +57,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     sources: dict[str, str] = {}
     for override in overrides:
         keys, value = parse_override(override)
+        keys, value = translate_override(keys, value, tree)
         if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
             forget(tree["algorithm"])  # a preset named here is meant to win over what the file says of its keys
         _lay(tree, keys, value, override)
@@ -93,7 +95,7 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
         raise ConfigError(
             f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}"
         ) from error
-    return translate_override(tuple(key.split(".")), value)
+    return tuple(key.split(".")), value
 
 
 def dump_config(config: Config) -> str:
@@ -139,9 +141,13 @@ def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
 
 
 def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callable[[str], str]) -> Any:
-    """Refuse unknown keys with a suggestion, and read YAML's null as the word `none` where a Literal has that word."""
+    """Refuse unknown keys with a suggestion, and numbers that are none; read YAML's null as the word `none` where a
+    Literal has that word."""
     struct = _struct_in(expected)
     if struct is None or not isinstance(node, dict):
+        for number in node if isinstance(node, list) else [node]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{source_of(path)}: {path}: expected a finite number; the value is {node!r}")
         return "none" if node is None and _has_word_none(expected) else node
     hints = typing.get_type_hints(struct, include_extras=True)
     clean = {}

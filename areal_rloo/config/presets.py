@@ -90,7 +90,8 @@ PRESETS: Mapping[PresetName, Tree] = {
 
 def expand(algorithm: Tree) -> Tree:
     """The section `algorithm` of a config file with its preset's values where it has none; the file's own win."""
-    preset = PRESETS.get(algorithm.get("preset", "rloo"))
+    name = algorithm.get("preset", "rloo")
+    preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
     return algorithm if preset is None else _filled(algorithm, preset)
 
 

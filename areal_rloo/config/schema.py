@@ -20,6 +20,7 @@ from areal_rloo.config.section import (
     PositiveInt,
     Probability,
     Section,
+    Share,
 )
 from areal_rloo.errors import ConfigError
 
@@ -41,7 +42,7 @@ class WarmStartConfig(Section, frozen=True):
     max_steps: NonNegativeInt = 4000
     batch_size: PositiveInt = 8  # many small steps learn sooner than few large ones
     learning_rate: PositiveFloat = 1e-3
-    error_rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of wrong steps in the demonstrations
+    error_rate: Share = 0.1  # share of wrong steps in the demonstrations
 
 
 class TinyModelConfig(Section, frozen=True):
@@ -93,7 +94,10 @@ class SamplingConfig(Section, frozen=True):
     top_k: NonNegativeInt = 0
     max_new_tokens: PositiveInt = 512
     min_new_tokens: NonNegativeInt = 0
-    allow_truncated: bool = False  # train on top_p < 1 or top_k > 0 although the learner's logprobs do not match them
+    allow_truncated: bool = (
+        False  # train on top_p < 1, top_k > 0 or min_new_tokens > 0, although the learner's logprobs
+    )
+    # are those of the whole distribution
 
 
 class RolloutConfig(Section, frozen=True):
@@ -109,7 +113,7 @@ class RolloutConfig(Section, frozen=True):
 
 class OptimizerConfig(Section, frozen=True):
     learning_rate: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -231,16 +235,16 @@ def validate(config: Config) -> None:
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="
             f"{config.algorithm.kl.coefficient}, got null; set model.reference.path=initial, or the coefficient to 0"
         )
-    if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.allow_truncated:
-        raise ConfigError(
-            f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} truncate the distribution, and the "
-            "learner's logprobs no longer match the behaviour's; expected top_p=1 and top_k=0, or set "
-            "rollout.sampling.allow_truncated=true"
-        )
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise ConfigError(
             f"rollout.sampling.min_new_tokens: expected at most max_new_tokens={sampling.max_new_tokens}, "
             f"got {sampling.min_new_tokens}"
+        )
+    if (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_new_tokens > 0) and not sampling.allow_truncated:
+        raise ConfigError(
+            f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} and min_new_tokens="
+            f"{sampling.min_new_tokens} truncate the distribution, and the learner's logprobs no longer match the "
+            "behaviour's; expected 1, 0 and 0, or set rollout.sampling.allow_truncated=true"
         )
     if learner.num_minibatches > learner.groups_per_step:
         raise ConfigError(

@@ -46,8 +46,7 @@ class Buffer:
         self._group_filter = group_filter
         self._filter_errors_in_a_row = 0
         self._taken: set[int] = set()
-        compares = algorithm.adv_norm.mean_leave1out and algorithm.adv_norm.mean_level == "group"
-        self._min_group = 2 if algorithm.drop_groups_of_one and (compares or algorithm.group_size > 1) else 1
+        self._min_group = 2 if algorithm.drop_groups_of_one and algorithm.group_size > 1 else 1
 
     def settle(self, group: LedgerGroup) -> None:
         """Drop a complete group that is too small to be compared with anything, or not worth training on.

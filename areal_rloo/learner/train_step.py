@@ -142,7 +142,7 @@ class TrainStep:
         ]
         result.loss = sum(output.loss.item() for rows in outputs for output in rows) / len(minibatches)
         result.policy = diagnose([[output.tokens for output in rows] for rows in outputs])
-        self._adapt(len(trajectories), result)
+        self._adapt(int(self._ranks.total(torch.tensor(len(trajectories)))), result)
         result.train_step_s = time.perf_counter() - started_s
         return result
 
@@ -302,7 +302,7 @@ class TrainStep:
             outputs.append(replace(output, loss=output.loss.detach()))
         max_norm = self._config.learner.optimizer.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        result.gradient_norm = max(result.gradient_norm, norm.item())
+        result.gradient_norm = float(np.maximum(result.gradient_norm, norm.item()))  # unlike max, NaN stays
         if bool(torch.isfinite(norm)) and all(bool(torch.isfinite(output.loss)) for output in outputs):
             self.optimizer.step()
             self.schedule.step()

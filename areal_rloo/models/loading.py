@@ -14,12 +14,15 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import PACKED_ATTENTION
 
+_ARCHITECTURES = ("qwen2", "qwen3", "llama")  # held against their own logits in tests/unit
+
 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     """A causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
     Raises:
-        ModelError: the folder is missing or unreadable; says which and what to do.
+        ModelError: the folder is missing, unreadable, or of an architecture whose logprobs we do not compute; says
+            which and what to do.
     """
     transformers_logging.disable_progress_bar()
     try:
@@ -28,6 +31,11 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_unreadable(path, error)) from error
+    if model.config.model_type not in _ARCHITECTURES:
+        raise ModelError(
+            f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
+            "whose logprobs are those of its hidden states and head alone, without soft caps, scales or windows"
+        )
     model.to(device)  # type: ignore[arg-type]
     return model
 

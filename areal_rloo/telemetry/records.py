@@ -48,7 +48,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     ratio_mean: float  # current / proximal
     ratio_max: float
     ratio_clipped_share: float
-    ratio_limited_share: float  # a log ratio beyond +-20
+    ratio_limited_share: float  # a log ratio or log behaviour_weight beyond +-20
     behaviour_weight_mean: float  # proximal / behaviour, as the loss used it
     behaviour_weight_max: float  # before its rule
     behaviour_weight_clamped_share: float

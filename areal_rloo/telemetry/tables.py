@@ -50,7 +50,9 @@ TRAIN = {
     "entropy": Metric("entropy", "Mean entropy of the policy, in nats, where it sampled tokens with a gradient"),
     "ratio_mean": Metric("ratio_mean", "Mean of current / proximal over tokens with a gradient"),
     "ratio_max": Metric("ratio_max", "Largest current / proximal of the last step"),
-    "ratio_limited_share": Metric("ratio_limited_share", "Share of tokens with a gradient and a log ratio beyond 20"),
+    "ratio_limited_share": Metric(
+        "ratio_limited_share", "Share of tokens with a gradient and a log ratio or log behaviour_weight beyond 20"
+    ),
     "ratio_clipped_share": Metric("ratio_clipped_share", "Share of tokens with a gradient whose ratio was clipped"),
     "behaviour_weight_mean": Metric("behaviour_weight_mean", "Mean of proximal / behaviour, after its limit"),
     "behaviour_weight_max": Metric("behaviour_weight_max", "Largest proximal / behaviour, before its limit"),

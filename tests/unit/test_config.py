@@ -87,9 +87,14 @@ def test_a_group_of_one_under_rloo_is_refused() -> None:
     assert message.startswith("override 'algorithm.group_size=1': algorithm.group_size: expected at least 2")
 
 
-def test_a_group_of_one_is_allowed_without_leave_one_out() -> None:
-    overrides = ["algorithm.group_size=1", "algorithm.adv_norm.mean_leave1out=false"]
-    assert load_config("quickstart.yaml", overrides).algorithm.group_size == 1
+def test_a_group_of_one_is_allowed_where_nothing_is_compared_within_it() -> None:
+    for preset in ("reinforce", "reinforce_plus_plus"):
+        overrides = ["algorithm.group_size=1", f"algorithm.preset={preset}"]
+        assert load_config("quickstart.yaml", overrides).algorithm.group_size == 1
+    for preset in ("grpo", "dr_grpo", "reinforce_plus_plus_baseline"):
+        assert "every advantage would be 0" in refusal(
+            "quickstart.yaml", "algorithm.group_size=1", f"algorithm.preset={preset}"
+        )
 
 
 def test_leave_one_out_without_a_mean_is_refused() -> None:
@@ -101,11 +106,13 @@ def test_presets_leave_nothing_of_each_other_and_each_key_can_be_overridden(tmp_
     fills = load_config(write(tmp_path, "algorithm: {preset: grpo, adv_norm: {eps: 1e-4}, group_size: 4}")).algorithm
     assert fills.adv_norm == NormConfig(mean_level="group", std_level="group", eps=1e-4)
     assert (fills.group_size, fills.kl.placement, fills.loss.aggregation) == (4, "loss", "seq_mean_token_mean")
-    explicit = "algorithm: {group_size: 5, adv_norm: {mean_level: batch}, loss: {eps_low: 0.3, decoupled: false}}"
+    explicit = (
+        "algorithm: {group_size: 5, adv_norm: {mean_level: batch}, loss: {eps_low: 0.3, behaviour_weight: {upper: 3}}}"
+    )
     for name in PRESETS:
         wins = load_config(write(tmp_path, explicit), [f"algorithm.preset={name}"]).algorithm
         plain = load_config(write(tmp_path, f"algorithm: {{preset: {name}}}")).algorithm
-        loss = msgspec.structs.replace(plain.loss, decoupled=False)
+        loss = msgspec.structs.replace(plain.loss, behaviour_weight=BehaviourWeightConfig(upper=3.0))
         assert wins == msgspec.structs.replace(plain, group_size=5, loss=loss)
     after = load_config("quickstart.yaml", ["algorithm.preset=grpo", "algorithm.adv_norm.std_level=none"]).algorithm
     assert after.adv_norm == NormConfig(mean_level="group")
@@ -146,22 +153,63 @@ def test_areals_rejection_sampling_is_understood_with_its_own_defaults(tmp_path:
     assert weight("actor: {rejection_sampling: null}").rule == "none"
     overrides = ["actor.rejection_sampling.action=mask", "actor.rejection_sampling.metric=kl_k2"]
     assert weight("", *overrides) == BehaviourWeightConfig(rule="mask", metric="k2")
+    assert weight("", "actor.rejection_sampling={metric: kl_k3}") == BehaviourWeightConfig(rule="mask", metric="k3")
     assert weight("", "actor.rejection_sampling=null").rule == "none"
 
 
 def test_areals_norms_mean_what_they_mean_there(tmp_path: Path) -> None:
     """A key that is left out has AReaL's default in AReaL's section, not that of our preset."""
+    expected = NormConfig(mean_level="group", std_level="batch", eps=1e-5)
     text = "actor: {adv_norm: {mean_level: group}, reward_norm: null}"
     algorithm = load_config(write(tmp_path, text)).algorithm
-    assert algorithm.adv_norm == NormConfig(mean_level="group", std_level="batch", eps=1e-5)
+    assert algorithm.adv_norm == expected
     assert algorithm.reward_norm == NormConfig()
+    for preset in PRESETS:
+        overrides = [f"algorithm.preset={preset}", "algorithm.returns=trajectory", "actor.adv_norm={mean_level: group}"]
+        assert load_config(write(tmp_path, "algorithm: {discount: 1.0}"), overrides).algorithm.adv_norm == expected
+    one_key = load_config(write(tmp_path, ""), ["actor.adv_norm.std_level=batch"]).algorithm.adv_norm
+    assert one_key == NormConfig(mean_level="group", mean_leave1out=True, std_level="batch")
+
+
+def test_areals_group_size_is_ours_or_refused(tmp_path: Path) -> None:
+    """Its gsm8k_rloo.yaml writes it as an interpolation of `gconfig.n_samples`."""
+    section = "actor: {{reward_norm: {{mean_level: group, mean_leave1out: true, std_level: null, group_size: {0}}}}}\n"
+    shipped = load_config(write(tmp_path, section.format("'${gconfig.n_samples}'"))).algorithm
+    assert shipped.reward_norm == NormConfig(mean_level="group", mean_leave1out=True, eps=1e-5)
+    assert load_config(write(tmp_path, section.format(4))).algorithm.group_size == 4
+    assert load_config(write(tmp_path, section.format(4) + "algorithm: {group_size: 4}")).algorithm.group_size == 4
+    assert load_config(write(tmp_path, ""), ["actor.adv_norm.group_size=5"]).algorithm.group_size == 5
+    message = refusal(write(tmp_path, section.format(4) + "algorithm: {group_size: 8}"))
+    assert message.startswith("actor.reward_norm.group_size: expected algorithm.group_size=8, got 4")
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("algorithm.discount=0.9", "algorithm.discount: expected 1 with algorithm.returns=trajectory, got 0.9"),
-        ("algorithm.returns=token", "algorithm.adv_norm.over: expected tokens with algorithm.returns=token"),
+        ("algorithm.returns=token", "leave one out before the returns: algorithm.reward_norm={mean_level: group"),
+        (
+            "algorithm={returns: token, adv_norm: {mean_leave1out: false}}",
+            "algorithm.adv_norm.over: expected tokens with algorithm.returns=token",
+        ),
+        ("algorithm.kl={coefficient: 0.1, placement: loss}", "expected k2, k3 or abs with placement=loss, got k1"),
+        ("algorithm.loss={kind: reinforce, decoupled: false}", "set algorithm.loss.behaviour_weight.rule=ignore if"),
+        ("algorithm.loss={kind: reinforce, ratio_level: sequence_mean}", "expected token with kind=reinforce"),
+        ("algorithm.loss={kind: cispo, dual_clip: 3}", "expected null with kind=cispo, got 3.0; only ppo has it"),
+        ("algorithm.loss={decoupled: false, proximal: reuse}", "reuse is read only with decoupled=true"),
+        ("algorithm.loss={decoupled: false, behaviour_weight: {upper: 2}}", "read only with decoupled=true"),
+        ("algorithm.loss.behaviour_weight.aggregate=sum", "expected mean with level=token, got sum"),
+        ("algorithm.loss.behaviour_weight={level: sequence, aggregate: max}", "its largest token sets no bound on it"),
+        ("algorithm.rewards.overlong_penalty=0.5", "expected how many tokens are overlong with overlong_penalty=0.5"),
+        (
+            "algorithm={preset: reinforce, group_size: 1, min_reward_std: 0.1}",
+            "expected 0 with algorithm.group_size=1, got 0.1",
+        ),
+        ("algorithm.rewards.scale=.nan", "algorithm.rewards.scale: expected a finite number; the value is nan"),
+        ("learner.optimizer.learning_rate=.inf", "expected a finite number; the value is inf"),
+        ("learner.optimizer.betas=[0.9,.nan]", "expected a finite number; the value is [0.9, nan]"),
+        ("learner.optimizer.betas=[1.5,0.9]", "learner.optimizer.betas[0]: expected `float` < 1.0".replace("`", "")),
+        ("algorithm.preset=[1]", "algorithm.preset: expected str, got array; the value is [1]"),
         ("algorithm.rewards.clip=[1,0]", "algorithm.rewards.clip: expected [lowest, highest] in this order"),
         ("algorithm.rewards.overlong_tokens=97", "expected at most rollout.sampling.max_new_tokens=96, got 97"),
         ("algorithm.kl.adaptive={}", "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive"),
@@ -203,7 +251,9 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
     load_config("quickstart.yaml", ["model.reference=null"])
 
 
-@pytest.mark.parametrize("override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"])
+@pytest.mark.parametrize(
+    "override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50", "rollout.sampling.min_new_tokens=2"]
+)
 def test_truncated_sampling_is_refused_unless_allowed(override: str) -> None:
     assert "rollout.sampling.allow_truncated=true" in refusal("quickstart.yaml", override)
     load_config("quickstart.yaml", [override, "rollout.sampling.allow_truncated=true"])

@@ -174,6 +174,43 @@ def test_the_ratio_of_a_sequence_is_the_product_or_the_geometric_mean_of_its_tok
         assert float(output.tokens.ratio.max()) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_sum"])
+def test_under_a_sequence_s_ratio_advantage_and_weight_of_a_token_reach_that_token_alone(level: str) -> None:
+    """A masked token has no gradient, whatever its sequence; advantages that differ do not cancel."""
+    scale = 2 if level == "sequence_sum" else 1
+    masked = LossConfig(ratio_level=level, behaviour_weight=BehaviourWeightConfig(rule="mask"))  # type: ignore[arg-type]
+    logprobs = [-1.0, -1.0]
+    _, gradient, _ = _loss(logprobs, logprobs, [-1.0, -9.0], [1.0, 1.0], config=masked)
+    assert gradient == pytest.approx([-0.5 * scale, 0.0])
+    _, gradient, _ = _loss(logprobs, logprobs, [-1.0, -2.0], [1.0, -1.0], config=masked)
+    assert gradient == pytest.approx([-0.5 * scale, 0.5 * math.e * scale])
+
+
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_sum"])
+def test_the_gradient_of_a_sequence_s_ratio_is_that_of_the_ratio_itself(level: str) -> None:
+    """Written down whole and differentiated, where advantage and weight are the sequence's."""
+    before, current = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.9, -0.4], requires_grad=True)
+    total = (current - before).sum()
+    ratio = torch.exp(total if level == "sequence_sum" else total / 3)
+    (-(ratio * 2.0)).backward()
+    _, gradient, _ = _loss(
+        current.tolist(),
+        before.tolist(),
+        before.tolist(),
+        [2.0] * 3,
+        config=LossConfig(ratio_level=level, eps_high=9.0),  # type: ignore[arg-type]
+    )
+    assert current.grad is not None
+    assert gradient == pytest.approx(current.grad.tolist())
+
+
+def test_ignoring_the_behaviour_weight_takes_it_as_one() -> None:
+    config = LossConfig(kind="reinforce", behaviour_weight=BehaviourWeightConfig(rule="ignore"))
+    _, gradient, output = _loss([-1.0], [-1.0], [-4.0], [1.0], config=config)
+    assert gradient == [-1.0]
+    assert output.tokens.behaviour_weight.tolist() == [1.0]
+
+
 def test_a_token_out_of_the_loss_is_not_in_its_sequence_s_ratio() -> None:
     config = LossConfig(ratio_level="sequence_mean", eps_high=10.0)
     loss, _, _ = _loss([-1.0, -9.0], [-1.5, -1.0], [-1.5, -1.0], [1.0, 1.0], [1.0, 0.0], config)
@@ -236,6 +273,8 @@ def test_a_ratio_beyond_all_measure_is_counted_and_has_no_gradient() -> None:
     assert loss == pytest.approx((math.exp(20.0) + 1) / 2)
     assert gradient == pytest.approx([0.0, 0.5])
     assert output.tokens.ratio_limited.tolist() == [True, False]
+    _, _, output = _loss([-0.5], [-0.5], [-80.5], [1.0])
+    assert output.tokens.ratio_limited.tolist() == [True], "a behaviour_weight beyond all measure is counted as well"
 
 
 def test_token_weights_of_every_aggregation_by_hand() -> None:

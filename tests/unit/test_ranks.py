@@ -18,7 +18,7 @@ from areal_rloo.trajectory import Completion, Group, Trajectory
 CPU = torch.device("cpu")
 SETUPS = (
     ("algorithm.preset=rloo",),
-    ("algorithm.preset=grpo",),
+    ("algorithm.preset=grpo", "algorithm.kl.adaptive={target: 1e-6, horizon: 100}"),
     ("algorithm.preset=dr_grpo", "algorithm.adv_norm.std_level=batch"),
     ("algorithm.preset=reinforce_plus_plus",),
     ("algorithm.preset=reinforce_plus_plus_baseline", "algorithm.loss.entropy_coefficient=0.1"),
@@ -46,9 +46,9 @@ def _groups() -> list[Group]:
     return groups
 
 
-def _gradients(folder: Path, groups: list[Group], ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-    """The gradient of the first minibatch of every setup, as the optimizer would see it on this rank."""
-    gathered = []
+def _gradients(folder: Path, groups: list[Group], ranks: Ranks) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+    """Of every setup, the gradient as the optimizer would see it on this rank, and the KL coefficient afterwards."""
+    gathered, coefficients = [], []
     for overrides in SETUPS:
         config = load_config(
             "quickstart.yaml",
@@ -63,7 +63,8 @@ def _gradients(folder: Path, groups: list[Group], ranks: Ranks) -> list[dict[str
         step.schedule.step = lambda *_, **__: None  # type: ignore[method-assign]
         step.step(groups, policy_version=2)
         gathered.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
-    return gathered
+        coefficients.append(step.kl_coefficient)
+    return gathered, coefficients
 
 
 def _rank(rank: int, size: int, store: str, folder: Path, output: Path) -> None:
@@ -93,11 +94,14 @@ def test_the_ranks_gradients_add_up_to_that_of_one_rank_under_every_norm(
     ]
     for process in processes:
         process.start()
-    expected = _gradients(folder, _groups(), Ranks())
+    expected, coefficients = _gradients(folder, _groups(), Ranks())
+    assert coefficients[1] != 0.04, "the controller moved it"
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    assert all(of_rank == pytest.approx(coefficients) for _, of_rank in saved)
+    parts = [part for part, _ in saved]
     for index, overrides in enumerate(SETUPS):
         scale = max(float(gradient.abs().max()) for gradient in expected[index].values())
         assert scale > 0

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from areal_rloo.config import PRESETS, Config, load_config
+from areal_rloo.errors import ModelError
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import load_policy
@@ -253,7 +254,7 @@ def test_a_step_on_equal_rewards_moves_no_weight(tiny_folders: dict[str, Path]) 
 def test_a_kl_in_the_loss_reaches_trajectories_without_an_advantage(tiny_folders: dict[str, Path]) -> None:
     """The KL's gradient does not depend on the rewards: it is what a step has more with it than without."""
     folder, reference = tiny_folders["qwen2"], _another_policy(tiny_folders["qwen2"])
-    config = _config("algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss")
+    config = _config("algorithm.kl={coefficient: 0.3, placement: loss, estimator: k2}")
     (equal,), _ = _step(folder, _with_equal_rewards(_groups()), config, reference)
     (different,), _ = _step(folder, _groups(), config, reference)
     (plain,), _ = _step(folder, _groups(), _config())
@@ -400,6 +401,7 @@ def test_the_kl_coefficient_follows_its_controller_only_after_a_step_that_was_ta
         next(train_step.model.parameters()).fill_(torch.nan)
     skipped = train_step.step(groups, policy_version=VERSION)
     assert skipped.num_skipped == 1
+    assert np.isnan(skipped.gradient_norm)
     assert np.isfinite(skipped.reference_divergence)
     assert train_step.kl_coefficient == pytest.approx(after)
 
@@ -490,3 +492,17 @@ def test_logprobs_of_minus_ten_thousand_and_huge_rewards_give_a_finite_step(
     assert all(bool(torch.isfinite(g).all()) for g in gradient.values())
     assert result.num_optimizer_steps == 1
     assert result.num_limited_rewards == sum(len(group.trajectories) for group in groups)
+
+
+def test_a_model_whose_logprobs_would_be_others_is_refused_with_the_architectures_there_are(tmp_path: Path) -> None:
+    """Gemma caps its logits, which the hidden states and the head alone do not show."""
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 16,
+    }
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is a gemma2 model; expected one of qwen2, qwen3, llama"):
+        load_policy(str(tmp_path), device=torch.device("cpu"))

@@ -4,6 +4,7 @@ A policy softmax(theta) chooses one of n arms with fixed rewards r. Exactly, d E
 estimate of a group of K samples is mean_i A_i d log p(a_i) / d theta.
 """
 
+import itertools
 import math
 from math import comb
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.advantage import normalize
-from areal_rloo.config import PRESETS, AlgorithmConfig, NormConfig, PresetName
+from areal_rloo.algorithm.loss import policy_loss, token_weights
+from areal_rloo.config import PRESETS, AlgorithmConfig, LossConfig, NormConfig, PresetName
 
 K = 4
 NUM_GROUPS = 100_000
@@ -47,8 +49,13 @@ def _standard_errors_off(estimates: Tensor, value: Tensor) -> Tensor:
     return (estimates.mean(0) - value).abs() / (estimates.std(0) / math.sqrt(len(estimates)))
 
 
-@pytest.mark.parametrize("preset", ["rloo", "rloo_areal", "rloo_verl", "rloo_trl", "rloo_ms_swift", "reinforce"])
-def test_the_gradient_is_unbiased(preset: PresetName) -> None:
+def test_the_rloo_of_every_system_has_the_same_advantages() -> None:
+    for preset in ("rloo_areal", "rloo_verl", "rloo_trl", "rloo_ms_swift"):
+        assert _norms(preset) == _norms("rloo")
+
+
+@pytest.mark.parametrize("preset", ["rloo", "reinforce"])
+def test_the_advantages_give_an_unbiased_gradient(preset: PresetName) -> None:
     assert float(_standard_errors_off(_estimates(preset), EXACT).max()) < Z
 
 
@@ -85,7 +92,8 @@ def _expected_binary_gradient(p: float, preset: PresetName, size: int = K) -> fl
 @pytest.mark.parametrize("p", [0.02, 0.2, 0.5, 0.9])
 def test_with_binary_rewards_the_expected_gradient_is_known_for_each_baseline(p: float) -> None:
     """GRPO divides by the group's deviation, so hard and easy prompts weigh more than they should (arXiv:2503.20783):
-    its expectation is that of the deviation itself, sqrt(q (1 - q)), q the share of right ones in the group."""
+    its expected gradient by the logit is the expected deviation of the group, sqrt(q (1 - q)) with q its share of right
+    ones, where the true one is p (1 - p)."""
     deviation = sum(
         comb(K, right) * p**right * (1 - p) ** (K - right) * math.sqrt(right / K * (1 - right / K))
         for right in range(K + 1)
@@ -103,3 +111,63 @@ def test_grpo_weighs_a_hard_prompt_more_against_an_even_one_than_the_true_gradie
     assert hard / even > 1.5 * true
     hard, even = (_expected_binary_gradient(p, "rloo", 16) for p in (0.02, 0.5))
     assert hard / even == pytest.approx(true, rel=1e-9)
+
+
+# Sequences of one or two tokens: stop at once, or go on and end in one of two ways.
+SEQUENCES = ((0,), (1, 0), (1, 1))
+OF_SEQUENCES = {(0,): 0.2, (1, 0): 1.0, (1, 1): 0.0}
+
+
+def _logprobs(sequence: tuple[int, ...], theta: Tensor) -> Tensor:
+    """[num_tokens]: of each choice; theta holds the logit of going on and of the second way to end."""
+    signs = torch.tensor([1.0 if choice else -1.0 for choice in sequence], dtype=torch.float64)
+    return torch.nn.functional.logsigmoid(signs * theta[: len(sequence)])
+
+
+def _expected_gradient(aggregation: str) -> Tensor:
+    """Of the loss of a group of two under RLOO, over every group there can be, exactly; ascending."""
+    theta = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+    expected = torch.zeros(2, dtype=torch.float64)
+    for pair in itertools.product(SEQUENCES, repeat=2):
+        chosen = [_logprobs(sequence, theta) for sequence in pair]
+        probability = float(torch.cat(chosen).detach().sum().exp())
+        current = torch.cat(chosen)
+        index = torch.tensor([i for i, sequence in enumerate(pair) for _ in sequence])
+        rewards = torch.tensor([OF_SEQUENCES[sequence] for sequence in pair], dtype=torch.float64)
+        advantages = _advantages(rewards, torch.zeros(2, dtype=torch.int64), "rloo")
+        config = LossConfig(aggregation=aggregation)  # type: ignore[arg-type]
+        loss = policy_loss(
+            behaviour_logprobs=current.detach(),
+            proximal_logprobs=current.detach(),
+            current_logprobs=current,
+            entropy=torch.zeros(len(current)),
+            advantages=advantages[index],
+            token_weights=token_weights(
+                torch.ones(len(current), dtype=torch.bool), index, num_sequences=2, max_new_tokens=2, config=config
+            ),
+            staleness=torch.zeros(len(current), dtype=torch.int64),
+            sequence_index=index,
+            config=config,
+        ).loss
+        (gradient,) = torch.autograd.grad(-loss, theta)
+        expected += probability * gradient
+    return expected
+
+
+def _true_gradient() -> Tensor:
+    theta = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+    value = sum(_logprobs(sequence, theta).sum().exp() * OF_SEQUENCES[sequence] for sequence in SEQUENCES)
+    assert isinstance(value, Tensor)
+    return torch.autograd.grad(value, theta)[0]
+
+
+def test_a_sum_over_the_tokens_of_a_sequence_is_unbiased_and_a_constant_length_scales_it() -> None:
+    torch.testing.assert_close(_expected_gradient("seq_mean_token_sum"), _true_gradient(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(_expected_gradient("seq_mean_token_sum_norm"), _true_gradient() / 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_means_over_tokens_are_biased_by_length_and_not_only_in_scale(aggregation: str) -> None:
+    """Both weigh a token by the lengths that were sampled (arXiv:2503.20783, section 3.1)."""
+    shares = _expected_gradient(aggregation) / _true_gradient()
+    assert float(shares.max() / shares.min()) > 1.05
