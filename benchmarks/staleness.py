@@ -91,7 +91,8 @@ def plot(table: Sequence[Mapping[str, Any]], path: str, schedule: str) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt  # noqa: PLC0415 - after the backend is chosen
 
-    matplotlib.rcParams["svg.hashsalt"] = "areal_rloo"  # the same file for the same numbers
+    # The same file for the same numbers, and its words as words.
+    matplotlib.rcParams.update({"svg.hashsalt": "areal_rloo", "svg.fonttype": "none"})
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
     for axis, measure in zip(axes, ("final", "area"), strict=True):
         for name in CORRECTIONS:

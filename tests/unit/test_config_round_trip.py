@@ -15,6 +15,8 @@ RELATED = {
     *("group_size", "mean_level", "mean_leave1out", "over", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
+    *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
+    *("estimator", "placement"),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
 }
 TREACHEROUS = [

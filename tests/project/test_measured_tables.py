@@ -1,0 +1,51 @@
+"""The tables of docs/algorithms.md that were measured, against the files they were measured into."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "benchmarks" / "results"
+DOCUMENT = (REPO / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def _table(title: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its header."""
+    section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    assert section, title
+    rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("title", "file"),
+    [("What staleness costs", "staleness.json"), ("What a mixture of staleness costs", "staleness_mixed.json")],
+)
+def test_the_staleness_tables_are_what_was_measured(title: str, file: str) -> None:
+    measured = {(row["correction"], row["eta"]): row for row in _result(file)["table"]}
+    cells = _table(title)
+    assert [int(row[0]) for row in cells] == [0, 1, 2, 4, 8, 16]
+    for eta, *of_corrections in cells:
+        for name, cell in zip(("decoupled", "naive_ppo", "no_correction"), of_corrections, strict=True):
+            row = measured[name, int(eta)]
+            final = f"{row['final_mean']:.3f} ± {row['final_std']:.3f}"
+            assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_std']:.3f}"
+
+
+def test_the_table_of_algorithms_is_what_was_measured() -> None:
+    measured = [
+        [
+            row["algorithm"],
+            f"{row['final_mean']:.3f} ± {row['final_interval']:.3f}",
+            f"{row['area_mean']:.3f} ± {row['area_interval']:.3f}",
+        ]
+        for row in _result("algorithms.json")["table"]
+    ]
+    assert _table("The algorithms against each other") == measured
