@@ -160,10 +160,12 @@ class _Values:
         self._gauges = {key: _gauge(metric, registry) for key, metric in table.items() if metric.kind == "gauge"}
         self._counters = {key: _counter(metric, registry) for key, metric in table.items() if metric.kind == "counter"}
         self._reached = dict.fromkeys(self._counters, 0.0)
+        self._keeps = {key for key, metric in table.items() if metric.keeps}
 
     def update(self, values: Mapping[str, Any]) -> None:
         for key, gauge in self._gauges.items():
-            gauge.set(values[key])
+            if not (key in self._keeps and math.isnan(values[key])):
+                gauge.set(values[key])
         for key, counter in self._counters.items():
             if values[key] > self._reached[key]:
                 counter.inc(values[key] - self._reached[key])

@@ -14,11 +14,15 @@ PREFIX = "areal_rloo_"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of a table: its name without the prefix, and its definition. A name that ends in `_total` only grows."""
+    """A row of a table: its name without the prefix, and its definition. A name that ends in `_total` only grows.
+
+    `keeps` is for what not every step can measure: NaN leaves it at what was measured last.
+    """
 
     name: str
     text: str
     label: str | None = None
+    keeps: bool = False
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:
@@ -77,9 +81,13 @@ TRAIN = {
     ),
     "mismatch_abs_mean": Metric(
         "mismatch_mean",
-        "Train-inference mismatch: mean |log behaviour - log proximal| of tokens of one version on both sides",
+        "Train-inference mismatch: mean |log behaviour - log proximal| of tokens of one version on both "
+        "sides, when there were such tokens last",
+        keeps=True,
     ),
-    "mismatch_max": Metric("mismatch_max", "Largest |log behaviour - log proximal| of a token of one version on both"),
+    "mismatch_max": Metric(
+        "mismatch_max", "Largest |log behaviour - log proximal| of such a token, when there were any last", keeps=True
+    ),
     "kl_coefficient": Metric("kl_coefficient", "Coefficient of the KL to the reference in the last step"),
     "reference_kl_k1": Metric("reference_kl_signed", "KL of behaviour to reference by k1, mean of completion tokens"),
     "reference_kl_k3": Metric(

@@ -251,3 +251,17 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text('{"kind":"train","loss":1.0}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl: a record of another version"):
         read_records(path)
+
+
+def test_what_not_every_step_can_measure_keeps_its_last_value_and_a_loss_that_is_none_shows(
+    make_train_record: Callable[..., TrainRecord],
+) -> None:
+    """Alerts average over minutes, and one NaN would silence them."""
+    registry = CollectorRegistry()
+    metrics = LearnerMetrics(registry)
+    metrics.train_step(make_train_record(mismatch_abs_mean=0.25, loss=1.0))
+    metrics.train_step(make_train_record(mismatch_abs_mean=math.nan, loss=math.nan))
+    assert registry.get_sample_value(f"{PREFIX}mismatch_mean") == 0.25
+    loss = registry.get_sample_value(f"{PREFIX}loss")
+    assert loss is not None
+    assert math.isnan(loss)
