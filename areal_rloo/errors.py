@@ -13,6 +13,7 @@ ArealRlooError
 ├── WeightsError         a broadcast that failed
 │   └── ChecksumError        what arrived is not what was sent
 ├── EngineError          an engine that cannot serve a request
+├── RewardError          a completion that got no reward
 └── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
 """
 
@@ -67,6 +68,15 @@ class ChecksumError(WeightsError):
 
 class EngineError(ArealRlooError):
     """An engine cannot serve a request."""
+
+
+class RewardError(ArealRlooError):
+    """A completion got no reward; `reason` is the label of its drop, `detail` what happened."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
 
 
 class TrainingError(ArealRlooError):

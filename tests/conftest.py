@@ -33,6 +33,15 @@ def gsm8k_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Real data of several tasks: $AREAL_RLOO_DATA, or ../shared/data beside the checkout."""
+    folder = Path(os.environ.get("AREAL_RLOO_DATA", REPO.parent / "shared" / "data"))
+    if not (folder / "math500" / "test.jsonl").is_file():
+        pytest.skip(f"no MATH-500 in {folder}; set AREAL_RLOO_DATA to a folder with math500/test.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def golden_cases() -> list[dict[str, Any]]:
     """Reference values of other systems' own functions: $AREAL_RLOO_GOLDEN, or ../shared/golden beside the checkout."""
     folder = Path(os.environ.get("AREAL_RLOO_GOLDEN", REPO.parent / "shared" / "golden"))

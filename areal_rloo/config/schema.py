@@ -107,7 +107,8 @@ class RolloutConfig(Section, frozen=True):
     num_threads: NonNegativeInt = 0  # CPU threads of a worker; 0: its share of the cores
     num_slots: PositiveInt = 64  # completions decoded together
     lease_ahead_samples: PositiveInt | None = None  # held beside the slots; null: the worker's share of one batch
-    reward_timeout_s: PositiveFloat = 30.0
+    num_reward_workers: PositiveInt = 2  # processes that score completions
+    reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when its process begins
     sampling: SamplingConfig = SamplingConfig()
 
 

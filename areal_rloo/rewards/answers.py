@@ -1,43 +1,88 @@
-"""The answer of a completion in GSM8K's format, `#### N` on its last line, as an exact number.
+"""The answer of a completion in GSM8K's format, `#### N`, as an exact number.
 
-Strict on purpose: a completion without the mark has no answer, and a number elsewhere in the text earns nothing.
+In: a completion's text. Out: a number, or none. Strict on purpose: a completion without the mark has no answer, a
+number elsewhere in the text earns nothing, and a second number behind the first makes the answer ambiguous. Linear in
+the length of the text, whatever it holds.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 _MARK = "####"
+_MOST_DIGITS = 20_000  # of an answer; more is not a number that anybody was asked for
+_MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "\uff0b": "+"})  # minus, en dash, full width
+_CURRENCY = r"(?:US\$|\\\$|[$€£¥₹₩]|(?:USD|EUR|GBP|JPY|INR|Rs\.?)(?![A-Za-z]))"
 _NUMBER = re.compile(
-    r"""
-    (?P<before>[-+]?)\s*[$€£¥]?\s*(?P<after>[-+]?)     # a sign on either side of a currency
-    (?P<digits>\d{1,3}(?:,\d{3})+|\d+)?(?P<fraction>\.\d+)?
-    (?P<rest>.*)
-    """,
-    re.VERBOSE,
+    rf"(?P<before>[-+]?)\s*(?:{_CURRENCY})?\s*(?P<after>[-+]?)"  # a sign on either side of a currency
+    r"(?:(?P<grouped>\d{1,3}(?:,\d{3})+)|(?P<plain>\d+))?(?P<fraction>\.\d+)?"
+    r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?!\d))?"
 )
-_UNIT = re.compile(r"\s*(?:%|\.|[.]?\s*(?:[A-Za-z$€£¥°/%²³]+[\s.]*){0,4})\s*")
+_UNIT_WORD = re.compile(r"(?:[A-Za-z°µ%$€£¥₹₩]+(?:/[A-Za-z]+)?[²³]?|\\%)")
+_MOST_UNIT_WORDS = 4
+_WRAPPERS = (
+    ("**", "**"),
+    ("*", "*"),
+    ("`", "`"),
+    (r"\(", r"\)"),
+    (r"\boxed{", "}"),
+    ("$", "$"),
+)  # the outer ones first
+_LAST_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 def extract_answer(text: str) -> Decimal | None:
     """The number after the last mark, or None where there is no mark or no number right behind it.
 
-    Thousands separators, a currency, a sign, decimals, and a trailing unit or full stop are understood. A second number
-    behind the first makes the answer ambiguous: None.
+    Thousands separators, a currency, a sign, decimals, powers of ten (`1e3`), digits of any script, a trailing unit or
+    full stop, and the wrapping of Markdown and LaTeX are understood.
     """
     _, mark, tail = text.rpartition(_MARK)
-    line = tail.strip().split("\n", 1)[0].strip()
-    match = _NUMBER.fullmatch(line)
-    if not mark or match is None or not (match["digits"] or match["fraction"]):
-        return None
-    if (match["before"] and match["after"]) or not _UNIT.fullmatch(match["rest"]):
-        return None
-    number = Decimal((match["digits"] or "0").replace(",", "") + (match["fraction"] or ""))
-    return -number if "-" in (match["before"], match["after"]) else number
+    return _number(tail.lstrip().partition("\n")[0]) if mark else None
 
 
-def answer_reward(completion_text: str, gold_text: str) -> float:
-    """1.0 where both texts hold an answer and the numbers are equal, else 0.0."""
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, wherever it stands; for completions that were not asked for a mark."""
+    numbers = deque(_LAST_NUMBER.finditer(text.translate(_MINUS)), maxlen=1)
+    return _number(numbers[0].group().rstrip(",")) if numbers else None
+
+
+def answer_reward(completion_text: str, gold_text: str, *, fallback: bool = False) -> float:
+    """1.0 where both texts hold an answer and the numbers are equal, else 0.0.
+
+    `fallback` takes the last number of a completion that has no mark at all.
+    """
     gold = extract_answer(gold_text)
-    return float(gold is not None and extract_answer(completion_text) == gold)
+    answer = extract_answer(completion_text)
+    if answer is None and fallback and _MARK not in completion_text:
+        answer = last_number(completion_text)
+    return float(gold is not None and answer == gold)
+
+
+def _number(line: str) -> Decimal | None:
+    line = _unwrapped(line.translate(_MINUS).strip())
+    match = _NUMBER.match(line)
+    assert match is not None, "every part of the pattern may be absent"
+    digits = (match["grouped"] or match["plain"] or "").replace(",", "")
+    if not (digits or match["fraction"]) or len(digits) > _MOST_DIGITS or len(match["fraction"] or "") > _MOST_DIGITS:
+        return None
+    if (match["before"] and match["after"]) or not _is_unit(line[match.end() :]):
+        return None
+    number = Decimal(f"{digits or '0'}{match['fraction'] or ''}e{match['exponent'] or 0}")
+    return number.copy_negate() if "-" in (match["before"], match["after"]) else number  # exact, unlike minus
+
+
+def _is_unit(rest: str) -> bool:
+    """Nothing, a full stop, or a few words without a digit."""
+    words = rest.strip().rstrip(".").split(maxsplit=_MOST_UNIT_WORDS)
+    return len(words) <= _MOST_UNIT_WORDS and all(_UNIT_WORD.fullmatch(word.rstrip(".,")) for word in words)
+
+
+def _unwrapped(line: str) -> str:
+    for opening, closing in _WRAPPERS:
+        body = line.removesuffix(".").rstrip()
+        if len(body) > len(opening) + len(closing) and body.startswith(opening) and body.endswith(closing):
+            line = body[len(opening) : len(body) - len(closing)].strip()
+    return line

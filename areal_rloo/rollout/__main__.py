@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.tasks import ScorerSettings
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import RolloutMetrics, serve_metrics, watch
 from areal_rloo.telemetry.tables import RECEIVE, WIRE
@@ -77,12 +79,20 @@ async def _run(config: Config, arguments: Arguments) -> int:
         max_unacked=config.wire.max_unacked,
         keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
     )
+    settings = ScorerSettings(config.data, config.run.seed)
+    rewards = RewardPool(
+        "areal_rloo.tasks:make_scorer",
+        msgspec.msgpack.encode(settings),
+        num_workers=config.rollout.num_reward_workers,
+        deadline_s=config.rollout.reward_timeout_s,
+    )
     worker = RolloutWorker(
         config,
         worker_id=arguments.worker_id,
         incarnation=incarnation,
         channel=channel,
         engine=engine,
+        rewards=rewards,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
     )
@@ -105,6 +115,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
     finally:
         metrics.cancel()
         receiver.close()
+        rewards.close()
         engine.close()
         await channel.close()
     logger.info("done")

@@ -1,6 +1,6 @@
 """One rollout worker: an event loop around an engine.
 
-    leases ─► engine (its own thread) ─► completion ─► reward (a thread pool) ─► trajectory ─► wire
+    leases ─► engine (its own thread) ─► completion ─► reward (a pool of processes) ─► trajectory ─► wire
     weight notices ─► receiver (its own thread) ─► engine, between two decode steps
 
 The loop never waits for the engine, a reward or the weights. It waits in `push` when too much is unacknowledged, and
@@ -10,9 +10,8 @@ then nothing new is scored, capacity is not given back, and leases stop: backpre
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
-from areal_rloo.errors import EngineError
-from areal_rloo.tasks import Task, make_task
+from areal_rloo.errors import EngineError, RewardError
+from areal_rloo.rewards.pool import RewardPool, RewardRequest
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, SampleId, Trajectory
 from areal_rloo.weights.receive import Receiver
@@ -77,6 +76,7 @@ class RolloutWorker:
         incarnation: str,
         channel: WorkerChannel,
         engine: Engine,
+        rewards: RewardPool,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
     ) -> None:
@@ -87,16 +87,13 @@ class RolloutWorker:
         self._engine = engine
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
-        self._tasks: dict[Purpose, Task] = {"train": make_task(config.data.train, seed=config.run.seed)}
-        if config.data.eval is not None:
-            self._tasks["eval"] = make_task(config.data.eval, seed=config.run.seed)
         self._receiver: Receiver | None = None
         self._held: dict[SampleId, _Held] = {}
         self._unwanted: set[SampleId] = set()
         self._lease_sequence = 0
         self._learner_id: str | None = None
+        self._pool = rewards
         self._rewards = RewardCounts()
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reward")
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
@@ -135,7 +132,6 @@ class RolloutWorker:
         for task in (*tasks, waiter, *self._finishing):
             task.cancel()
         await asyncio.gather(*tasks, waiter, *self._finishing, return_exceptions=True)
-        self._pool.shutdown(wait=False, cancel_futures=True)
         for task in done:
             task.result()  # an error of the loop is this worker's end
 
@@ -256,28 +252,18 @@ class RolloutWorker:
     async def _finish(self, sample_id: SampleId, completion: Completion) -> None:
         """Score a completion and push it, or say why it cannot be."""
         held = self._held[sample_id]
-        scoring = self._loop.run_in_executor(self._pool, self._score, held, completion)
+        text = str(self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+        request = RewardRequest(held.purpose, text, held.answer, completion.finish_reason)
         try:
-            reward = await asyncio.wait_for(scoring, self._config.rollout.reward_timeout_s)
-        except TimeoutError:
-            await self._failed(
-                sample_id, "reward_timeout", f"no reward within {self._config.rollout.reward_timeout_s} s"
-            )
-        except Exception as error:  # noqa: BLE001 - a reward is the user's code; whatever it raises drops its sample alone
-            await self._failed(sample_id, "reward_error", f"{type(error).__name__}: {error}")
-        else:
-            if not math.isfinite(reward):
-                await self._failed(sample_id, "reward_not_finite", f"the reward is {reward}")
-                return
-            self._rewards.scored += 1
-            self._rewards.reward_sum += reward
-            prompt = np.array(held.prompt_tokens, dtype=np.int32)
-            await self._channel.push(Trajectory(*sample_id, prompt, completion, reward))
-            self._held.pop(sample_id, None)
-
-    def _score(self, held: _Held, completion: Completion) -> float:
-        text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-        return float(self._tasks[held.purpose].reward(str(text), held.answer))
+            reward = await self._pool.score(request)
+        except RewardError as failure:
+            await self._failed(sample_id, failure.reason, failure.detail)
+            return
+        self._rewards.scored += 1
+        self._rewards.reward_sum += reward
+        prompt = np.array(held.prompt_tokens, dtype=np.int32)
+        await self._channel.push(Trajectory(*sample_id, prompt, completion, reward))
+        self._held.pop(sample_id, None)
 
     async def _failed(self, sample_id: SampleId, reason: str, detail: str) -> None:
         self._rewards.dropped[reason] = self._rewards.dropped.get(reason, 0) + 1

@@ -13,15 +13,41 @@ import msgspec
 
 from areal_rloo.config import DataConfig, SourceConfig
 from areal_rloo.errors import DataError
+from areal_rloo.rewards.pool import RewardRequest
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.base import Item, Split, Task
 from areal_rloo.tasks.gsm8k import Gsm8kTask
+from areal_rloo.tasks.math import MathTask
+from areal_rloo.tasks.svamp import SvampTask
 
-__all__ = ["Item", "Split", "Task", "check_data", "load_items", "make_task"]
+__all__ = ["Item", "ScorerSettings", "Split", "Task", "check_data", "load_items", "make_scorer", "make_task"]
+
+
+class ScorerSettings(msgspec.Struct, frozen=True):
+    """What a worker process has to know to score for a run."""
+
+    data: DataConfig
+    seed: int
+
+
+def make_scorer(argument: bytes) -> Callable[[RewardRequest], float]:
+    """The scorer of a reward pool: the reward of the train or the evaluation task.
+
+    Args:
+        argument: `ScorerSettings` as msgpack.
+    """
+    settings = msgspec.msgpack.decode(argument, type=ScorerSettings)
+    tasks = {"train": make_task(settings.data.train, seed=settings.seed)}
+    if settings.data.eval is not None:
+        tasks["eval"] = make_task(settings.data.eval, seed=settings.seed)
+    return lambda request: tasks[request.purpose].reward(request.completion, request.answer)
+
 
 _TASKS: dict[str, Callable[[SourceConfig, int], Task]] = {
     "arithmetic": lambda source, seed: ArithmeticTask(seed),
     "gsm8k": lambda source, seed: Gsm8kTask(source.path),
+    "math": lambda source, seed: MathTask(source.path),
+    "svamp": lambda source, seed: SvampTask(source.path),
 }
 
 

@@ -14,7 +14,7 @@ from areal_rloo.tasks.base import Item, Split
 from areal_rloo.tasks.files import read_rows
 
 _HUB_NAME = "openai/gsm8k"
-_INSTRUCTION = "\nThink step by step, and end with the answer as a number on a last line of its own: #### number"
+INSTRUCTION = "\nThink step by step, and end with the answer as a number on a last line of its own: #### number"
 
 
 class Gsm8kTask:
@@ -39,7 +39,7 @@ def _item(row: dict[str, Any], where: str) -> Item:
             raise DataError(f"{where}: expected a text field '{field}', got the fields {', '.join(map(str, row))}")
     if extract_answer(row["answer"]) is None:
         raise DataError(f"{where}: expected an 'answer' ending in '#### number', got {row['answer'][-40:]!r}")
-    return Item(row["question"] + _INSTRUCTION, row["answer"])
+    return Item(row["question"] + INSTRUCTION, row["answer"])
 
 
 def _from_hub(hub_split: str, key: str) -> Iterable[dict[str, Any]]:
