@@ -75,7 +75,8 @@ class ModelConfig(Section, frozen=True):
 
 class SourceConfig(Section, frozen=True):
     task: str = "arithmetic"
-    path: str | None = None  # jsonl or parquet; null: what the task makes itself, or the hub
+    path: str | None = None  # jsonl, json, csv or parquet; null: what the task makes itself, or the hub
+    fields: dict[str, str] = msgspec.field(default_factory=dict)  # field of the task: what the file calls it
     num_prompts: PositiveInt | None = None  # the first so many; null: all
 
 

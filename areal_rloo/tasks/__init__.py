@@ -45,9 +45,9 @@ def make_scorer(argument: bytes) -> Callable[[RewardRequest], float]:
 
 _TASKS: dict[str, Callable[[SourceConfig, int], Task]] = {
     "arithmetic": lambda source, seed: ArithmeticTask(seed),
-    "gsm8k": lambda source, seed: Gsm8kTask(source.path),
-    "math": lambda source, seed: MathTask(source.path),
-    "svamp": lambda source, seed: SvampTask(source.path),
+    "gsm8k": lambda source, seed: Gsm8kTask(source),
+    "math": lambda source, seed: MathTask(source),
+    "svamp": lambda source, seed: SvampTask(source),
 }
 
 
@@ -100,4 +100,4 @@ def _eval_source(data: DataConfig) -> SourceConfig | None:
         raise DataError(
             f"data.eval.path: null, and there is no {sibling}; set it, or switch it off with data.eval=null"
         )
-    return msgspec.structs.replace(source, path=str(sibling))
+    return msgspec.structs.replace(source, path=str(sibling), fields=source.fields or train.fields)

@@ -1,56 +1,138 @@
-"""Rows of a local data file, each a mapping of its fields."""
+"""Rows of a local data file, each with the place it stands at, for errors that can be mended.
+
+jsonl, json (an array of objects), csv and parquet. `fields` renames: field of the task ─► field of the file.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from areal_rloo.errors import DataError
 
+_MOST_LINE_BYTES = 64 * 2**20  # a longer line is a file that lost its line breaks
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Rows of a jsonl or parquet file, in order.
+Row = dict[str, Any]
+Located = tuple[str, Row]
+
+
+def read_rows(path: str, fields: Mapping[str, str] | None = None) -> Iterator[Located]:
+    """Rows of a file in order, each with its place (`file:line`, or `file: row n` where lines say nothing).
 
     Raises:
         DataError: names the file, the line, and what to do.
     """
     file = Path(path)
-    match file.suffix:
-        case ".jsonl":
-            return _jsonl(file)
-        case ".parquet":
-            return _parquet(file)
-        case suffix:
-            raise DataError(f"{path}: expected a .jsonl or .parquet file, got '{suffix}'")
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        raise DataError(f"{path}: expected a {', '.join(_READERS)} file, got '{file.suffix}'")
+    empty = True
+    for where, row in _told(reader, file):
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected an object, got {type(row).__name__}")
+        empty = False
+        yield where, _renamed(row, fields or {}, where)
+    if empty:
+        raise DataError(f"{path}: no row in it")
 
 
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def text_field(row: Row, field: str, where: str) -> str:
+    """A field that has to be text.
+
+    Raises:
+        DataError: it is absent or something else; names the place and the field.
+    """
+    value = row.get(field)
+    if not isinstance(value, str):
+        got = f"{type(value).__name__}" if field in row else f"the fields {', '.join(map(str, row))}"
+        raise DataError(f"{where}: expected text in the field '{field}', got {got}")
+    return value
+
+
+def _told(reader: Callable[[Path], Iterator[tuple[str, Any]]], path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}:{number}: expected an object, got {type(row).__name__}")
-                yield row
-    except (OSError, UnicodeDecodeError) as error:
+        yield from reader(path)
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
+    for ours, theirs in fields.items():
+        if theirs not in row:
+            raise DataError(
+                f"{where}: expected a field '{theirs}' (for {ours}), got the fields {', '.join(map(str, row))}"
+            )
+    return row | {ours: row[theirs] for ours, theirs in fields.items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MOST_LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > _MOST_LINE_BYTES:
+                raise DataError(f"{where}: a line of more than {_MOST_LINE_BYTES} bytes; is this one object a line?")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+            yield where, text
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for where, line in _lines(path):
+        if line.strip():
+            try:
+                yield where, json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{path}: expected an array of objects, got {type(rows).__name__}; for one a line, name it .jsonl"
+        )
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    located = _lines(path)
+    rows = csv.DictReader((text for _, text in located), strict=True)
+    try:
+        for row in rows:
+            where = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{where}: expected {len(rows.fieldnames or ())} columns as in the first line")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num + 1}: not valid CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow  # noqa: PLC0415 - an extra, imported where it is used
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
         raise DataError(f"{path}: parquet needs pyarrow; install the extra: pip install 'areal-rloo[data]'") from error
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowInvalid) as error:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    yield from rows
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}

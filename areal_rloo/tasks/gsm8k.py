@@ -1,6 +1,6 @@
 """Grade School Math: word problems whose gold answer ends in `#### N` (arXiv:2110.14168).
 
-From a local jsonl or parquet file, or from the hub where the `datasets` library is installed.
+From a local file, or from the hub where the `datasets` library is installed.
 """
 
 from __future__ import annotations
@@ -8,24 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from areal_rloo.config import SourceConfig
 from areal_rloo.errors import DataError
 from areal_rloo.rewards.answers import answer_reward, extract_answer
 from areal_rloo.tasks.base import Item, Split
-from areal_rloo.tasks.files import read_rows
+from areal_rloo.tasks.files import Row, read_rows, text_field
 
 _HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "\nThink step by step, and end with the answer as a number on a last line of its own: #### number"
 
 
 class Gsm8kTask:
-    """The task; `path` names the file of the split that is asked for, None the hub."""
+    """The task; `source.path` names the file of the split that is asked for, None the hub."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
+    def __init__(self, source: SourceConfig) -> None:
+        self._source = source
 
     def items(self, split: Split) -> Sequence[Item]:
-        if self._path is not None:
-            return [_item(row, f"{self._path}: row {n}") for n, row in enumerate(read_rows(self._path), start=1)]
+        if self._source.path is not None:
+            return [_item(row, where) for where, row in read_rows(self._source.path, self._source.fields)]
         rows = _from_hub("train" if split == "train" else "test", f"data.{split}.path")
         return [_item(row, f"{_HUB_NAME}: row {n}") for n, row in enumerate(rows, start=1)]
 
@@ -33,13 +34,11 @@ class Gsm8kTask:
         return answer_reward(completion_text, answer)
 
 
-def _item(row: dict[str, Any], where: str) -> Item:
-    for field in ("question", "answer"):
-        if not isinstance(row.get(field), str):
-            raise DataError(f"{where}: expected a text field '{field}', got the fields {', '.join(map(str, row))}")
-    if extract_answer(row["answer"]) is None:
-        raise DataError(f"{where}: expected an 'answer' ending in '#### number', got {row['answer'][-40:]!r}")
-    return Item(row["question"] + INSTRUCTION, row["answer"])
+def _item(row: Row, where: str) -> Item:
+    question, answer = text_field(row, "question", where), text_field(row, "answer", where)
+    if extract_answer(answer) is None:
+        raise DataError(f"{where}: expected an 'answer' ending in '#### number', got {answer[-40:]!r}")
+    return Item(question + INSTRUCTION, answer)
 
 
 def _from_hub(hub_split: str, key: str) -> Iterable[dict[str, Any]]:
@@ -47,8 +46,8 @@ def _from_hub(hub_split: str, key: str) -> Iterable[dict[str, Any]]:
         import datasets  # noqa: PLC0415 - an extra, imported where it is used
     except ImportError as error:
         raise DataError(
-            f"{key}: null means the hub, which needs the `datasets` library; set {key} to a local jsonl or parquet "
-            "file, or install the extra: pip install 'areal-rloo[data]'"
+            f"{key}: null means the hub, which needs the `datasets` library; set {key} to a local file, or install the "
+            "extra: pip install 'areal-rloo[data]'"
         ) from error
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(_HUB_NAME, "main", split=hub_split)

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
+from areal_rloo.config import SourceConfig
 from areal_rloo.errors import DataError
 from areal_rloo.tasks.base import Item, Split
-from areal_rloo.tasks.files import read_rows
+from areal_rloo.tasks.files import Row, read_rows, text_field
 
 _INSTRUCTION = "\nThink step by step, and put the final answer in \\boxed{}."
 
 
 class MathTask:
-    """The task; `path` names the file of the split that is asked for."""
+    """The task; `source.path` names the file of the split that is asked for."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, source: SourceConfig) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise DataError("data: the task math needs math-verify; install the extra: pip install 'areal-rloo[math]'")
-        if path is None:
+        if source.path is None:
             raise DataError("data: the task math needs a local file; set data.train.path (and data.eval.path)")
-        self._path = path
+        self._path, self._fields = source.path, source.fields
 
     def items(self, split: Split) -> Sequence[Item]:
-        return [_item(row, f"{self._path}: row {n}") for n, row in enumerate(read_rows(self._path), start=1)]
+        return [_item(row, where) for where, row in read_rows(self._path, self._fields)]
 
     def reward(self, completion_text: str, answer: str) -> float:
         from areal_rloo.rewards.math_answers import math_reward  # noqa: PLC0415 - sympy takes a second to import
@@ -35,14 +35,13 @@ class MathTask:
         return math_reward(completion_text, answer)
 
 
-def _item(row: dict[str, Any], where: str) -> Item:
+def _item(row: Row, where: str) -> Item:
     from areal_rloo.rewards.math_answers import extract_boxed  # noqa: PLC0415 - as above
 
-    if not isinstance(row.get("problem"), str):
-        raise DataError(f"{where}: expected a text field 'problem', got the fields {', '.join(map(str, row))}")
+    problem = text_field(row, "problem", where)
     answer = row.get("answer")
     if answer is None and isinstance(row.get("solution"), str):
         answer = extract_boxed(row["solution"])
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with a \boxed{{}} answer in it")
-    return Item(row["problem"] + _INSTRUCTION, answer)
+    return Item(problem + _INSTRUCTION, answer)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_rloo.config import Config, NormConfig, dump_config, load_config
+from areal_rloo.config import Config, NormConfig, SourceConfig, dump_config, load_config
 from areal_rloo.tasks.gsm8k import Gsm8kTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,8 @@ def test_gsm8k_runs_on_a_laptop_with_a_few_overrides(gsm8k_folder: Path) -> None
         "learner.groups_per_step=2",
         "rollout.sampling.max_new_tokens=32",
     ]
-    longest = max(len(item.prompt.encode()) for item in Gsm8kTask(str(gsm8k_folder / "train.jsonl")).items("train"))
+    source = SourceConfig(task="gsm8k", path=str(gsm8k_folder / "train.jsonl"))
+    longest = max(len(item.prompt.encode()) for item in Gsm8kTask(source).items("train"))
     config: Config = load_config("gsm8k_rloo.yaml", overrides)
     assert config.model.tiny.warm_start is None
     assert longest <= config.data.max_prompt_tokens, "the tiny model's tokenizer has one token a byte"

@@ -68,6 +68,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
             return st.sampled_from(TREACHEROUS) | st.text(st.characters(codec="utf-8"), max_size=8)
         case msgspec.inspect.BoolType():
             return st.booleans()
+        case msgspec.inspect.DictType():
+            return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
         case msgspec.inspect.NoneType():
             return st.none()
     raise AssertionError(f"no values known for {kind}")

@@ -51,17 +51,51 @@ def test_completions_have_a_long_tail() -> None:
     assert lengths[-1] > 3 * lengths[0]
 
 
-def test_gsm8k_reads_jsonl_and_parquet_alike(tmp_path: Path) -> None:
+def test_jsonl_json_csv_and_parquet_are_read_alike(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (tmp_path / "a.jsonl").write_text(json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps([ROW, ROW]))
+    (tmp_path / "a.csv").write_text('question,answer\n2 and 2?,"easy\n#### 4"\n2 and 2?,"easy\n#### 4"\n')
     pq.write_table(pa.Table.from_pylist([ROW, ROW]), tmp_path / "a.parquet")
-    items = [
-        make_task(SourceConfig("gsm8k", str(tmp_path / f"a.{s}")), seed=0).items("train") for s in ("jsonl", "parquet")
-    ]
-    assert items[0] == items[1]
+    kinds = ("jsonl", "json", "csv", "parquet")
+    items = [make_task(SourceConfig("gsm8k", str(tmp_path / f"a.{kind}")), seed=0).items("train") for kind in kinds]
+    assert items[0] == items[1] == items[2] == items[3]
     assert len(items[0]) == 2
+
+
+def test_fields_of_a_file_are_read_under_the_names_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "2 and 2?", "solution": "easy\n#### 4"}))
+    source = SourceConfig("gsm8k", str(tmp_path / "a.jsonl"), fields={"question": "q", "answer": "solution"})
+    (item,) = make_task(source, seed=0).items("train")
+    assert item.prompt.startswith("2 and 2?")
+    wrong = SourceConfig("gsm8k", str(tmp_path / "a.jsonl"), fields={"question": "query"})
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: expected a field 'query' \(for question\), got the fields q, sol"
+    ):
+        make_task(wrong, seed=0).items("train")
+
+
+def test_a_file_that_cannot_be_what_it_says_is_named_with_its_line(tmp_path: Path) -> None:
+    good = json.dumps(ROW).encode() + b"\n"
+    for name, content, words in (
+        ("a.jsonl", good + b'{"question": "\xff"}', r"a\.jsonl:2: not UTF-8: invalid start byte at byte 14"),
+        ("a.jsonl", good + b"x" * (65 * 2**20), r"a\.jsonl:2: a line of more than 67108864 bytes"),
+        ("a.jsonl", b"\n\n", r"a\.jsonl: no row in it"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: not valid JSON"),
+        ("a.json", b"{}", r"a\.json: expected an array of objects, got dict"),
+        ("a.json", b"[1]", r"a\.json: row 1: expected an object, got int"),
+        ("a.json", b"[", r"a\.json: not valid JSON"),
+        ("a.csv", b"question,answer\n1\n", r"a\.csv:2: expected 2 columns as in the first line"),
+        ("a.csv", b"question,answer\n1,2,3\n", r"a\.csv:2: expected 2 columns as in the first line"),
+        ("a.csv", b'question,answer\n"1,2\n', r"a\.csv:2: not valid CSV"),
+        ("a.parquet", b"no", r"a\.parquet: cannot be read"),
+        ("a.txt", b"no", r"expected a \.jsonl, \.json, \.csv, \.parquet file, got '\.txt'"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            make_task(SourceConfig("gsm8k", str(tmp_path / name)), seed=0).items("train")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +103,9 @@ def test_gsm8k_reads_jsonl_and_parquet_alike(tmp_path: Path) -> None:
     [
         ("{", "a.jsonl:1: not valid JSON"),
         ("[1]", "a.jsonl:1: expected an object"),
-        ('{"question": "x"}', "row 1: expected a text field 'answer'"),
-        ('{"question": "x", "answer": "four"}', "row 1: expected an 'answer' ending in '#### number'"),
+        ('{"question": "x"}', "a.jsonl:1: expected text in the field 'answer', got the fields question"),
+        ('{"question": "x", "answer": 4}', "a.jsonl:1: expected text in the field 'answer', got int"),
+        ('{"question": "x", "answer": "four"}', "a.jsonl:1: expected an 'answer' ending in '#### number'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, text: str, words: str) -> None:
