@@ -180,6 +180,34 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_ends_well(start: Callab
     assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
 
 
+def test_a_killed_reward_process_is_replaced_and_costs_at_most_the_sample_it_had(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    (worker,) = run.children("areal_rloo.rollout")
+    scorers = worker.children()
+    assert len(scorers) == 2
+    scorers[0].kill()
+    code, output = run.wait()
+    assert code == 0, output
+    ledger = run.summary()["ledger"]
+    assert _balanced(ledger)
+    assert ledger["dropped"].get("reward_crash", 0) <= 1
+    assert run.summary()["num_train_steps"] == 8
+
+
+def test_a_killed_rollout_worker_takes_its_reward_processes_with_it(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    (worker,) = run.children("areal_rloo.rollout")
+    scorers = worker.children()
+    assert len(scorers) == 2
+    worker.kill()
+    _, alive = psutil.wait_procs(scorers, timeout=20)
+    assert alive == []
+    code, output = run.wait()
+    assert code == 0, output
+
+
 def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8")
     run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
