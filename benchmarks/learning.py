@@ -169,7 +169,8 @@ class _Rollout:
         self._eval_task = make_task(config.data.eval, seed=config.run.seed)
         tokenize = Tokenizer(tokenizer, config.data)
         items = load_items(config.data, "eval", seed=config.run.seed)
-        self._eval_prompts = [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
+        tokenized = [(tokenize(item), item.answer) for item in items]
+        self._eval_prompts = [Prompt(0, i, tokens, answer) for i, (tokens, answer) in enumerate(tokenized) if tokens]
         self._num_requests = 0
         self._num_loads = 0
 

@@ -84,7 +84,8 @@ class DataConfig(Section, frozen=True):
     train: SourceConfig = SourceConfig()
     eval: SourceConfig | None = SourceConfig(num_prompts=200)  # null: no evaluation
     num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
-    max_prompt_tokens: PositiveInt = 512  # a longer prompt is an error that names it
+    max_prompt_tokens: PositiveInt = 512
+    overlong_prompts: Literal["error", "filter", "truncate"] = "error"  # truncate keeps the last tokens, the question
     system_prompt: str | None = None
     chat_template: bool | None = None  # null: where the tokenizer has one
 

@@ -189,7 +189,11 @@ def _prompt_stream(config: Config, tokenizer: PreTrainedTokenizerBase) -> Prompt
 def _eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     tokenize = Tokenizer(tokenizer, config.data)
     items = load_items(config.data, "eval", seed=config.run.seed)
-    return [Prompt(0, index, tokenize(item), item.answer) for index, item in enumerate(items)]
+    tokenized = [(index, tokenize(item), item.answer) for index, item in enumerate(items)]
+    prompts = [Prompt(0, index, tokens, answer) for index, tokens, answer in tokenized if tokens is not None]
+    if len(prompts) < len(items):
+        logger.warning("evaluation leaves out %d of %d prompts for their length", len(items) - len(prompts), len(items))
+    return prompts
 
 
 def _restore(

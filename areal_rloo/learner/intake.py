@@ -60,6 +60,7 @@ class IntakeStatistics:
     num_workers: int
     rollout_idle_s: float
     generated_tokens: int
+    filtered_prompts: int
 
 
 class Intake:
@@ -373,6 +374,7 @@ class Intake:
             num_workers=len(self._workers.alive),
             rollout_idle_s=self._workers.idle_s,
             generated_tokens=self._workers.generated_tokens,
+            filtered_prompts=self._stream.num_filtered,
         )
 
     def _set_draining(self) -> None:

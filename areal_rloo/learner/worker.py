@@ -218,6 +218,7 @@ class Learner:
                 generated_tokens_per_s=generated / elapsed_s,
                 trained_tokens_per_s=result.num_tokens / elapsed_s,
                 num_workers=statistics.num_workers,
+                filtered_prompts=statistics.filtered_prompts,
                 ledger=statistics.ledger,
                 **batch_numbers(batch),
                 **step_numbers(result),

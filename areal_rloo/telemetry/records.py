@@ -83,6 +83,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     generated_tokens_per_s: float  # since the previous record
     trained_tokens_per_s: float  # since the previous record
     num_workers: int  # alive
+    filtered_prompts: int  # left out for their length, since the start
     ledger: LedgerCounts
 
 

@@ -89,6 +89,7 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         generated_tokens_per_s=75.0,
         trained_tokens_per_s=50.0,
         num_workers=2,
+        filtered_prompts=0,
         ledger=ledger_counts,
     )
 
