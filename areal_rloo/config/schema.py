@@ -111,6 +111,7 @@ class RolloutConfig(Section, frozen=True):
     lease_ahead_samples: PositiveInt | None = None  # held beside the slots; null: the worker's share of one batch
     num_reward_workers: PositiveInt = 2  # processes that score completions
     reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when its process begins
+    max_reward_failure_share: Share = 0.5  # of the last completions; with more the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
 
 

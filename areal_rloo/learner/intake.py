@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_rloo.config import Config
+from areal_rloo.errors import RewardError
 from areal_rloo.learner.buffer import Buffer
 from areal_rloo.learner.evaluation import Evaluation
+from areal_rloo.learner.failures import RewardFailures
 from areal_rloo.learner.leasing import Leasing
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
@@ -90,6 +92,7 @@ class Intake:
             group_filter=group_filter,
         )
         self._workers = Workers()
+        self._failures = RewardFailures(config)
         self._policy_version = policy_version
         self._leasing = Leasing(
             config,
@@ -267,29 +270,29 @@ class Intake:
 
     def _receive(self, peer: str, batch: TrajectoryBatch) -> None:
         worker = self._workers.alive.get(batch.worker_id)
+        self._failures.scored(len(batch.trajectories))
         for trajectory in batch.trajectories:
             if worker is not None:
                 worker.release(trajectory.sample_id)
             if trajectory.group_id < 0:
                 self._evaluation.finish(trajectory)
                 continue
-            group = self._ledger.finish(trajectory)
-            if group is not None:
+            if (group := self._ledger.finish(trajectory)) is not None:
                 self._buffer.settle(group)
         self._channel.acknowledge(peer, [batch.batch_id])
         self._changed.set()
 
     def _fail(self, message: SampleFailed) -> None:
         sample_id = (message.group_id, message.sample_index)
-        logger.warning("sample %s is dropped: %s: %s", sample_id, message.reason, message.detail)
-        worker = self._workers.alive.get(message.worker_id)
-        if worker is not None:
+        logger.warning("sample %s is dropped: %s: %s", sample_id, message.reason, message.detail.rpartition("\n")[2])
+        if (worker := self._workers.alive.get(message.worker_id)) is not None:
             worker.release(sample_id)
         if message.group_id < 0:
             self._evaluation.fail(sample_id)
         else:
             self._leasing.drop(sample_id, message.reason)
         self._changed.set()
+        self._failures.failed(RewardError(message.reason, message.detail))
 
     def _remove(self, worker_id: str) -> None:
         self._leasing.lose(self._workers.bury(worker_id))
@@ -348,9 +351,9 @@ class Intake:
             f"heard {now_s - w.last_heard_s:.1f} s ago"
             for w in self._workers.alive.values()
         ]
-        dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.counts().dropped.items()) or "none"
+        dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.counts().dropped.items())
         there = "; ".join(workers) or "no rollout worker is here"
-        return f"{self._buffer.num_ready()} groups ready; samples dropped so far: {dropped}; {there}"
+        return f"{self._buffer.num_ready()} groups ready; samples dropped so far: {dropped or 'none'}; {there}"
 
     async def _settle_batch(self, refused: str | None) -> None:
         if refused is None:

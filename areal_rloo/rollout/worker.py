@@ -267,9 +267,9 @@ class RolloutWorker:
 
     async def _failed(self, sample_id: SampleId, reason: str, detail: str) -> None:
         self._rewards.dropped[reason] = self._rewards.dropped.get(reason, 0) + 1
-        logger.warning("sample %s: %s: %s", sample_id, reason, detail)
+        logger.warning("sample %s: %s: %s", sample_id, reason, detail.strip())
         self._held.pop(sample_id, None)
-        await self._channel.send(SampleFailed(self._worker_id, *sample_id, reason, detail[:1000]))
+        await self._channel.send(SampleFailed(self._worker_id, *sample_id, reason, detail.strip()[-4000:]))
 
     def _send_soon(self, message: WeightsReceived | WeightsFailed) -> None:
         if not self._loop.is_closed():

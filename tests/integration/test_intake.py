@@ -1,12 +1,14 @@
 """The intake on its own thread, with real sockets at the workers' end."""
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 
 from areal_rloo.config import load_config
+from areal_rloo.errors import UserError
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
@@ -16,7 +18,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases
+from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases, SampleFailed
 
 LIMITS = Limits()
 
@@ -108,3 +110,35 @@ def test_a_wait_in_which_much_happens_and_nothing_comes_of_it_is_logged_with_wha
     get_logger("areal_rloo").removeHandler(caplog.handler)
     assert warned()
     assert "without progress on the batch of version 0" in caplog.text
+
+
+def test_rewards_that_all_fail_end_the_wait_for_a_batch_with_the_reason() -> None:
+    intake = _intake("algorithm.group_size=2")
+    port = intake.start()
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            intake.take_batch()
+        except UserError as error:
+            raised.append(error)
+
+    async def fail_every_lease() -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+        )
+        await worker.send(Hello("w", "1", 8, 0, ()))
+        while waiting.is_alive():
+            with contextlib.suppress(TimeoutError):
+                message = await asyncio.wait_for(worker.receive(), 0.1)
+                for lease in message.leases if isinstance(message, Leases) else ():
+                    for index in lease.sample_indices:
+                        await worker.send(SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no"))
+        await worker.close()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    asyncio.run(asyncio.wait_for(fail_every_lease(), 60))
+    waiting.join()
+    intake.close()
+    assert "the first: reward_error: ValueError: no" in str(raised[0])

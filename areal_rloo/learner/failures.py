@@ -1,0 +1,48 @@
+"""Completions without a reward: a few cost themselves alone, too many end the run with the first one's traceback.
+
+The intake tells it of every completion that arrives, scored or not. Nothing waits here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from areal_rloo.config import Config
+from areal_rloo.errors import RewardError, UserError
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+_LEAST = 20  # completions; a share of fewer says nothing
+
+
+class RewardFailures:
+    """The share of failures among the last completions, as many as a batch has."""
+
+    def __init__(self, config: Config) -> None:
+        self._failed: deque[bool] = deque(maxlen=max(_LEAST, config.samples_per_step))
+        self._most_share = config.rollout.max_reward_failure_share
+        self._first: RewardError | None = None
+
+    def scored(self, num: int) -> None:
+        """So many completions came with a reward."""
+        self._failed.extend([False] * num)
+
+    def failed(self, error: RewardError) -> None:
+        """A completion came without one.
+
+        Raises:
+            UserError: it is one too many; says how many, and what the first one was.
+        """
+        self._first = self._first or error
+        self._failed.append(True)
+        num_failed = sum(self._failed)
+        if len(self._failed) < _LEAST or num_failed <= self._most_share * len(self._failed):
+            return
+        logger.error("the first completion without a reward: %s", self._first)
+        last_line = self._first.detail.strip().rpartition("\n")[2]  # of a traceback the exception
+        raise UserError(
+            f"rewards: {num_failed} of the last {len(self._failed)} completions got none, more than "
+            f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: {last_line} (its "
+            "traceback is in logs/learner.log)"
+        )
