@@ -74,9 +74,8 @@ class RewardPool:
         self._scored = self._failed = self._restarts = 0
         self._busy_s = 0.0
         self._closing = False
-        self._workers = {
-            _Worker(self._factory, self._argument) for _ in range(num_workers)
-        }  # all start at once, then each is waited for
+        # All start at once, then each is waited for.
+        self._workers = {_Worker(self._factory, self._argument) for _ in range(num_workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         for worker in self._workers:
@@ -88,6 +87,7 @@ class RewardPool:
 
         Raises:
             RewardError: it took too long, raised, died, or was no finite number.
+            ConfigError: a scorer that has to be made again cannot be; the pool is of no more use.
         """
         encoded = msgspec.msgpack.encode(request)
         reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, encoded)
@@ -154,9 +154,9 @@ class _Worker:
         self._connection.close()
 
     def _receive(self, deadline_s: float) -> Reply:
-        if not self._connection.poll(deadline_s):
-            return Reply(reason="reward_timeout", detail=f"no reward within {deadline_s:g} s")
         try:
+            if not self._connection.poll(deadline_s):
+                return Reply(reason="reward_timeout", detail=f"no reward within {deadline_s:g} s")
             return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
         except (EOFError, OSError):
             return Reply(reason="reward_crash", detail=f"its worker process ended with code {self._process.wait()}")

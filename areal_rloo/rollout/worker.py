@@ -97,6 +97,7 @@ class RolloutWorker:
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
+        self._failure: BaseException | None = None
         self._finishing: set[asyncio.Task[None]] = set()
 
     @property
@@ -134,6 +135,8 @@ class RolloutWorker:
         await asyncio.gather(*tasks, waiter, *self._finishing, return_exceptions=True)
         for task in done:
             task.result()  # an error of the loop is this worker's end
+        if self._failure is not None:
+            raise self._failure
 
     async def _serve(self) -> None:
         while True:
@@ -247,7 +250,14 @@ class RolloutWorker:
             return
         task = self._loop.create_task(self._finish(sample_id, future.result()))
         self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """What is no fault of one sample is this worker's end."""
+        self._finishing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._stopped.set()
 
     async def _finish(self, sample_id: SampleId, completion: Completion) -> None:
         """Score a completion and push it, or say why it cannot be."""

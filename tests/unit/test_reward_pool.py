@@ -36,6 +36,13 @@ def make(argument):
 
 def broken(argument):
     raise RuntimeError("cannot be made")
+
+def once(argument):
+    path = argument.decode()
+    if os.path.exists(path):
+        raise RuntimeError("not a second time")
+    open(path, "w").close()
+    return make(b"")
 """
 
 
@@ -132,6 +139,13 @@ def test_a_scorer_that_cannot_be_made_is_refused_with_the_reason(scorer: str) ->
     for name, reason in (("broken", "cannot be made"), ("absent", "has no function 'absent'")):
         with pytest.raises(ConfigError, match=reason):
             RewardPool(f"{scorer}:{name}", b"", num_workers=1, deadline_s=1.0)
+
+
+def test_a_scorer_that_cannot_be_made_a_second_time_is_an_error_and_no_silence(scorer: str, tmp_path: Path) -> None:
+    pool = RewardPool(f"{scorer}:once", str(tmp_path / "made").encode(), num_workers=1, deadline_s=1.0)
+    with pytest.raises(ConfigError, match="not a second time"):
+        asyncio.run(_outcome(pool, "crash"))
+    pool.close()
 
 
 def test_a_reward_that_never_ends_takes_its_deadline_and_no_more_of_the_others(pool: RewardPool) -> None:
