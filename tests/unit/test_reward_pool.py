@@ -63,6 +63,11 @@ def _request(completion: str, answer: str = "right") -> RewardRequest:
     return RewardRequest("train", completion, answer, "stop")
 
 
+def _scorers() -> list[psutil.Process]:
+    """The worker processes of this test; others of the session may have left children of their own."""
+    return [child for child in psutil.Process().children() if "areal_rloo.rewards" in child.cmdline()]
+
+
 async def _outcome(pool: RewardPool, completion: str, answer: str = "right") -> float | str:
     try:
         return await pool.score(_request(completion, answer))
@@ -99,7 +104,7 @@ def test_an_exception_is_told_with_its_traceback(pool: RewardPool) -> None:
 
 
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(pool: RewardPool) -> None:
-    (worker,) = psutil.Process().children()
+    (worker,) = _scorers()
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     assert asyncio.run(_outcome(pool, "right")) == "reward_crash"
@@ -121,7 +126,7 @@ def test_the_workers_work_side_by_side(scorer: str) -> None:
 
 def test_a_closed_pool_leaves_no_process_behind_whatever_it_was_doing(scorer: str) -> None:
     pool = RewardPool(f"{scorer}:make", b"", num_workers=2, deadline_s=60.0)
-    children = psutil.Process().children()
+    children = _scorers()
     assert len(children) == 2
 
     async def scenario() -> None:
