@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from areal_rloo.algorithm.kl import LOG_LIMIT, kl_estimate
 from areal_rloo.config import BehaviourWeightConfig
-
-LOG_LIMIT = 20.0  # of log ratios: e^20 squares without overflow, and no ratio that large has a meaning of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +121,11 @@ def _aggregate(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str
     return torch.where(largest > -torch.inf, largest, 0.0)[sequence_index]
 
 
-def _metric(log_weight: Tensor, metric: str) -> Tensor:
-    """By token; of `ratio` its logarithm, which is what is aggregated."""
-    match metric:
-        case "k2":
-            return log_weight.square() / 2
-        case "k3":
-            return _exp(log_weight) - 1 - log_weight
-        case _:
-            return log_weight
+def _metric(log_weight: Tensor, metric: Literal["ratio", "k1", "k2", "k3"]) -> Tensor:
+    """By token: k2 and k3 are the estimates of KL(behaviour, proximal), k1 and `ratio` stand as log w, to be summed."""
+    if metric in ("k2", "k3"):
+        return kl_estimate(torch.zeros_like(log_weight), log_weight, metric)
+    return log_weight
 
 
 def _bounds(rule: BehaviourWeightConfig) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from areal_rloo.config import AdaptiveKLConfig
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
-_LOG_LIMIT = 20.0  # of -d in k3: e^20 is far beyond any divergence with a meaning, and finite
+LOG_LIMIT = 20.0  # of log ratios: e^20 squares without overflow, and no ratio that large has a meaning of its own
 
 
 def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
@@ -51,7 +51,7 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) 
         case "k2":
             return difference.square() / 2
         case "k3":
-            return torch.exp((-difference).clamp(max=_LOG_LIMIT)) - 1 + difference
+            return torch.exp((-difference).clamp(max=LOG_LIMIT)) - 1 + difference
         case "abs":
             return difference.abs()
 

@@ -36,7 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.behaviour import LOG_LIMIT, behaviour_weights, of_sequences
+from areal_rloo.algorithm.behaviour import behaviour_weights, of_sequences
+from areal_rloo.algorithm.kl import LOG_LIMIT
 from areal_rloo.config import LossConfig
 
 

@@ -13,6 +13,7 @@ import queue
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from typing import Literal
@@ -39,12 +40,18 @@ class RewardRequest(msgspec.Struct, frozen=True):
 
 
 class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the start. `busy_s` is time spent scoring, summed over workers."""
+    """Since the start. `dropped` counts completions without a reward by reason; `busy_s` is time spent scoring, summed
+    over workers."""
 
     scored: int
-    failed: int
+    dropped: dict[str, int]
     restarts: int
     busy_s: float
+
+    @property
+    def failed(self) -> int:
+        """Completions without a reward."""
+        return sum(self.dropped.values())
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -71,7 +78,8 @@ class RewardPool:
         """
         self._deadline_s = deadline_s
         self._factory, self._argument = factory, argument
-        self._scored = self._failed = self._restarts = 0
+        self._scored = self._restarts = 0
+        self._dropped: Counter[str] = Counter()
         self._busy_s = 0.0
         self._closing = False
         # All start at once, then each is waited for.
@@ -92,14 +100,16 @@ class RewardPool:
         encoded = msgspec.msgpack.encode(request)
         reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, encoded)
         if reply.reason is not None:
-            self._failed += 1
+            self._dropped[reply.reason] += 1
             raise RewardError(reply.reason, reply.detail)
         assert reply.reward is not None, "a reply has a reward or a reason"
         self._scored += 1
         return reply.reward
 
     def statistics(self) -> RewardStatistics:
-        return RewardStatistics(scored=self._scored, failed=self._failed, restarts=self._restarts, busy_s=self._busy_s)
+        return RewardStatistics(
+            scored=self._scored, dropped=dict(self._dropped), restarts=self._restarts, busy_s=self._busy_s
+        )
 
     def close(self) -> None:
         """Kill the workers; what is being scored is lost."""

@@ -108,7 +108,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
-    metrics = asyncio.create_task(_publish_metrics(engine, channel, receiver, worker, arguments.metrics_port))
+    metrics = asyncio.create_task(_publish_metrics(engine, channel, receiver, rewards, arguments.metrics_port))
     logger.info("ready on %s with %d threads", device, arguments.num_threads)
     try:
         await worker.run()
@@ -123,7 +123,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
 
 
 async def _publish_metrics(
-    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, worker: RolloutWorker, port: int
+    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, rewards: RewardPool, port: int
 ) -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
@@ -131,7 +131,7 @@ async def _publish_metrics(
     watch(registry, RECEIVE, lambda: msgspec.structs.asdict(receiver.statistics()))
     serve_metrics(registry, port)
     while True:
-        statistics, rewards = engine.statistics(), worker.reward_counts
+        statistics, scoring = engine.statistics(), rewards.statistics()
         metrics.update(
             {
                 "policy_version": statistics.policy_version,
@@ -143,9 +143,9 @@ async def _publish_metrics(
                 "weight_updates": statistics.weight_updates,
                 "idle_s": statistics.idle_s,
                 "swap_s": statistics.swap_s,
-                "scored": rewards.scored,
+                "scored": scoring.scored,
             },
-            rewards.dropped,
+            scoring.dropped,
         )
         await asyncio.sleep(_METRICS_EVERY_S)
 

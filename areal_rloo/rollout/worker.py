@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -56,15 +56,6 @@ class _Held:
     answer: str
 
 
-@dataclass(slots=True)
-class RewardCounts:
-    """How scoring went, since the start."""
-
-    scored: int = 0
-    reward_sum: float = 0.0
-    dropped: dict[str, int] = field(default_factory=dict)
-
-
 class RolloutWorker:
     """Runs until a Drain, or until `stop` is called. Made and used on one event loop."""
 
@@ -92,17 +83,12 @@ class RolloutWorker:
         self._unwanted: set[SampleId] = set()
         self._lease_sequence = 0
         self._learner_id: str | None = None
-        self._pool = rewards
-        self._rewards = RewardCounts()
+        self._rewards = rewards
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
         self._finishing: set[asyncio.Task[None]] = set()
-
-    @property
-    def reward_counts(self) -> RewardCounts:
-        return self._rewards
 
     def attach(self, receiver: Receiver) -> None:
         """Take weights through this receiver."""
@@ -265,18 +251,15 @@ class RolloutWorker:
         text = str(self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
         request = RewardRequest(held.purpose, text, held.answer, completion.finish_reason)
         try:
-            reward = await self._pool.score(request)
+            reward = await self._rewards.score(request)
         except RewardError as failure:
             await self._failed(sample_id, failure.reason, failure.detail)
             return
-        self._rewards.scored += 1
-        self._rewards.reward_sum += reward
         prompt = np.array(held.prompt_tokens, dtype=np.int32)
         await self._channel.push(Trajectory(*sample_id, prompt, completion, reward))
         self._held.pop(sample_id, None)
 
     async def _failed(self, sample_id: SampleId, reason: str, detail: str) -> None:
-        self._rewards.dropped[reason] = self._rewards.dropped.get(reason, 0) + 1
         logger.warning("sample %s: %s: %s", sample_id, reason, detail.strip())
         self._held.pop(sample_id, None)
         await self._channel.send(SampleFailed(self._worker_id, *sample_id, reason, detail.strip()[-4000:]))
