@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check bench bench-learning clean
+.PHONY: quickstart test check extras bench bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -18,6 +18,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/project
+
+extras: $(STAMP)  # what the tests of the hub and of reasoning-gym need beside the rest; they skip without it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,rg]'
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/generation.py

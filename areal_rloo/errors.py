@@ -13,9 +13,17 @@ ArealRlooError
 ├── WeightsError         a broadcast that failed
 │   └── ChecksumError        what arrived is not what was sent
 ├── EngineError          an engine that cannot serve a request
-├── RewardError          a completion that got no reward
+├── SampleError          a sample that will not be finished, with the reason of its drop
+│   ├── RewardError          a completion that got no reward
+│   └── EpisodeError         an episode that cannot go on
 └── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
+
+An exception of the user's code becomes the detail of a `SampleError` through `described`.
 """
+
+import traceback
+
+_MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 
 
 class ArealRlooError(Exception):
@@ -70,14 +78,41 @@ class EngineError(ArealRlooError):
     """An engine cannot serve a request."""
 
 
-class RewardError(ArealRlooError):
-    """A completion got no reward; `reason` is the label of its drop, `detail` what happened."""
+class SampleError(ArealRlooError):
+    """A sample will not be finished; `reason` is the label of its drop, `detail` what happened in a line, and perhaps a
+    traceback below it, `completion` the text there was of it."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, *, completion: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.completion = completion
+
+    @property
+    def summary(self) -> str:
+        """What happened, in one line."""
+        return self.detail.strip().partition("\n")[0]
+
+
+class RewardError(SampleError):
+    """A completion got no reward."""
+
+
+class EpisodeError(SampleError):
+    """An episode cannot go on: its context is full, its agent failed."""
 
 
 class TrainingError(ArealRlooError):
     """Training cannot go on."""
+
+
+def described(error: BaseException) -> str:
+    """The detail of a sample that the user's code failed: a line that says what was raised, and the traceback below."""
+    summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return shortened(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
+
+
+def shortened(detail: str) -> str:
+    """A detail that can be sent: its first line, and of what stands below it the end, where a traceback says most."""
+    summary, newline, rest = detail.strip().partition("\n")
+    return summary[:_MOST_SUMMARY] + newline + rest[-_MOST_TRACEBACK:]

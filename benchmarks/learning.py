@@ -31,7 +31,8 @@ from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
 from areal_rloo.models.reference import Reference
-from areal_rloo.tasks import Task, load_items, make_task
+from areal_rloo.tasks import Task, load_eval, load_train, make_task
+from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
 CPU = torch.device("cpu")
@@ -118,8 +119,8 @@ class _Loop:
             load_policy(folder, device=CPU), config, device=CPU, reference=reference, stop_token_ids=stops
         )
         self._stream = PromptStream(
-            load_items(config.data, "train", seed=config.run.seed),
-            Tokenizer(tokenizer, config.data),
+            load_train(config.data, seed=config.run.seed),
+            Tokenizer(ChatFormat(tokenizer, config.data), config.data),
             seed=config.run.seed,
             num_epochs=None,
         )
@@ -164,13 +165,11 @@ class _Rollout:
         self._engine = EmbeddedEngine(
             Path(folder), device=CPU, dtype=torch.float32, num_slots=64, context_tokens=config.context_tokens
         )
-        self._train_task = make_task(config.data.train, seed=config.run.seed)
-        assert config.data.eval is not None, "quickstart.yaml evaluates"
-        self._eval_task = make_task(config.data.eval, seed=config.run.seed)
-        tokenize = Tokenizer(tokenizer, config.data)
-        items = load_items(config.data, "eval", seed=config.run.seed)
-        tokenized = [(tokenize(item), item.answer) for item in items]
-        self._eval_prompts = [Prompt(0, i, tokens, answer) for i, (tokens, answer) in enumerate(tokenized) if tokens]
+        self._train_task = make_task(config.data.train_sources[0], seed=config.run.seed)
+        self._eval_task = make_task(config.data.eval_sources[0], seed=config.run.seed)
+        tokenize = Tokenizer(ChatFormat(tokenizer, config.data), config.data)
+        tokenized = [(tokenize(item), item) for item in load_eval(config.data, seed=config.run.seed)[0].items]
+        self._eval_prompts = [Prompt(0, i, tokens, item) for i, (tokens, item) in enumerate(tokenized) if tokens]
         self._num_requests = 0
         self._num_loads = 0
 
@@ -237,4 +236,4 @@ class _Rollout:
 
     def _score(self, task: Task, prompt: Prompt, completion: Completion) -> float:
         text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-        return float(task.reward(str(text), prompt.answer))
+        return float(task.reward(str(text), prompt.item))

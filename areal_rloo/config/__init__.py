@@ -10,13 +10,22 @@ from areal_rloo.config.algorithm import (
     NormLevel,
     RewardsConfig,
 )
+from areal_rloo.config.data import (
+    ConfiguredSource,
+    DataConfig,
+    EvalSourceConfig,
+    FewShotConfig,
+    RewardConfig,
+    SourceConfig,
+    source_key,
+)
+from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.imports import import_function
 from areal_rloo.config.load import dump_config, load_config
 from areal_rloo.config.presets import PRESETS, PresetName
 from areal_rloo.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     EvaluationConfig,
     LauncherConfig,
     LearnerConfig,
@@ -26,7 +35,6 @@ from areal_rloo.config.schema import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    SourceConfig,
     TelemetryConfig,
     TinyModelConfig,
     WarmStartConfig,
@@ -42,8 +50,12 @@ __all__ = [
     "BehaviourWeightConfig",
     "CheckpointConfig",
     "Config",
+    "ConfiguredSource",
     "DataConfig",
+    "EpisodeConfig",
+    "EvalSourceConfig",
     "EvaluationConfig",
+    "FewShotConfig",
     "KLConfig",
     "LauncherConfig",
     "LearnerConfig",
@@ -54,6 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "PresetName",
     "ReferenceConfig",
+    "RewardConfig",
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
@@ -68,4 +81,5 @@ __all__ = [
     "import_function",
     "is_loopback",
     "load_config",
+    "source_key",
 ]

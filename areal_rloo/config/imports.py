@@ -38,9 +38,11 @@ def import_function(key: str, path: str) -> Callable[..., Any]:
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file, seen from {Path.cwd()}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.resolve()}".replace(".", "_")  # unlike any module's, so that a json.py of the user shadows nothing
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} is a .py file, so it has a loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the module they are of
     spec.loader.exec_module(module)
     return module
 

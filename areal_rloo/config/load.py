@@ -104,15 +104,20 @@ def dump_config(config: Config) -> str:
 
 
 def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
-    node = tree
-    for depth, key in enumerate(keys[:-1], start=1):
-        child = node.get(key)
-        if child is None:  # absent, or a section written as null
-            child = node[key] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"override '{override}': '{'.'.join(keys[:depth])}' is a value, not a section")
-        node = child
-    node[keys[-1]] = value
+    node: Any = tree
+    for depth, key in enumerate(keys, start=1):
+        place = ".".join(keys[:depth])
+        if isinstance(node, list) and not (key.isdecimal() and int(key) < len(node)):
+            raise ConfigError(f"override '{override}': '{place}': expected an index from 0 to {len(node) - 1}")
+        at: Any = int(key) if isinstance(node, list) else key
+        if depth == len(keys):
+            node[at] = value
+            return
+        if isinstance(node, dict) and node.get(at) is None:  # absent, or a section written as null
+            node[at] = {}
+        node = node[at]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override '{override}': '{place}' is a value, not a section")
 
 
 def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
@@ -144,6 +149,8 @@ def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callabl
     """Refuse unknown keys with a suggestion, and numbers that are none; read YAML's null as the word `none` where a
     Literal has that word."""
     struct = _struct_in(expected)
+    if struct is not None and isinstance(node, list):
+        return [_checked_keys(child, struct, f"{path}.{index}", source_of) for index, child in enumerate(node)]
     if struct is None or not isinstance(node, dict):
         for number in node if isinstance(node, list) else [node]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -155,7 +162,7 @@ def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callabl
         here = f"{path}.{key}" if path else str(key)
         if key not in hints:
             raise ConfigError(f"{source_of(here)}: unknown key '{here}'; {_suggestion(str(key), here, hints)}")
-        empty_section = value is None and _struct_in(hints[key]) is hints[key]
+        empty_section = value is None and _struct_in(hints[key]) and type(None) not in typing.get_args(hints[key])
         clean[key] = _checked_keys({} if empty_section else value, hints[key], here, source_of)
     return clean
 
@@ -182,8 +189,9 @@ def _all_paths(struct: Any, prefix: str = "") -> list[str]:
 
 
 def _struct_in(expected: Any) -> Any:
-    """The struct type that a hint (`X` or `X | None`) admits, or None."""
+    """The struct type that a hint (`X`, `X | None`, `tuple[X, ...]`) admits, by itself or in a list, or None."""
     options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    options = (*options, *(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple))
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
+from areal_rloo.config.data import DataConfig, validate_data
+from areal_rloo.config.episode import EpisodeConfig, validate_episode
 from areal_rloo.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -73,23 +75,6 @@ class ModelConfig(Section, frozen=True):
     tiny: TinyModelConfig = TinyModelConfig()
 
 
-class SourceConfig(Section, frozen=True):
-    task: str = "arithmetic"
-    path: str | None = None  # jsonl, json, csv or parquet; null: what the task makes itself, or the hub
-    fields: dict[str, str] = msgspec.field(default_factory=dict)  # field of the task: what the file calls it
-    num_prompts: PositiveInt | None = None  # the first so many; null: all
-
-
-class DataConfig(Section, frozen=True):
-    train: SourceConfig = SourceConfig()
-    eval: SourceConfig | None = SourceConfig(num_prompts=200)  # null: no evaluation
-    num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
-    max_prompt_tokens: PositiveInt = 512
-    overlong_prompts: Literal["error", "filter", "truncate"] = "error"  # truncate keeps the last tokens, the question
-    system_prompt: str | None = None
-    chat_template: bool | None = None  # null: where the tokenizer has one
-
-
 class SamplingConfig(Section, frozen=True):
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
@@ -109,8 +94,10 @@ class RolloutConfig(Section, frozen=True):
     num_threads: NonNegativeInt = 0  # CPU threads of a worker; 0: its share of the cores
     num_slots: PositiveInt = 64  # completions decoded together
     lease_ahead_samples: PositiveInt | None = None  # held beside the slots; null: the worker's share of one batch
+    episode: EpisodeConfig = EpisodeConfig()
     num_reward_workers: PositiveInt = 2  # processes that score completions
-    reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when its process begins
+    num_async_rewards: PositiveInt = 64  # rewards that wait for a network, under way at a time
+    reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when it begins
     max_reward_failure_share: Share = 0.5  # of the last completions; with more the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
 
@@ -167,6 +154,7 @@ class TelemetryConfig(Section, frozen=True):
     metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
+    trajectories_per_step: NonNegativeInt = 32  # written to trajectories.jsonl, and every dropped one; 0: none at all
 
 
 class LauncherConfig(Section, frozen=True):
@@ -234,6 +222,8 @@ def validate(config: Config) -> None:
     """
     sampling, learner = config.rollout.sampling, config.learner
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
+    validate_data(config.data)
+    validate_episode(config.rollout.episode)
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
         raise ConfigError(
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="

@@ -21,10 +21,10 @@ import msgspec
 from rich.console import Console
 
 from areal_rloo.config import Config, dump_config
-from areal_rloo.errors import PreflightError, UserError
+from areal_rloo.errors import DataError, PreflightError, UserError
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.plan import Addresses, Machine, ProcessSpec, describe, plan_preparation, plan_run
-from areal_rloo.launcher.preflight import check, check_disk, free_ports, this_machine
+from areal_rloo.launcher.preflight import check, check_disk, check_tools, free_ports, this_machine
 from areal_rloo.launcher.run_folder import choose_folder, segment_folder, write_beginning
 from areal_rloo.launcher.supervisor import Supervisor
 from areal_rloo.report import write_report
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         print(dump_config(config))  # noqa: T201 - the face of the program
         print(describe([*([preparation] if preparation is not None else []), *specs]))  # noqa: T201
         return 0
+    check_tools(config, folder)
     check_disk(config, folder)
     write_beginning(folder, config, machine)
     setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
@@ -121,8 +122,10 @@ class _LocalRun:
         finally:
             self._supervisor.stop_all(_GRACE_S)
             shutil.rmtree(self._addresses.segment_folder, ignore_errors=True)
-        report = write_report(self._folder)
-        progress.say(f"report: {report}")
+        try:
+            progress.say(f"report: {write_report(self._folder)}")
+        except DataError as error:  # the run is what it is, drawn or not
+            progress.say(f"no report: {error}")
         return code
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -14,6 +14,7 @@ from areal_rloo.config import Config, import_function, is_loopback
 from areal_rloo.errors import ModelError, PreflightError
 from areal_rloo.launcher.plan import Machine
 from areal_rloo.tasks import check_data
+from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -53,10 +54,26 @@ def check(config: Config) -> None:
         _check_model("model.reference.path", config.model.reference.path)
     if config.algorithm.group_filter is not None:
         import_function("algorithm.group_filter", config.algorithm.group_filter)
+    episode = config.rollout.episode
+    if episode.agent is not None:
+        import_function("rollout.episode.agent", episode.agent)
+    elif not episode.built_in:
+        import_function("rollout.episode.type", episode.type)
     check_data(config.data)
     for key, port in (("wire.port", config.wire.port), ("telemetry.metrics_port", config.telemetry.metrics_port)):
         if port:
             _check_port(key, config.wire.host if key == "wire.port" else "127.0.0.1", port)
+
+
+def check_tools(config: Config, folder: Path) -> None:
+    """What the policy may run can be locked in here, and away from the run folder.
+
+    Raises:
+        PreflightError: it cannot; says what is missing.
+    """
+    episode = config.rollout.episode
+    if episode.type == "tool_use" and "python" in episode.tools:
+        check_sandbox([folder])
 
 
 def check_disk(config: Config, folder: Path) -> None:

@@ -21,19 +21,23 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, import_function, load_config
 from areal_rloo.errors import ModelError
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
-from areal_rloo.learner.evaluation import Evaluation
+from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
 from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
 from areal_rloo.models.reference import Reference
-from areal_rloo.tasks import load_items
+from areal_rloo.tasks import load_eval, load_train
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.tables import BROADCAST, WIRE
+from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
@@ -71,31 +75,23 @@ def main() -> int:
 
 
 def _run(config: Config, arguments: Arguments) -> int:
-    folder, device = arguments.run_folder, torch.device(arguments.device)
+    folder = arguments.run_folder
     torch.manual_seed(config.run.seed)
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     restored = checkpoints.load_newest() if arguments.resume else None
     if arguments.resume and restored is None:
         logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
-    model_path = arguments.model_path if restored is None else str(restored[0] / "model")
     tokenizer = load_tokenizer(arguments.model_path)
-    policy = load_policy(model_path, device=device)
-    checkpoint = None if restored is None else restored[0]
-    reference = _reference(config, arguments, device, vocab_size=policy.config.vocab_size, checkpoint=checkpoint)
-    train_step = TrainStep(
-        policy,
-        config,
-        device=device,
-        reference=reference,
-        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
-    )
-    stream = _prompt_stream(config, tokenizer)
+    train_step = _train_step(config, arguments, tokenizer, checkpoint=None if restored is None else restored[0])
+    tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
+    sources = load_train(config.data, seed=config.run.seed)
+    stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
         ledger, totals, policy_version = _restore(restored, train_step, stream)
     registry = CollectorRegistry()
     reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
-    evaluation = Evaluation(_eval_prompts(config, tokenizer), reporter.evaluation)
+    evaluation = Evaluation(_eval_sets(config, tokenize), reporter.evaluation)
     intake = Intake(
         config,
         channel=_channel(config, arguments),
@@ -119,14 +115,30 @@ def _run(config: Config, arguments: Arguments) -> int:
         intake=intake,
         broadcaster=broadcaster,
         reporter=reporter,
+        recorder=_recorder(config, folder, tokenizer, policy_version, fresh=restored is None),
         checkpoints=checkpoints,
         policy_version=policy_version,
         totals=totals,
     )
-    if not any(record.policy_version == policy_version for record in reporter.evaluations):
+    measured = {record.name for record in reporter.evaluations if record.policy_version == policy_version}
+    if not measured.issuperset(source.label for source in config.data.eval_sources):
         intake.advance(policy_version, evaluate=True)
     _run_to_the_end(learner, intake, broadcaster, arguments, config)
     return 0
+
+
+def _train_step(
+    config: Config, arguments: Arguments, tokenizer: PreTrainedTokenizerBase, *, checkpoint: Path | None
+) -> TrainStep:
+    device = torch.device(arguments.device)
+    policy = load_policy(arguments.model_path if checkpoint is None else str(checkpoint / "model"), device=device)
+    return TrainStep(
+        policy,
+        config,
+        device=device,
+        reference=_reference(config, arguments, device, vocab_size=policy.config.vocab_size, checkpoint=checkpoint),
+        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+    )
 
 
 def _reference(
@@ -180,20 +192,21 @@ def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChanne
     return lambda: LearnerChannel.bind(config.wire.host, arguments.port, limits=limits, keys=keys)
 
 
-def _prompt_stream(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
-    items = load_items(config.data, "train", seed=config.run.seed)
-    tokenize = Tokenizer(tokenizer, config.data)
-    return PromptStream(items, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
-
-
-def _eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    tokenize = Tokenizer(tokenizer, config.data)
-    items = load_items(config.data, "eval", seed=config.run.seed)
-    tokenized = [(index, tokenize(item), item.answer) for index, item in enumerate(items)]
-    prompts = [Prompt(0, index, tokens, answer) for index, tokens, answer in tokenized if tokens is not None]
-    if len(prompts) < len(items):
-        logger.warning("evaluation leaves out %d of %d prompts for their length", len(items) - len(prompts), len(items))
-    return prompts
+def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
+    sets = []
+    for source, settings in zip(load_eval(config.data, seed=config.run.seed), config.data.eval_sources, strict=True):
+        tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
+        prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]
+        if len(prompts) < len(tokenized):
+            num_filtered = len(tokenized) - len(prompts)
+            logger.warning(
+                "evaluation on %s leaves out %d of %d prompts for their length",
+                source.label,
+                num_filtered,
+                len(tokenized),
+            )
+        sets.append(EvalSet(source.label, prompts, settings.num_samples))
+    return sets
 
 
 def _restore(
@@ -215,6 +228,18 @@ def _reporter(folder: Path, policy_version: int, registry: CollectorRegistry, *,
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
     return Reporter(MetricsFile(path), LearnerMetrics(registry), evaluations)
+
+
+def _recorder(
+    config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int, *, fresh: bool
+) -> Recorder:
+    """Open trajectories.jsonl; on a resume, what came after the checkpoint did not happen and is cut off."""
+    path = folder / FILE_NAME
+    if fresh:
+        path.unlink(missing_ok=True)
+    else:
+        cut_trajectories(path, policy_version - 1)  # records have the version before their step
+    return Recorder(path, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
 
 
 def _broadcaster(config: Config, arguments: Arguments, train_step: TrainStep, intake: Intake) -> Broadcaster:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.advantage import normalize
-from areal_rloo.algorithm.kl import kl_estimate
+from areal_rloo.algorithm.kl import Estimator, kl_estimate
 from areal_rloo.algorithm.rewards import REWARD_LIMIT, shape_rewards, token_returns
+from areal_rloo.algorithm.turns import written_by_policy
 from areal_rloo.config import Config, NormConfig
 from areal_rloo.learner.parallel import Ranks
-from areal_rloo.trajectory import Trajectory
+from areal_rloo.trajectory import SampleId, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,19 @@ def compute_advantages(
         ranks: where the rest of the batch is.
     """
     algorithm = config.algorithm
-    rewards = _shaped(trajectories, config, stop_token_ids)
+    samples = _Samples(trajectories)
+    rewards = samples.last(_shaped(trajectories, config, stop_token_ids))
     num_limited = int((rewards.abs() >= REWARD_LIMIT).sum())
     group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
-    in_loss = torch.stack([mask.sum() for mask in masks])
+    in_loss = samples.total(torch.stack([mask.sum() for mask in masks]))
     penalties = [
-        kl_coefficient * kl_estimate(behaviour_logprobs(trajectory).double(), logprobs.double(), algorithm.kl.estimator)
+        kl_coefficient * _divergence(trajectory, logprobs, algorithm.kl.estimator)
         for trajectory, logprobs in zip(trajectories, reference_logprobs, strict=bool(reference_logprobs))
     ]
     if algorithm.returns == "token":
-        normed = _normalize_over(ranks, rewards, group_ids, in_loss, algorithm.reward_norm)
-        returns = token_returns(_token_rewards(trajectories, normed, penalties), algorithm.discount)
+        normed = _normalize_over(ranks, rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
+        by_token = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
+        returns = token_returns(by_token, algorithm.discount)
         lengths = torch.tensor([len(mask) for mask in masks])
         each = _normalize_over(
             ranks,
@@ -78,15 +81,49 @@ def compute_advantages(
         )
         return Advantages(list(each.float().split(lengths.tolist())), num_limited)
     if penalties:
-        rewards = rewards - torch.stack([penalty.sum() for penalty in penalties])
-    normed = _normalize_over(ranks, rewards, group_ids, in_loss, algorithm.reward_norm)
-    scalars = _normalize_over(ranks, normed, group_ids, in_loss, algorithm.adv_norm).float()
+        rewards = rewards - samples.total(torch.stack([penalty.sum() for penalty in penalties]))
+    of_samples = samples.last(group_ids)
+    normed = _normalize_over(ranks, rewards, of_samples, in_loss, algorithm.reward_norm)
+    scalars = samples.spread(_normalize_over(ranks, normed, of_samples, in_loss, algorithm.adv_norm)).float()
     return Advantages([a.expand(len(mask)) for a, mask in zip(scalars, masks, strict=True)], num_limited)
 
 
 def behaviour_logprobs(trajectory: Trajectory) -> Tensor:
-    """[num_completion_tokens] float32."""
+    """[num_completion_tokens] float32; 0 where somebody else wrote the token."""
     return torch.tensor(trajectory.completion.behaviour_logprobs)
+
+
+def policy_tokens(trajectory: Trajectory) -> Tensor:
+    """[num_completion_tokens] bool, the policy wrote the token."""
+    return torch.from_numpy(written_by_policy(trajectory.completion.spans, len(trajectory.completion.tokens)))
+
+
+class _Samples:
+    """Which trajectories are of one sample. A sample has one reward and one advantage, which all of them carry, so
+    norms see each sample once, however many trajectories its episode gave."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        numbers: dict[SampleId, int] = {}
+        self._number = torch.tensor([numbers.setdefault(t.sample_id, len(numbers)) for t in trajectories])
+        self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
+
+    def last(self, values: Tensor) -> Tensor:
+        """[num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
+        return values[self._last]
+
+    def total(self, values: Tensor) -> Tensor:
+        """[num_trajectories] to [num_samples]: sums."""
+        return torch.zeros(len(self._last), dtype=values.dtype).index_add(0, self._number, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[num_samples] to [num_trajectories]."""
+        return values[self._number]
+
+
+def _divergence(trajectory: Trajectory, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """[num_completion_tokens] float64, 0 where somebody else wrote the token."""
+    divergence = kl_estimate(behaviour_logprobs(trajectory).double(), reference_logprobs.double(), estimator)
+    return torch.where(policy_tokens(trajectory), divergence, 0.0)
 
 
 def _shaped(trajectories: Sequence[Trajectory], config: Config, stop_token_ids: frozenset[int]) -> Tensor:
@@ -101,14 +138,19 @@ def _shaped(trajectories: Sequence[Trajectory], config: Config, stop_token_ids: 
     )
 
 
-def _token_rewards(trajectories: Sequence[Trajectory], rewards: Tensor, penalties: Sequence[Tensor]) -> list[Tensor]:
-    """The reward of a trajectory stands at its last token, a KL penalty at each."""
+def _token_rewards(
+    trajectories: Sequence[Trajectory], rewards: Tensor, penalties: Sequence[Tensor], *, scale: float
+) -> list[Tensor]:
+    """Rewards of single tokens stand at them, what is left of the trajectory's at its last token, a KL at each: without
+    the KL their sum is the trajectory's reward, shaped and normed."""
     by_token = []
     for index, trajectory in enumerate(trajectories):
         own = torch.zeros(len(trajectory.completion.tokens), dtype=torch.float64)
+        if trajectory.token_rewards is not None:
+            own += scale * torch.tensor(trajectory.token_rewards, dtype=torch.float64)
+        own[-1] += rewards[index] - own.sum()
         if penalties:
             own -= penalties[index]
-        own[-1] += rewards[index]
         by_token.append(own)
     return by_token
 

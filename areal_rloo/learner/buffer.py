@@ -59,7 +59,7 @@ class Buffer:
         if len(group.samples) < self._min_group:
             self._ledger.drop_group(group.group_id, "group_too_small")
             return
-        rewards = [trajectory.reward for trajectory in group.group.trajectories]
+        rewards = [sample.reward for sample in group.group.samples]
         if self._algorithm.min_reward_std > 0 and statistics.pstdev(rewards) < self._algorithm.min_reward_std:
             self._ledger.drop_group(group.group_id, "low_reward_std")
         elif self._group_filter is not None:
@@ -132,7 +132,7 @@ class Buffer:
         for trajectory in group.group.trajectories:
             versions = trajectory.completion.versions
             fresh = within_bound(versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness)
-            if not fresh.all():
+            if not fresh.all():  # the rest of its sample goes with it
                 self._ledger.drop_sample(trajectory.sample_id, "stale")
         if len(group.samples) < self._min_group:
             self._ledger.drop_group(group.group_id, "stale")

@@ -21,15 +21,14 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.errors import CheckpointError
-from areal_rloo.learner.ledger import Ledger, LedgerState
+from areal_rloo.learner.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.learner.prompts import PromptStream, PromptStreamState
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 
 logger = get_logger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Totals(msgspec.Struct):
@@ -64,7 +63,7 @@ def capture(
     ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals, kl_coefficient: float
 ) -> LearnerState:
     """The learner's state at this moment; call where ledger and stream stand still."""
-    buffered = [s.trajectory for g in ledger.groups.values() for s in g.samples.values() if s.trajectory is not None]
+    buffered = [t for g in ledger.groups.values() for s in g.samples.values() for t in s.trajectories]
     headers, columns = encode_columns(buffered)
     return LearnerState(
         format=_FORMAT,
@@ -83,7 +82,7 @@ def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
     """The ledger of a checkpoint; what was in flight waits to be leased again. The stream is set back too."""
     stream.restore(state.stream)
     decoded = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
-    trajectories: dict[Any, Trajectory] = {trajectory.sample_id: trajectory for trajectory in decoded}
+    trajectories = by_sample(decoded)
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
     return Ledger.restored(state.ledger, prompts, trajectories)
 

@@ -1,112 +1,191 @@
-"""Evaluation on the held-out split, beside training: leases outside the ledger, greedy, pinned to one version.
+"""Evaluation on the held-out sets, beside training: leases outside the ledger, pinned to one version.
 
 The intake hands the leases to rollout workers and brings the trajectories back; rollouts are never paused for it. One
 evaluation is under way at a time; a version that falls due meanwhile waits, and the newest due one wins.
+
+Of a set with k samples a prompt, besides the mean reward:
+
+    pass@k   share of prompts with a right sample (arXiv:2107.03374; with n = k samples its estimator is just that)
+    maj@k    share of prompts whose most frequent final answer is right, ties by the share of right ones among the most
+             frequent (arXiv:2203.11171); only where the task knows final answers
+
+A sample is right where its reward is at least 1. One without a reward counts as 0.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from areal_rloo.learner.prompts import Prompt
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.messages import Lease
 
+_RIGHT = 1.0  # least reward of a right sample
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """The held-out prompts of one source, and how often each is sampled."""
+
+    label: str
+    prompts: Sequence[Prompt]
+    num_samples: int = 1
+
+
+@dataclass(slots=True)
+class _Result:
+    """What came of one sample."""
+
+    reward: float
+    answer: str | None = None
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One set in the evaluation under way. Groups are numbered from `first_group` downwards, one a prompt."""
+
+    chosen: EvalSet
+    first_group: int
+    missing: set[SampleId]
+    results: dict[SampleId, _Result] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+
 
 class Evaluation:
-    """The held-out prompts, and the one evaluation under way."""
+    """The held-out sets, and the one evaluation under way."""
 
-    def __init__(self, prompts: Sequence[Prompt], on_record: Callable[[EvalRecord], None]) -> None:
-        self._prompts = prompts
+    def __init__(self, sets: Sequence[EvalSet], on_record: Callable[[EvalRecord], None]) -> None:
+        self._sets = [chosen for chosen in sets if chosen.prompts]
         self._on_record = on_record
-        self._num_started = 0
+        self._next_group = -1
         self._due: int | None = None
         self._version = 0
         self._started_s = 0.0
-        self._to_lease: list[int] = []
-        self._missing: set[int] = set()
-        self._rewards: list[float] = []
-        self._lengths: list[int] = []
-        self._versions: list[int] = []
+        self._under_way: list[_Progress] = []
+        self._to_lease: dict[SampleId, _Progress] = {}
 
     @property
     def finished(self) -> bool:
         """Nothing under way and nothing due."""
-        return self._due is None and not self._missing
+        return self._due is None and not self._under_way
 
     def request(self, policy_version: int) -> None:
         """Measure this version as soon as the one under way has ended."""
-        if self._prompts:
+        if self._sets:
             self._due = policy_version
             self._start_if_free()
 
-    def take_leases(self, num: int) -> list[Lease]:
-        """Up to `num` leases that no worker holds."""
-        taken, self._to_lease = self._to_lease[:num], self._to_lease[num:]
-        return [
-            Lease(
-                group_id=group_id,
-                sample_indices=(0,),
-                prompt_tokens=prompt.tokens,
-                answer=prompt.answer,
-                purpose="eval",
-                min_version=self._version,
-                seed=0,
+    def take_leases(self) -> list[Lease]:
+        """A lease for every prompt with samples that no worker holds."""
+        groups: dict[int, tuple[_Progress, list[int]]] = {}
+        for (group_id, index), progress in self._to_lease.items():
+            groups.setdefault(group_id, (progress, []))[1].append(index)
+        self._to_lease = {}
+        leases = []
+        for group_id, (progress, indices) in groups.items():
+            number = progress.first_group - group_id
+            prompt = progress.chosen.prompts[number]
+            leases.append(
+                Lease(
+                    group_id=group_id,
+                    sample_indices=tuple(sorted(indices)),
+                    prompt_tokens=prompt.tokens,
+                    item=prompt.item,
+                    purpose="eval",
+                    min_version=self._version,
+                    seed=number << 20,  # the same at every evaluation, so that only the weights differ
+                )
             )
-            for group_id in taken
-            for prompt in [self._prompts[-group_id - 1 - (self._num_started - 1) * len(self._prompts)]]
-        ]
-
-    @property
-    def num_to_lease(self) -> int:
-        return len(self._to_lease)
+        return leases
 
     def lose(self, sample_id: SampleId) -> None:
         """The worker that held it will not bring it: it waits for another."""
-        if sample_id[0] in self._missing:
-            self._to_lease.append(sample_id[0])
+        progress = self._progress(sample_id)
+        if progress is not None:
+            self._to_lease[sample_id] = progress
 
-    def finish(self, trajectory: Trajectory) -> None:
-        """A trajectory of this evaluation, or of one that is over, which is ignored."""
-        if trajectory.group_id in self._missing:
+    def finish(self, trajectories: Sequence[Trajectory]) -> None:
+        """All trajectories of a sample of this evaluation, or of one that is over, which are ignored."""
+        first = trajectories[0]
+        progress = self._progress(first.sample_id)
+        if progress is None:
+            return
+        for trajectory in trajectories:
             versions = trajectory.completion.versions
-            self._versions += [int(versions.min()), int(versions.max())]
-            self._settle(trajectory.group_id, trajectory.reward, len(trajectory.completion.tokens))
+            progress.versions += [int(versions.min()), int(versions.max())]
+        num_tokens = sum(len(trajectory.completion.tokens) for trajectory in trajectories)
+        self._settle(progress, first.sample_id, _Result(first.reward, first.answer, num_tokens))
 
     def fail(self, sample_id: SampleId) -> None:
         """Its reward could not be had: it counts as wrong."""
-        if sample_id[0] in self._missing:
-            self._settle(sample_id[0], 0.0, 0)
+        progress = self._progress(sample_id)
+        if progress is not None:
+            self._settle(progress, sample_id, _Result(0.0))
 
-    def _settle(self, group_id: int, reward: float, num_tokens: int) -> None:
-        self._missing.discard(group_id)
-        if group_id in self._to_lease:
-            self._to_lease.remove(group_id)
-        self._rewards.append(reward)
-        self._lengths.append(num_tokens)
-        if not self._missing:
-            num = len(self._rewards)
-            self._on_record(
-                EvalRecord(
-                    policy_version=min(self._versions, default=self._version),
-                    policy_version_max=max(self._versions, default=self._version),
-                    accuracy=sum(self._rewards) / num,
-                    num_prompts=num,
-                    completion_tokens_mean=sum(self._lengths) / num,
-                    wall_s=time.monotonic() - self._started_s,
-                )
-            )
+    def _progress(self, sample_id: SampleId) -> _Progress | None:
+        return next((progress for progress in self._under_way if sample_id in progress.missing), None)
+
+    def _settle(self, progress: _Progress, sample_id: SampleId, result: _Result) -> None:
+        progress.missing.discard(sample_id)
+        self._to_lease.pop(sample_id, None)
+        progress.results[sample_id] = result
+        if not progress.missing:
+            self._on_record(self._record(progress))
+            self._under_way.remove(progress)
             self._start_if_free()
 
+    def _record(self, progress: _Progress) -> EvalRecord:
+        results = list(progress.results.values())
+        by_prompt: dict[int, list[_Result]] = {}
+        for (group_id, _), result in progress.results.items():
+            by_prompt.setdefault(group_id, []).append(result)
+        many = progress.chosen.num_samples > 1
+        return EvalRecord(
+            name=progress.chosen.label,
+            policy_version=min(progress.versions, default=self._version),
+            policy_version_max=max(progress.versions, default=self._version),
+            accuracy=_mean([result.reward for result in results]),
+            num_prompts=len(by_prompt),
+            num_samples=progress.chosen.num_samples,
+            pass_share=_mean([_passes(samples) for samples in by_prompt.values()]) if many else math.nan,
+            majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if many else math.nan,
+            completion_tokens_mean=_mean([result.num_tokens for result in results]),
+            wall_s=time.monotonic() - self._started_s,
+        )
+
     def _start_if_free(self) -> None:
-        if self._missing or self._due is None:
+        if self._under_way or self._due is None:
             return
         self._version, self._due = self._due, None
         self._started_s = time.monotonic()
-        first = self._num_started * len(self._prompts)
-        self._num_started += 1
-        self._to_lease = [-(first + index + 1) for index in range(len(self._prompts))]
-        self._missing = set(self._to_lease)
-        self._rewards, self._lengths, self._versions = [], [], []
+        for chosen in self._sets:
+            first, num = self._next_group, len(chosen.prompts)
+            self._next_group -= num
+            missing = {(first - number, index) for number in range(num) for index in range(chosen.num_samples)}
+            progress = _Progress(chosen, first, missing)
+            self._under_way.append(progress)
+            self._to_lease |= dict.fromkeys(sorted(missing, reverse=True), progress)
+
+
+def _passes(samples: Sequence[_Result]) -> float:
+    return float(any(sample.reward >= _RIGHT for sample in samples))
+
+
+def _majority(samples: Sequence[_Result]) -> float:
+    """NaN where no sample has a final answer that could be counted, though one of them is right."""
+    votes = Counter(sample.answer for sample in samples if sample.answer is not None)
+    if not votes:
+        return math.nan if _passes(samples) else 0.0
+    most = max(votes.values())
+    among = [sample for sample in samples if sample.answer is not None and votes[sample.answer] == most]
+    return _mean([float(sample.reward >= _RIGHT) for sample in among])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

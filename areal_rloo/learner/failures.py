@@ -40,9 +40,8 @@ class RewardFailures:
         if len(self._failed) < _LEAST or num_failed <= self._most_share * len(self._failed):
             return
         logger.error("the first completion without a reward: %s", self._first)
-        last_line = self._first.detail.strip().rpartition("\n")[2]  # of a traceback the exception
         raise UserError(
             f"rewards: {num_failed} of the last {len(self._failed)} completions got none, more than "
-            f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: {last_line} (its "
-            "traceback is in logs/learner.log)"
+            f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: "
+            f"{self._first.summary} (its traceback is in logs/learner.log)"
         )

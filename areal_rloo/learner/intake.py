@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_rloo.config import Config
-from areal_rloo.errors import RewardError
+from areal_rloo.learner.arrivals import Arrivals
 from areal_rloo.learner.buffer import Buffer
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.failures import RewardFailures
@@ -92,7 +92,6 @@ class Intake:
             group_filter=group_filter,
         )
         self._workers = Workers()
-        self._failures = RewardFailures(config)
         self._policy_version = policy_version
         self._leasing = Leasing(
             config,
@@ -101,6 +100,14 @@ class Intake:
             stream=stream,
             evaluation=evaluation,
             last_version=config.learner.num_train_steps,
+        )
+        self._arrivals = Arrivals(
+            ledger=ledger,
+            buffer=self._buffer,
+            leasing=self._leasing,
+            evaluation=evaluation,
+            workers=self._workers,
+            failures=RewardFailures(config),
         )
         self._learner_id = uuid.uuid4().hex
         self._draining = False
@@ -230,13 +237,16 @@ class Intake:
     def _handle(self, peer: str, message: WorkerMessage) -> None:
         match message:
             case TrajectoryBatch():
-                self._receive(peer, message)
+                self._arrivals.finished(message)
+                self._channel.acknowledge(peer, [message.batch_id])
+                self._changed.set()
             case Heartbeat():
                 self._answer(peer, message)
             case Hello():
                 self._welcome(peer, message)
             case SampleFailed():
-                self._fail(message)
+                self._changed.set()
+                self._arrivals.failed(message)
             case WeightsReceived() if self._broadcaster is not None:
                 self._broadcaster.acknowledge(message.worker_id, message.policy_version, message.checksum)
             case WeightsFailed() if self._broadcaster is not None:
@@ -267,32 +277,6 @@ class Intake:
             self._broadcaster.heard(heartbeat.worker_id, heartbeat.policy_version)
         sequence = -1 if worker is None else worker.lease_sequence  # -1: say Hello
         self._channel.send(peer, HeartbeatReply(self._learner_id, self._policy_version, sequence))
-
-    def _receive(self, peer: str, batch: TrajectoryBatch) -> None:
-        worker = self._workers.alive.get(batch.worker_id)
-        self._failures.scored(len(batch.trajectories))
-        for trajectory in batch.trajectories:
-            if worker is not None:
-                worker.release(trajectory.sample_id)
-            if trajectory.group_id < 0:
-                self._evaluation.finish(trajectory)
-                continue
-            if (group := self._ledger.finish(trajectory)) is not None:
-                self._buffer.settle(group)
-        self._channel.acknowledge(peer, [batch.batch_id])
-        self._changed.set()
-
-    def _fail(self, message: SampleFailed) -> None:
-        sample_id = (message.group_id, message.sample_index)
-        logger.warning("sample %s is dropped: %s: %s", sample_id, message.reason, message.detail.rpartition("\n")[2])
-        if (worker := self._workers.alive.get(message.worker_id)) is not None:
-            worker.release(sample_id)
-        if message.group_id < 0:
-            self._evaluation.fail(sample_id)
-        else:
-            self._leasing.drop(sample_id, message.reason)
-        self._changed.set()
-        self._failures.failed(RewardError(message.reason, message.detail))
 
     def _remove(self, worker_id: str) -> None:
         self._leasing.lose(self._workers.bury(worker_id))

@@ -45,7 +45,7 @@ class Leasing:
         if not workers:
             return []
         leases: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
-        for number, lease in enumerate(self._evaluation.take_leases(self._evaluation.num_to_lease)):
+        for number, lease in enumerate(self._evaluation.take_leases()):
             leases[workers[number % len(workers)].worker_id].append(lease)
         self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
         room = {worker.worker_id: worker.free_samples for worker in workers}
@@ -62,7 +62,7 @@ class Leasing:
                     group_id=group.group_id,
                     sample_indices=indices,
                     prompt_tokens=group.prompt.tokens,
-                    answer=group.prompt.answer,
+                    item=group.prompt.item,
                     purpose="train",
                     min_version=max(group.admission_version, joined[worker_id]),
                     seed=_lease_seed(self._config.run.seed, group.group_id),
@@ -78,9 +78,9 @@ class Leasing:
             elif self._ledger.lose(sample_id) and self._ledger.num_leases(sample_id) >= self._config.wire.max_attempts:
                 self.drop(sample_id, "max_attempts")
 
-    def drop(self, sample_id: SampleId, reason: str) -> None:
+    def drop(self, sample_id: SampleId, reason: str, *, detail: str = "") -> None:
         """A sample will never be trained on; its group goes with it where too little is left."""
-        if self._ledger.drop_sample(sample_id, reason):
+        if self._ledger.drop_sample(sample_id, reason, detail=detail):
             self._buffer.settle(self._ledger.groups[sample_id[0]])
 
     def _admit(self, free_samples: int, policy_version: int) -> None:

@@ -10,8 +10,8 @@ A sample is in flight from admission until its trajectory is here; buffered unti
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,14 +20,16 @@ from areal_rloo.learner.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 
+_MOST_DROPS = 256  # kept to be looked at; all are counted
+
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample that is neither trained nor dropped: in flight without a trajectory, buffered with one."""
+    """One sample that is neither trained nor dropped: in flight without trajectories, buffered with them."""
 
     worker_id: str | None = None  # None: waits to be leased
     num_leases: int = 0
-    trajectory: Trajectory | None = None
+    trajectories: tuple[Trajectory, ...] = ()
 
 
 @dataclass(slots=True)
@@ -42,17 +44,30 @@ class LedgerGroup:
 
     @property
     def complete(self) -> bool:
-        return all(sample.trajectory is not None for sample in self.samples.values())
+        return all(sample.trajectories for sample in self.samples.values())
 
     @property
     def group(self) -> Group:
-        done = [s.trajectory for _, s in sorted(self.samples.items()) if s.trajectory is not None]
-        assert len(done) == len(self.samples), f"group {self.group_id} is not complete"
-        return Group(self.group_id, self.deadline, tuple(done))
+        assert self.complete, f"group {self.group_id} is not complete"
+        done = [trajectory for _, sample in sorted(self.samples.items()) for trajectory in sample.trajectories]
+        prompt = self.prompt
+        return Group(self.group_id, self.deadline, tuple(done), prompt.item.source, prompt.epoch, prompt.item_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A sample that was dropped, for those who look at runs: `trajectories` is empty where it never arrived."""
+
+    group_id: int
+    sample_index: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    reason: str
+    detail: str
 
 
 class SavedSample(msgspec.Struct, frozen=True):
-    """A live sample in a checkpoint. A buffered one is saved with its trajectory, encoded by the caller."""
+    """A live sample in a checkpoint. A buffered one is saved with its trajectories, encoded by the caller."""
 
     sample_index: int
     num_leases: int
@@ -94,6 +109,7 @@ class Ledger:
         self._trained = 0
         self._buffered = 0
         self._dropped: Counter[str] = Counter()
+        self._drops: deque[Drop] = deque(maxlen=_MOST_DROPS)
 
     def admit(self, prompt: Prompt, *, group_size: int, admission_version: int, deadline: int) -> LedgerGroup:
         """A new group, all of its samples in flight and not leased."""
@@ -118,31 +134,33 @@ class Ledger:
         assert sample is not None, f"sample {sample_id} is not live"
         return sample.num_leases
 
-    def finish(self, trajectory: Trajectory) -> LedgerGroup | None:
-        """A trajectory arrived, from whichever worker; None for a repeat, or for a sample nobody waits for."""
-        sample = self._live(trajectory.sample_id)
-        if sample is None or sample.trajectory is not None:
+    def finish(self, trajectories: Sequence[Trajectory]) -> LedgerGroup | None:
+        """All trajectories of a sample arrived, from whichever worker; None for a repeat, or where nobody waits."""
+        sample = self._live(trajectories[0].sample_id)
+        if sample is None or sample.trajectories:
             return None
-        sample.trajectory = trajectory
+        sample.trajectories = tuple(trajectories)
         sample.worker_id = None
         self._buffered += 1
-        return self.groups[trajectory.group_id]
+        return self.groups[trajectories[0].group_id]
 
     def lose(self, sample_id: SampleId) -> bool:
         """A leased sample will not come from its worker: it waits for a lease again. False if it is not in flight."""
         sample = self._live(sample_id)
-        if sample is None or sample.trajectory is not None:
+        if sample is None or sample.trajectories:
             return False
         sample.worker_id = None
         return True
 
-    def drop_sample(self, sample_id: SampleId, reason: str) -> bool:
+    def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> bool:
         """A sample will never be trained on. False for one that is not live."""
         sample = self._live(sample_id)
         if sample is None:
             return False
-        del self.groups[sample_id[0]].samples[sample_id[1]]
-        self._buffered -= sample.trajectory is not None
+        group = self.groups[sample_id[0]]
+        del group.samples[sample_id[1]]
+        self._drops.append(Drop(*sample_id, group.prompt, sample.trajectories, reason, detail))
+        self._buffered -= bool(sample.trajectories)
         self._dropped[reason] += 1
         return True
 
@@ -160,10 +178,16 @@ class Ledger:
         self._trained += len(group.samples)
         self._buffered -= len(group.samples)
 
+    def take_drops(self) -> list[Drop]:
+        """What was dropped since the last call, the newest if it was very much."""
+        drops = list(self._drops)
+        self._drops.clear()
+        return drops
+
     def waiting(self) -> Iterator[tuple[LedgerGroup, tuple[int, ...]]]:
         """Groups with samples that wait for a lease, earliest deadline first."""
         for group in sorted(self.groups.values(), key=lambda g: (g.deadline, g.group_id)):
-            indices = tuple(i for i, s in group.samples.items() if s.worker_id is None and s.trajectory is None)
+            indices = tuple(i for i, s in group.samples.items() if s.worker_id is None and not s.trajectories)
             if indices:
                 yield group, indices
 
@@ -173,7 +197,9 @@ class Ledger:
             trained=self._trained,
             dropped=dict(self._dropped),
             buffered=self._buffered,
-            in_flight=sum(sample.trajectory is None for _, sample in self._samples()),
+            in_flight=sum(
+                not sample.trajectories for group in self.groups.values() for sample in group.samples.values()
+            ),
         )
 
     def state(self) -> LedgerState:
@@ -184,7 +210,7 @@ class Ledger:
                 group.prompt.item_index,
                 group.admission_version,
                 group.deadline,
-                [SavedSample(i, s.num_leases, s.trajectory is not None) for i, s in group.samples.items()],
+                [SavedSample(i, s.num_leases, bool(s.trajectories)) for i, s in group.samples.items()],
             )
             for group in self.groups.values()
         ]
@@ -200,7 +226,7 @@ class Ledger:
 
     @classmethod
     def restored(
-        cls, state: LedgerState, prompts: dict[int, Prompt], trajectories: dict[SampleId, Trajectory]
+        cls, state: LedgerState, prompts: dict[int, Prompt], trajectories: dict[SampleId, tuple[Trajectory, ...]]
     ) -> Ledger:
         """A ledger as it was, what was in flight waiting to be leased again.
 
@@ -217,8 +243,8 @@ class Ledger:
         for saved in state.groups:
             group = LedgerGroup(saved.group_id, prompts[saved.group_id], saved.admission_version, saved.deadline)
             for sample in saved.samples:
-                trajectory = trajectories[(saved.group_id, sample.sample_index)] if sample.buffered else None
-                group.samples[sample.sample_index] = _Sample(None, sample.num_leases, trajectory)
+                done = trajectories[(saved.group_id, sample.sample_index)] if sample.buffered else ()
+                group.samples[sample.sample_index] = _Sample(None, sample.num_leases, done)
                 ledger._buffered += sample.buffered
             ledger.groups[saved.group_id] = group
         return ledger
@@ -227,7 +253,10 @@ class Ledger:
         group = self.groups.get(sample_id[0])
         return None if group is None else group.samples.get(sample_id[1])
 
-    def _samples(self) -> Iterator[tuple[SampleId, _Sample]]:
-        for group in self.groups.values():
-            for index, sample in group.samples.items():
-                yield (group.group_id, index), sample
+
+def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:
+    """The trajectories of each sample, in their order."""
+    samples: dict[SampleId, tuple[Trajectory, ...]] = {}
+    for trajectory in trajectories:
+        samples[trajectory.sample_id] = (*samples.get(trajectory.sample_id, ()), trajectory)
+    return samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from areal_rloo.trajectory import Group
 def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
     """Rewards as the task gave them, lengths and endings, by field of TrainRecord."""
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    samples = [sample for group in batch for sample in group.samples]
+    rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(trajectory.completion.tokens) for trajectory in trajectories])
     lower, median, upper = np.quantile(rewards, [0.1, 0.5, 0.9])
     equal = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in batch]
@@ -25,11 +26,20 @@ def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
         "reward_lower_decile": float(lower),
         "reward_median": float(median),
         "reward_upper_decile": float(upper),
+        "reward_parts": _means((name, value) for sample in samples for name, value in sample.reward_parts.items()),
+        "reward_by_source": _means((group.source, sample.reward) for group in batch for sample in group.samples),
         "zero_variance_group_share": sum(equal) / len(equal),
         "completion_tokens_mean": float(lengths.mean()),
         "completion_tokens_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
     }
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in named:
+        values.setdefault(name, []).append(value)
+    return {name: float(np.mean(every)) for name, every in values.items()}
 
 
 def step_numbers(result: StepResult) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""The prompt stream: items of the train split, tokenized, in a seeded order that a checkpoint can continue.
+"""The prompt stream: items of the train sources, tokenized, in a seeded order that a checkpoint can continue.
 
 The intake takes prompts one by one when admission allows a group; a prompt whose group was dropped for staleness comes
-back and is handed out before the next one. Every item of an epoch is handed out once, but for those that are too long
-under `data.overlong_prompts: filter`, which are counted.
+back and is handed out before the next one. Each source is gone through in passes: every item once, in an order of its
+own, before any comes again; those too long under `data.overlong_prompts: filter` are passed over and counted.
+
+A mixture of sources with shares s_i: of the first t prompts, source i has had t_i, and the next one is of the source
+with the largest s_i (t + 1) - t_i. So no source is ever more than one prompt ahead of its share, and the counts t_i are
+all there is to keep. Without weights the shares are the sizes, and all passes end together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -16,7 +21,9 @@ import numpy as np
 
 from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.base import Item
+from areal_rloo.tasks import Source
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Item
 
 Tokenize = Callable[[Item], tuple[int, ...] | None]
 """An item's token ids, or None for one to leave out."""
@@ -24,38 +31,39 @@ Tokenize = Callable[[Item], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An item, tokenized. `epoch` and `item_index` name its place in the data."""
+    """An item, tokenized. `epoch` (which pass through its source) and `item_index` name its place in the data.
+
+    Items are numbered through all sources, in the config's order.
+    """
 
     epoch: int
     item_index: int
     tokens: tuple[int, ...]
-    answer: str
+    item: Item
 
 
 class PromptStreamState(msgspec.Struct, frozen=True):
     """Where a stream stands: what a checkpoint keeps. `returned` holds (epoch, item_index) pairs."""
 
-    epoch: int
-    position: int
+    sizes: list[int]  # of the sources, so that others are noticed
+    taken: list[int]  # items handed out or passed over, by source
     returned: list[tuple[int, int]]
     num_filtered: int
 
 
 class PromptStream:
-    """Shuffled items without end, or for `num_epochs`."""
+    """Shuffled items without end, or until every source was gone through `num_epochs` times."""
 
-    def __init__(self, items: Sequence[Item], tokenize: Tokenize, *, seed: int, num_epochs: int | None) -> None:
-        if not items:
-            raise DataError("data.train: the train split holds no item")
-        self._items = items
+    def __init__(self, sources: Sequence[Source], tokenize: Tokenize, *, seed: int, num_epochs: int | None) -> None:
+        self._sources = [
+            _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
+            for index, source in enumerate(sources)
+        ]
+        self._num_items = sum(len(source.items) for source in sources)
         self._tokenize = tokenize
-        self._seed = seed
         self._num_epochs = num_epochs
-        self._epoch = 0
-        self._position = 0
         self._returned: list[tuple[int, int]] = []
         self._num_filtered = 0
-        self._order = self._shuffled(0)
 
     def take(self) -> Prompt | None:
         """The next prompt, or None when the last epoch has been handed out.
@@ -65,30 +73,20 @@ class PromptStream:
         """
         if self._returned:
             return self.prompt(*self._returned.pop(0))
-        for _ in range(2 * len(self._items)):
-            if not self._advance():
-                if self._num_filtered < len(self._items) * (self._num_epochs or 1):
+        for _ in range(2 * self._num_items):
+            if self._ended():
+                if self._num_filtered < sum(source.num_taken for source in self._sources):
                     return None
                 break
-            item_index = int(self._order[self._position - 1])
-            tokens = self._tokenize(self._items[item_index])
-            if tokens is not None:
-                return Prompt(self._epoch, item_index, tokens, self._items[item_index].answer)
+            place = self._next_source().take()
+            prompt = self._tokenized(*place)
+            if prompt is not None:
+                return prompt
             self._num_filtered += 1
         raise DataError(
-            f"data.max_prompt_tokens: none of the {len(self._items)} prompts is short enough; raise it, or set "
+            f"data.max_prompt_tokens: none of the {self._num_items} prompts is short enough; raise it, or set "
             "data.overlong_prompts=truncate"
         )
-
-    def _advance(self) -> bool:
-        """Go to the next place, over the end of an epoch; False after the last one."""
-        if self._position == len(self._items):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._shuffled(self._epoch)
-        if self._num_epochs is not None and self._epoch >= self._num_epochs:
-            return False
-        self._position += 1
-        return True
 
     def give_back(self, epoch: int, item_index: int) -> None:
         """Hand this prompt out again, before any other."""
@@ -96,10 +94,9 @@ class PromptStream:
 
     def prompt(self, epoch: int, item_index: int) -> Prompt:
         """The prompt at a place in the data that was handed out once."""
-        item = self._items[item_index]
-        tokens = self._tokenize(item)
-        assert tokens is not None, f"item {item_index} was too long to be handed out"
-        return Prompt(epoch, item_index, tokens, item.answer)
+        prompt = self._tokenized(epoch, item_index)
+        assert prompt is not None, f"item {item_index} was too long to be handed out"
+        return prompt
 
     @property
     def num_filtered(self) -> int:
@@ -107,27 +104,72 @@ class PromptStream:
         return self._num_filtered
 
     def state(self) -> PromptStreamState:
-        return PromptStreamState(self._epoch, self._position, list(self._returned), self._num_filtered)
+        taken = [source.num_taken for source in self._sources]
+        return PromptStreamState(self._sizes(), taken, list(self._returned), self._num_filtered)
 
     def restore(self, state: PromptStreamState) -> None:
-        self._epoch, self._position = state.epoch, state.position
-        self._returned, self._num_filtered = list(state.returned), state.num_filtered
-        self._order = self._shuffled(self._epoch)
+        """Go on from a checkpoint.
 
-    def _shuffled(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
+        Raises:
+            DataError: it was made with other sources.
+        """
+        if state.sizes != self._sizes():
+            raise DataError(
+                f"data.train: the checkpoint was made with sources of {state.sizes} items, got {self._sizes()}; resume "
+                "with the config and the data it was made with"
+            )
+        for source, taken in zip(self._sources, state.taken, strict=True):
+            source.num_taken = taken
+        self._returned, self._num_filtered = list(state.returned), state.num_filtered
+
+    def _sizes(self) -> list[int]:
+        return [len(source.items) for source in self._sources]
+
+    def _ended(self) -> bool:
+        return self._num_epochs is not None and all(s.num_passes >= self._num_epochs for s in self._sources)
+
+    def _next_source(self) -> _Passes:
+        total = sum(source.share for source in self._sources)
+        num = 1 + sum(source.num_taken for source in self._sources)
+        return max(self._sources, key=lambda source: source.share * num - source.num_taken * total)
+
+    def _tokenized(self, epoch: int, item_index: int) -> Prompt | None:
+        source = next(s for s in reversed(self._sources) if s.first <= item_index)
+        item = source.items[item_index - source.first]
+        tokens = self._tokenize(item)
+        return None if tokens is None else Prompt(epoch, item_index, tokens, item)
+
+
+class _Passes:
+    """One source: its items in passes, each in an order of its own."""
+
+    def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
+        self.items = source.items
+        self.first = first  # number of its first item among those of all sources
+        self.share = Fraction(len(source.items) if source.weight is None else source.weight)
+        self.num_taken = 0
+        self._seed = [seed, index] if index else [seed]
+        self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
+
+    @property
+    def num_passes(self) -> int:
+        return self.num_taken // len(self.items)
+
+    def take(self) -> tuple[int, int]:
+        """The next place: which pass, and which item of all sources."""
+        epoch, position = divmod(self.num_taken, len(self.items))
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([*self._seed, epoch]).permutation(len(self.items)))
+        self.num_taken += 1
+        return epoch, self.first + int(self._order[1][position])
 
 
 class Tokenizer:
-    """Turns an item into prompt tokens: plain, or through the tokenizer's chat template."""
+    """Turns an item into prompt tokens, and minds how long they may be."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
-        has_template = tokenizer.chat_template is not None
-        if data.chat_template and not has_template:
-            raise DataError("data.chat_template: true, but the model's tokenizer has no chat template; set it to null")
-        self._tokenizer = tokenizer
+    def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
+        self._chat = chat
         self._data = data
-        self._use_template = has_template if data.chat_template is None else data.chat_template
 
     def __call__(self, item: Item) -> tuple[int, ...] | None:
         """Token ids of the prompt; None for one to leave out.
@@ -135,14 +177,7 @@ class Tokenizer:
         Raises:
             DataError: it is longer than `data.max_prompt_tokens`, and that is to be an error; names the prompt.
         """
-        system = self._data.system_prompt
-        if self._use_template:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": item.prompt})
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        else:
-            text = f"{system}\n{item.prompt}" if system else item.prompt
-        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=not self._use_template))
+        tokens = self._chat.prompt(item)
         most = self._data.max_prompt_tokens
         if len(tokens) <= most:
             return tokens
@@ -154,5 +189,5 @@ class Tokenizer:
             case "error":
                 raise DataError(
                     f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for the prompt "
-                    f"{item.prompt[:60]!r}; raise it, or set data.overlong_prompts to filter or truncate"
+                    f"{item.text[:60]!r}; raise it, or set data.overlong_prompts to filter or truncate"
                 )

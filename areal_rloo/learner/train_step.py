@@ -25,8 +25,9 @@ from areal_rloo.algorithm.diagnostics import PolicyDiagnostics, diagnose
 from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import LossOutput, mask_counts, policy_loss, token_weights
 from areal_rloo.algorithm.staleness import within_bound
+from areal_rloo.algorithm.turns import written_by_policy
 from areal_rloo.config import Config
-from areal_rloo.learner.advantages import behaviour_logprobs, compute_advantages
+from areal_rloo.learner.advantages import behaviour_logprobs, compute_advantages, policy_tokens
 from areal_rloo.learner.optimizer import make_optimizer
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.learner.parallel import Ranks
@@ -62,6 +63,9 @@ class StepResult:
     advantage_max: float = math.nan
     advantage_abs_mean: float = math.nan
     num_limited_rewards: int = 0
+    masks: list[Tensor] = field(default_factory=list)  # of each trajectory, tokens in the loss
+    advantages: list[Tensor] = field(default_factory=list)  # of each trajectory, by token
+    stale_tokens: list[int] = field(default_factory=list)  # of each trajectory, how many are past the bound
     policy: PolicyDiagnostics = field(default_factory=PolicyDiagnostics)
     train_step_s: float = 0.0
 
@@ -134,6 +138,7 @@ class TrainStep:
         masks = self._masks(trajectories, policy_version, result)
         reference = self._reference_logprobs(trajectories, policy_version, result)
         advantages = self._advantages(trajectories, masks, reference, result)
+        result.masks, result.advantages = masks, advantages
         minibatches = self._minibatches(trajectories, advantages, masks, reference, policy_version)
         proximal = self._proximal(minibatches)
         outputs = [
@@ -147,14 +152,17 @@ class TrainStep:
         return result
 
     def _masks(self, trajectories: Sequence[Trajectory], policy_version: int, result: StepResult) -> list[Tensor]:
-        """Which completion tokens are in the loss: within the staleness bound, and of no truncated trajectory where
-        those are masked. Counts both, and what is left by staleness."""
+        """Which completion tokens are in the loss: the policy's own, within the staleness bound, and of no truncated
+        trajectory where those are masked. Counts the last two, and what is left by staleness."""
         algorithm = self._config.algorithm
         masks = []
         for trajectory in trajectories:
             versions = trajectory.completion.versions
-            mask = within_bound(versions, policy_version=policy_version, max_staleness=algorithm.max_staleness)
-            result.num_stale_tokens += int((~mask).sum())
+            written = written_by_policy(trajectory.completion.spans, len(versions))
+            fresh = within_bound(versions, policy_version=policy_version, max_staleness=algorithm.max_staleness)
+            result.stale_tokens.append(int((written & ~fresh).sum()))
+            result.num_stale_tokens += result.stale_tokens[-1]
+            mask = written & fresh
             if algorithm.rewards.mask_truncated and trajectory.completion.finish_reason == "length":
                 result.num_truncated_tokens += int(mask.sum())
                 mask = np.zeros_like(mask)
@@ -182,8 +190,9 @@ class TrainStep:
                 lengths = [len(trajectories[i].completion.tokens) for i in row.trajectory_index]
                 for index, part in zip(row.trajectory_index, logprobs.split(lengths), strict=True):
                     by_trajectory[index] = part
-        behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()
-        everything = torch.cat(by_trajectory).double()
+        written = torch.cat([policy_tokens(trajectory) for trajectory in trajectories])
+        behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()[written]
+        everything = torch.cat(by_trajectory).double()[written]
         estimators: tuple[Estimator, ...] = ("k1", "k3", self._config.algorithm.kl.estimator)
         sums = [kl_estimate(behaviour, everything, estimator).sum() for estimator in estimators]
         *totals, count = self._ranks.total(torch.stack([*sums, torch.tensor(float(len(behaviour)))])).tolist()

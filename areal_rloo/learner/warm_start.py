@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from areal_rloo.config import Config, WarmStartConfig, load_config
+from areal_rloo.config import Config, SourceConfig, WarmStartConfig, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.models.attention import PACKED_ATTENTION, PackedLayout
@@ -56,8 +56,10 @@ class PreparedModel(msgspec.Struct, frozen=True):
 def prepare_tiny_model(config: Config) -> PreparedModel:
     """The model of `model.tiny`, from the cache or made now; safe when two processes make it at once."""
     warm_start = config.model.tiny.warm_start
-    if warm_start is not None and config.data.train.task != "arithmetic":
-        logger.info("task %s has no demonstrations: the tiny model keeps its random weights", config.data.train.task)
+    tasks = [source.task for source in config.data.train_sources]
+    # A task of the user's own may well build on arithmetic, as the examples do; the other built-in ones do not.
+    if warm_start is not None and not any(task == "arithmetic" or ":" in task for task in tasks):
+        logger.info("no demonstrations of %s: the tiny model keeps its random weights", ", ".join(tasks))
         warm_start = None
     recipe = msgspec.structs.replace(config.model.tiny, warm_start=warm_start)
     digest = hashlib.sha256(msgspec.json.encode((recipe, _RECIPE_VERSION))).hexdigest()[:16]
@@ -85,10 +87,10 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     back to the last weights that were right at most `keep_accuracy`.
     """
     tokenizer = make_tiny_tokenizer()
-    task = ArithmeticTask(seed)
+    task = ArithmeticTask(SourceConfig(), seed)
     items, rng = task.items("train"), random.Random(seed)
     validation = [
-        _encoded(tokenizer, item.prompt, demonstration(item, rng, error_rate=0.0))
+        _encoded(tokenizer, item.text, demonstration(item, rng, error_rate=0.0))
         for item in task.validation_items()[:_NUM_VALIDATION]
     ]
     model.set_attn_implementation(PACKED_ATTENTION)
@@ -96,7 +98,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     kept, accuracy = _Kept(0, 0.0, _copied(model)), 0.0
     for step in range(1, config.max_steps + 1):
         chosen = [items[rng.randrange(len(items))] for _ in range(config.batch_size)]
-        texts = [(item.prompt, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
+        texts = [(item.text, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
         loss = _step(model, optimizer, [_encoded(tokenizer, prompt, text) for prompt, text in texts])
         if step % 200 == 0:
             logger.info("warm start: step %d, loss %.3f, greedy accuracy %.2f", step, loss, accuracy)

@@ -20,15 +20,27 @@ from areal_rloo.errors import TrainingError
 from areal_rloo.learner.checkpoint import Checkpoints, Totals, capture
 from areal_rloo.learner.intake import Intake, IntakeStatistics
 from areal_rloo.learner.numbers import batch_numbers, step_numbers
+from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.train_step import StepResult, TrainStep
 from areal_rloo.models.loading import named_weights
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
+from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster
 
 logger = get_logger(__name__)
+
+_EVALUATION_FIELDS = (
+    "name",
+    "policy_version",
+    "accuracy",
+    "num_prompts",
+    "num_samples",
+    "pass_share",
+    "majority_share",
+)
 
 
 @dataclass(slots=True)
@@ -53,7 +65,7 @@ class Reporter:
 
     def evaluation(self, record: EvalRecord) -> None:
         """Called on the intake's thread."""
-        logger.info("evaluation of version %d: accuracy %.3f", record.policy_version, record.accuracy)
+        logger.info("%s", evaluation_line(record))
         self.evaluations.append(record)
         self._append(record)
         self._metrics.evaluation(record)
@@ -77,6 +89,7 @@ class Learner:
         intake: Intake,
         broadcaster: Broadcaster,
         reporter: Reporter,
+        recorder: Recorder,
         checkpoints: Checkpoints,
         policy_version: int,
         totals: Totals,
@@ -87,6 +100,7 @@ class Learner:
         self._intake = intake
         self._broadcaster = broadcaster
         self._reporter = reporter
+        self._recorder = recorder
         self._checkpoints = checkpoints
         self.policy_version = policy_version
         self.totals = totals
@@ -178,6 +192,8 @@ class Learner:
         every = self._config.evaluation.every_n_versions
         self._intake.advance(self.policy_version, evaluate=last or (every > 0 and self.policy_version % every == 0))
         self._report(batch, result, wait_s)
+        drops = self._intake.snapshot(lambda ledger, _: ledger.take_drops())
+        self._recorder.step(batch, result, drops, policy_version=self.policy_version - 1)
         every = self._config.checkpoint.every_n_steps
         if every > 0 and self.policy_version % every == 0 and not last:
             self.save_checkpoint()
@@ -242,8 +258,7 @@ def write_summary(
         "num_train_steps": learner.policy_version,
         "policy_version": learner.policy_version,
         "evaluation": [
-            {"policy_version": e.policy_version, "accuracy": e.accuracy, "num_prompts": e.num_prompts}
-            for e in learner.evaluations
+            {field: getattr(record, field) for field in _EVALUATION_FIELDS} for record in learner.evaluations
         ],
         "ledger": statistics.ledger,
         "staleness": {

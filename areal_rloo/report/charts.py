@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from areal_rloo.inspect.look import NUM_COLORS
+from areal_rloo.inspect.shown import number
+
 _WIDTH, _HEIGHT = 420, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
-NUM_COLORS = 6
 
 Point = tuple[float, float]
 
@@ -85,15 +87,6 @@ def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str
         parts += _marks(frame, Curve(curve.name, middle), index, visible=False, values=[y for _, y in curve.points])
         floor = ceiling
     return _section(title, hint, _svg(title, parts), [curve.name for curve in curves])
-
-
-def number(value: float) -> str:
-    """A number as a reader wants it: no digits that say nothing."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _marks(

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from areal_rloo.report.charts import NUM_COLORS, Curve, line_chart, stacked_chart
+from areal_rloo.inspect.look import NUM_COLORS, document
+from areal_rloo.report.charts import Curve, line_chart, stacked_chart
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
-_LIGHT = ("#2f6fde", "#dd6b20", "#2f9e5b", "#8e4ec6", "#c2304f", "#5f6b7a")
-_DARK = ("#6ea2ff", "#f59a57", "#5cc98a", "#bd8cf0", "#f0758f", "#a3afbd")
+_Of = Callable[[str, str], Curve]  # a curve's name and the field of TrainRecord it shows
+_MEAN_MAX = ("mean", "max")
+
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 1360px; margin: 2rem auto; padding: 0 1.2rem; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: .95rem; font-weight: 600; margin: 0 0 .3rem; }
-p { margin: .1rem 0; } .soft { color: var(--soft); }
-.state { display: inline-block; padding: .05rem .6rem; border-radius: 1rem; border: 1px solid var(--line);
-         font-size: .85rem; color: var(--soft); }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
-.facts div, section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-                      padding: .6rem .8rem; }
+.facts div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
 .facts b { display: block; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .facts span { font-size: .82rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 390px), 1fr)); gap: .8rem; }
@@ -33,53 +28,46 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 .key { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .35rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td { padding: .15rem 1.6rem .15rem 0; } td + td { text-align: right; padding-right: 0; }
-.below { display: grid; gap: .8rem; margin: .8rem 0; } summary { cursor: pointer; }
-pre { overflow-x: auto; font-size: .82rem; line-height: 1.4; }
+.below { display: grid; gap: .8rem; margin: .8rem 0; }
 """
+_COLORS = "\n".join(
+    f".line.c{n} {{ stroke: var(--c{n}) }} .area.c{n}, .dot.c{n} {{ fill: var(--c{n}) }} "
+    f".key.c{n} {{ background: var(--c{n}) }}"
+    for n in range(NUM_COLORS)
+)
 
 
 def page(
-    title: str, config: str, train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None
+    title: str,
+    config: str,
+    train: Sequence[TrainRecord],
+    evaluations: Sequence[EvalRecord],
+    summary: Any | None,
+    trajectories: str | None = None,
 ) -> str:
-    """The whole page; `summary` is that of a run that has ended."""
+    """The whole page; `summary` is that of a run that has ended, `trajectories` names a page of them beside it."""
     state = "in progress" if summary is None else f"ended: {summary['exit_reason']}"
-    return "\n".join(
+    link = f" <a href='{html.escape(trajectories, quote=True)}'>trajectories</a>" if trajectories else ""
+    body = "\n".join(
         [
-            "<!doctype html><html lang=en><head><meta charset=utf-8>",
-            "<meta name=viewport content='width=device-width, initial-scale=1'>",
-            f"<title>{html.escape(title)}</title><style>{_palette()}{_STYLE}</style></head><body>",
-            f"<h1>{html.escape(title)}</h1><p class=state>{html.escape(state)}</p>",
+            f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
             f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
             f"<div class=below>{_ledger(train, summary)}<section><details><summary>Resolved config</summary>",
             f"<pre>{html.escape(config)}</pre></details></section></div>",
-            "</body></html>",
         ]
     )
-
-
-def _palette() -> str:
-    def variables(colors: Sequence[str]) -> str:
-        return "".join(f"--c{index}: {color}; " for index, color in enumerate(colors))
-
-    classes = "".join(
-        f".line.c{n} {{ stroke: var(--c{n}) }} .area.c{n}, .dot.c{n} {{ fill: var(--c{n}) }} "
-        f".key.c{n} {{ background: var(--c{n}) }}\n"
-        for n in range(NUM_COLORS)
-    )
-    return (
-        ":root { color-scheme: light dark; --ink: #1c2430; --paper: #f6f7f8; --card: #fff; --line: #d9dde2; "
-        f"--soft: #66707c; {variables(_LIGHT)} }}\n"
-        "@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --paper: #12161b; --card: #1a2027; "
-        f"--line: #343c46; --soft: #97a2ae; {variables(_DARK)} }} }}\n{classes}"
-    )
+    return document(title, body, style=_STYLE + _COLORS)
 
 
 def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None) -> str:
     facts: list[tuple[str, str]] = []
-    if evaluations:
-        by_version = sorted(evaluations, key=lambda record: record.policy_version)
-        facts.append(("held-out accuracy", f"{by_version[0].accuracy:.3f} → {by_version[-1].accuracy:.3f}"))
+    for name, records in _by_set(evaluations).items():
+        what = "held-out accuracy" + (f", {html.escape(name)}" if len(_by_set(evaluations)) > 1 else "")
+        facts.append((what, f"{records[0].accuracy:.3f} → {records[-1].accuracy:.3f}"))
+        if records[-1].num_samples > 1:
+            samples = f"pass@{records[-1].num_samples}, {html.escape(name)}"
+            facts.append((samples, f"{records[0].pass_share:.3f} → {records[-1].pass_share:.3f}"))
     if train:
         last = train[-1]
         facts += [
@@ -107,30 +95,66 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
     def of(name: str, key: str) -> Curve:
         return Curve(name, [(values["policy_version"], values[key]) for values in fields])
 
-    accuracy = sorted((record.policy_version, record.accuracy) for record in evaluations)
+    return [*_evaluation_charts(evaluations), *_reward_charts(train), *_token_charts(train, of), *_policy_charts(of)]
+
+
+def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
+    """Accuracy, and where a set is sampled more than once pass@k and maj@k."""
+
+    def of_sets(key: str) -> list[Curve]:
+        return [
+            Curve(name, [(record.policy_version, getattr(record, key)) for record in records])
+            for name, records in _by_set(evaluations).items()
+        ]
+
+    charts = [line_chart("Held-out accuracy by policy version", of_sets("accuracy"), dots=True)]
+    if any(record.num_samples > 1 for record in evaluations):
+        charts += [
+            line_chart("Prompts with a right sample: pass@k", of_sets("pass_share"), dots=True, share=True),
+            line_chart("Prompts whose majority is right: maj@k", of_sets("majority_share"), dots=True, share=True),
+        ]
+    return charts
+
+
+def _reward_charts(train: Sequence[TrainRecord]) -> list[str]:
+    """The reward, and its parts and sources where there are several to tell apart."""
     reward = [(record.policy_version, record.reward_mean) for record in train]
     band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
+    charts = [line_chart("Reward of the batch", [Curve("mean", reward, band)], hint="band: one standard deviation")]
+    for title, key in (
+        ("Parts of the reward, before their weights", "reward_parts"),
+        ("Reward by data source", "reward_by_source"),
+    ):
+        names = sorted({name for record in train for name in getattr(record, key)})
+        curves = [
+            Curve(name, [(r.policy_version, getattr(r, key)[name]) for r in train if name in getattr(r, key)])
+            for name in names
+        ]
+        charts += [line_chart(title, curves)] if len(curves) > 1 else []
+    return charts
+
+
+def _token_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
     values = sorted({value for record in train for value in record.staleness_tokens})
     by_staleness = [Curve(str(value), [(r.policy_version, _share(r, value)) for r in train]) for value in values]
-    mean_max = ("mean", "max")
+    shares = [
+        of("groups of equal rewards", "zero_variance_group_share"),
+        of("truncated completions", "truncated_share"),
+    ]
     return [
-        line_chart("Held-out accuracy, greedy, by policy version", [Curve("accuracy", accuracy)], dots=True),
-        line_chart("Reward of the batch", [Curve("mean", reward, band)], hint="band: one standard deviation"),
-        line_chart("Staleness of trained tokens, in versions", [of(n, f"staleness_{n}") for n in mean_max]),
+        line_chart("Staleness of trained tokens, in versions", [of(n, f"staleness_{n}") for n in _MEAN_MAX]),
         stacked_chart("Share of trained tokens by staleness", by_staleness),
         line_chart("Tokens past the bound, out of the loss (share)", [of("masked", "masked_token_share")]),
-        line_chart("Completion length, in tokens", [of(n, f"completion_tokens_{n}") for n in mean_max]),
+        line_chart("Completion length, in tokens", [of(n, f"completion_tokens_{n}") for n in _MEAN_MAX]),
         line_chart("Tokens per second", [of(n, f"{n}_tokens_per_s") for n in ("generated", "trained")]),
-        line_chart(
-            "Shares of groups and completions",
-            [
-                of("groups of equal rewards", "zero_variance_group_share"),
-                of("truncated completions", "truncated_share"),
-            ],
-            share=True,
-        ),
-        line_chart("Ratio: current / proximal", [of(n, f"ratio_{n}") for n in mean_max]),
-        line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in mean_max]),
+        line_chart("Shares of groups and completions", shares, share=True),
+    ]
+
+
+def _policy_charts(of: _Of) -> list[str]:
+    return [
+        line_chart("Ratio: current / proximal", [of(n, f"ratio_{n}") for n in _MEAN_MAX]),
+        line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in _MEAN_MAX]),
         line_chart(
             "Share of tokens clipped or limited",
             [
@@ -160,6 +184,14 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
             "Idle seconds since the start", [of("learner", "learner_idle_s"), of("rollout, mean", "rollout_idle_s")]
         ),
     ]
+
+
+def _by_set(evaluations: Sequence[EvalRecord]) -> dict[str, list[EvalRecord]]:
+    """The evaluations of each held-out set, by version."""
+    sets: dict[str, list[EvalRecord]] = {}
+    for record in evaluations:
+        sets.setdefault(record.name, []).append(record)
+    return {name: sorted(records, key=lambda record: record.policy_version) for name, records in sets.items()}
 
 
 def _share(record: TrainRecord, staleness: int) -> float:

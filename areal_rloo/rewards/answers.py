@@ -61,6 +61,21 @@ def answer_reward(completion_text: str, gold_text: str, *, fallback: bool = Fals
     return float(gold is not None and answer == gold)
 
 
+def answer_key(completion_text: str, *, fallback: bool = False) -> str | None:
+    """The answer of a completion, written so that equal numbers are equal texts; None without one."""
+    answer = extract_answer(completion_text)
+    if answer is None and fallback and _MARK not in completion_text:
+        answer = last_number(completion_text)
+    if answer is None:
+        return None
+    sign, digits, exponent = answer.as_tuple()
+    assert isinstance(exponent, int), "only finite numbers are extracted"
+    text = "".join(map(str, digits)).lstrip("0")
+    bare = text.rstrip("0")
+    exponent += len(text) - len(bare)
+    return f"{'-' * sign}{bare}e{exponent}" if bare else "0"
+
+
 def _number(line: str) -> Decimal | None:
     line = _unwrapped(line.translate(_MINUS).strip())
     match = _NUMBER.match(line)

@@ -63,6 +63,14 @@ def math_reward(completion_text: str, gold: str) -> float:
     return float(verify(_parsed(gold), _parse(answer), strict=True, float_rounding=_DIGITS, timeout_seconds=None))
 
 
+def answer_key(completion_text: str) -> str | None:
+    """The boxed answer of a completion, spelled so that the commonest rewritings are equal texts; None without one."""
+    answer = extract_boxed(completion_text)
+    if not answer or len(answer) > _MOST_CHARACTERS:
+        return None
+    return _words(answer) or _plain(answer)
+
+
 def _claims_something_else(answer: str, gold: str) -> bool:
     """An equation between two numbers is a claim and no answer, unless equations were asked for."""
     left, equals, _ = answer.partition("=")

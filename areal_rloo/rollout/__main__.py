@@ -19,9 +19,12 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
-from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.scoring import Scoring
+from areal_rloo.rollout.episodes import make_episode, serving
+from areal_rloo.rollout.scoring import make_scoring
 from areal_rloo.rollout.worker import RolloutWorker
-from areal_rloo.tasks import ScorerSettings
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import RolloutMetrics, serve_metrics, watch
 from areal_rloo.telemetry.tables import RECEIVE, WIRE
@@ -71,29 +74,18 @@ async def _run(config: Config, arguments: Arguments) -> int:
         context_tokens=config.context_tokens,
     )
     incarnation = uuid.uuid4().hex
-    channel = WorkerChannel(
-        arguments.address,
-        worker_id=arguments.worker_id,
-        incarnation=incarnation,
-        limits=Limits(max_message_bytes=config.wire.max_message_bytes),
-        max_unacked=config.wire.max_unacked,
-        keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
-    )
-    settings = ScorerSettings(config.data, config.run.seed)
-    rewards = RewardPool(
-        "areal_rloo.tasks:make_scorer",
-        msgspec.msgpack.encode(settings),
-        num_workers=config.rollout.num_reward_workers,
-        deadline_s=config.rollout.reward_timeout_s,
-    )
+    channel = _channel(config, arguments, incarnation)
+    rewards = await make_scoring(config)
+    episode = make_episode(config)
     worker = RolloutWorker(
         config,
         worker_id=arguments.worker_id,
         incarnation=incarnation,
         channel=channel,
         engine=engine,
+        episode=episode,
         rewards=rewards,
-        tokenizer=tokenizer,
+        chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
         stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
     )
     receiver = Receiver(
@@ -111,19 +103,31 @@ async def _run(config: Config, arguments: Arguments) -> int:
     metrics = asyncio.create_task(_publish_metrics(engine, channel, receiver, rewards, arguments.metrics_port))
     logger.info("ready on %s with %d threads", device, arguments.num_threads)
     try:
-        await worker.run()
+        async with serving(episode):
+            await worker.run()
     finally:
         metrics.cancel()
         receiver.close()
-        rewards.close()
+        await rewards.close()
         engine.close()
         await channel.close()
     logger.info("done")
     return 0
 
 
+def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:
+    return WorkerChannel(
+        arguments.address,
+        worker_id=arguments.worker_id,
+        incarnation=incarnation,
+        limits=Limits(max_message_bytes=config.wire.max_message_bytes),
+        max_unacked=config.wire.max_unacked,
+        keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
+    )
+
+
 async def _publish_metrics(
-    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, rewards: RewardPool, port: int
+    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, rewards: Scoring, port: int
 ) -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
@@ -144,6 +148,8 @@ async def _publish_metrics(
                 "idle_s": statistics.idle_s,
                 "swap_s": statistics.swap_s,
                 "scored": scoring.scored,
+                "reward_restarts": scoring.restarts,
+                "reward_busy_s": scoring.busy_s,
             },
             scoring.dropped,
         )

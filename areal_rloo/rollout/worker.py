@@ -1,28 +1,27 @@
 """One rollout worker: an event loop around an engine.
 
-    leases ─► engine (its own thread) ─► completion ─► reward (a pool of processes) ─► trajectory ─► wire
+    leases ─► an episode each sample: engine (its own thread) ─► completion ─► reward ─► trajectories ─► wire
     weight notices ─► receiver (its own thread) ─► engine, between two decode steps
 
-The loop never waits for the engine, a reward or the weights. It waits in `push` when too much is unacknowledged, and
-then nothing new is scored, capacity is not given back, and leases stop: backpressure by construction.
+The loop never waits for the engine, a reward or the weights; an episode waits for its own turns. It waits in `push`
+when too much is unacknowledged, and then capacity is not given back, and leases stop: backpressure by construction.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass
-
-import numpy as np
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
 
 from areal_rloo.config import Config
-from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
-from areal_rloo.errors import EngineError, RewardError
-from areal_rloo.rewards.pool import RewardPool, RewardRequest
+from areal_rloo.engines.base import Engine, SamplingParameters
+from areal_rloo.errors import ArealRlooError, EpisodeError, SampleError, described, shortened
+from areal_rloo.rollout.episode import Episode, Rewards, Sample
+from areal_rloo.rollout.turns import SampleEngine, Turns
+from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import Completion, SampleId, Trajectory
+from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.messages import (
@@ -35,7 +34,6 @@ from areal_rloo.wire.messages import (
     LearnerMessage,
     Lease,
     Leases,
-    Purpose,
     Refusal,
     SampleFailed,
     WeightsFailed,
@@ -46,14 +44,7 @@ from areal_rloo.wire.messages import (
 
 logger = get_logger(__name__)
 
-
-@dataclass(slots=True)
-class _Held:
-    """A sample this worker owes."""
-
-    purpose: Purpose
-    prompt_tokens: tuple[int, ...]
-    answer: str
+_MOST_CHARACTERS = 4000  # of a completion told to the learner
 
 
 class RolloutWorker:
@@ -67,8 +58,9 @@ class RolloutWorker:
         incarnation: str,
         channel: WorkerChannel,
         engine: Engine,
-        rewards: RewardPool,
-        tokenizer: PreTrainedTokenizerBase,
+        episode: Episode,
+        rewards: Rewards,
+        chat: ChatFormat,
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self._config = config
@@ -76,11 +68,13 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._channel = channel
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._episode = episode
+        self._chat = chat
         self._stop_token_ids = stop_token_ids
+        self._turns = Turns(engine, context_tokens=config.context_tokens)
+        self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._receiver: Receiver | None = None
-        self._held: dict[SampleId, _Held] = {}
-        self._unwanted: set[SampleId] = set()
+        self._held: dict[SampleId, asyncio.Task[None]] = {}
         self._lease_sequence = 0
         self._learner_id: str | None = None
         self._rewards = rewards
@@ -88,7 +82,6 @@ class RolloutWorker:
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
-        self._finishing: set[asyncio.Task[None]] = set()
 
     def attach(self, receiver: Receiver) -> None:
         """Take weights through this receiver."""
@@ -113,14 +106,16 @@ class RolloutWorker:
         await self._hello()
         done, _ = await asyncio.wait([*tasks, waiter], return_when=asyncio.FIRST_COMPLETED)
         tasks[1].cancel()
-        self._engine.abort([_request_id(sample_id) for sample_id in self._held])
-        self._unwanted |= self._held.keys()
+        episodes = list(self._held.values())
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
         await self._channel.send(Goodbye(self._worker_id))
-        for task in (*tasks, waiter, *self._finishing):
-            task.cancel()
-        await asyncio.gather(*tasks, waiter, *self._finishing, return_exceptions=True)
-        for task in done:
-            task.result()  # an error of the loop is this worker's end
+        tasks[0].cancel()
+        waiter.cancel()
+        await asyncio.gather(*tasks, waiter, return_exceptions=True)
+        for ended in done:
+            ended.result()  # an error of the loop is this worker's end
         if self._failure is not None:
             raise self._failure
 
@@ -146,8 +141,8 @@ class RolloutWorker:
                 self._lease_sequence = 0
                 await self._channel.resend_unacknowledged()
             case Abort():
-                self._unwanted |= self._held.keys() & set(message.sample_ids)
-                self._engine.abort([_request_id(sample_id) for sample_id in message.sample_ids])
+                for sample_id in self._held.keys() & set(message.sample_ids):
+                    self._held[sample_id].cancel()
             case Drain():
                 logger.info("the learner says drain")
                 self._stopped.set()
@@ -184,32 +179,58 @@ class RolloutWorker:
 
     def _take(self, leases: tuple[Lease, ...]) -> None:
         """Start everything one message brings together, so that it runs together."""
-        requests, sample_ids = [], []
         for lease in leases:
             for index in lease.sample_indices:
                 sample_id = (lease.group_id, index)
                 if sample_id in self._held:
                     continue
-                self._held[sample_id] = _Held(lease.purpose, lease.prompt_tokens, lease.answer)
-                sample_ids.append(sample_id)
-                requests.append(
-                    GenerationRequest(
-                        request_id=_request_id(sample_id),
-                        prompt_tokens=lease.prompt_tokens,
-                        sampling=self._sampling(lease, index),
-                        min_version=lease.min_version,
-                        pinned=lease.purpose == "eval",
-                    )
-                )
-        for sample_id, future in zip(sample_ids, self._engine.submit(requests), strict=True):
-            future.add_done_callback(lambda done, name=sample_id: self._completed_soon(name, done))  # type: ignore[misc]
+                task = self._loop.create_task(self._run_episode(lease, index))
+                self._held[sample_id] = task
+                task.add_done_callback(lambda done, sample_id=sample_id: self._ended(sample_id, done))  # type: ignore[misc]
+
+    async def _run_episode(self, lease: Lease, index: int) -> None:
+        """Run the episode of a sample and push what it gives, or say why it gives nothing."""
+        sample = Sample((lease.group_id, index), lease.purpose, lease.item, lease.prompt_tokens)
+        engine = SampleEngine(
+            self._turns,
+            sample.sample_id,
+            self._sampling(lease, index),
+            min_version=lease.min_version,
+            pinned=lease.purpose == "eval",
+            max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
+        )
+        try:
+            trajectories = await self._episode.run(sample, engine, self._rewards, self._chat)
+            _check(sample, trajectories)
+        except SampleError as failure:
+            await self._failed(sample.sample_id, failure)
+        except ArealRlooError:
+            raise  # no fault of one sample: the engine is gone, or the rewards cannot be had any more
+        except Exception as error:  # noqa: BLE001 - an episode may be the user's code; it drops its sample alone
+            await self._failed(sample.sample_id, EpisodeError("episode_error", described(error)))
+        else:
+            await self._channel.push(*trajectories)
+
+    def _ended(self, sample_id: SampleId, task: asyncio.Task[None]) -> None:
+        """An episode is over, or was not wanted; what is no fault of its sample is this worker's end."""
+        self._held.pop(sample_id, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._stopped.set()
 
     def _sampling(self, lease: Lease, index: int) -> SamplingParameters:
-        sampling = self._config.rollout.sampling
         if lease.purpose == "eval":
+            chosen = self._eval_sets[lease.item.source]
             return SamplingParameters(
-                max_new_tokens=self._config.eval_max_new_tokens, greedy=True, stop_token_ids=self._stop_token_ids
+                max_new_tokens=self._config.eval_max_new_tokens,
+                temperature=chosen.temperature or 1.0,
+                top_p=chosen.top_p,
+                top_k=chosen.top_k,
+                greedy=chosen.temperature == 0,
+                seed=lease.seed + index,
+                stop_token_ids=self._stop_token_ids,
             )
+        sampling = self._config.rollout.sampling
         return SamplingParameters(
             max_new_tokens=sampling.max_new_tokens,
             min_new_tokens=sampling.min_new_tokens,
@@ -220,54 +241,33 @@ class RolloutWorker:
             stop_token_ids=self._stop_token_ids,
         )
 
-    def _completed_soon(self, sample_id: SampleId, future: Future[Completion]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._completed, sample_id, future)
-
-    def _completed(self, sample_id: SampleId, future: Future[Completion]) -> None:
-        error = future.exception()
-        if error is not None:
-            logger.error("the engine failed: %s", error)
-            self._stopped.set()
-            raise EngineError(str(error)) from error
-        if sample_id in self._unwanted or future.result().finish_reason == "abort":
-            self._unwanted.discard(sample_id)
-            self._held.pop(sample_id, None)
-            return
-        task = self._loop.create_task(self._finish(sample_id, future.result()))
-        self._finishing.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        """What is no fault of one sample is this worker's end."""
-        self._finishing.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            self._stopped.set()
-
-    async def _finish(self, sample_id: SampleId, completion: Completion) -> None:
-        """Score a completion and push it, or say why it cannot be."""
-        held = self._held[sample_id]
-        text = str(self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
-        request = RewardRequest(held.purpose, text, held.answer, completion.finish_reason)
-        try:
-            reward = await self._rewards.score(request)
-        except RewardError as failure:
-            await self._failed(sample_id, failure.reason, failure.detail)
-            return
-        prompt = np.array(held.prompt_tokens, dtype=np.int32)
-        await self._channel.push(Trajectory(*sample_id, prompt, completion, reward))
-        self._held.pop(sample_id, None)
-
-    async def _failed(self, sample_id: SampleId, reason: str, detail: str) -> None:
-        logger.warning("sample %s: %s: %s", sample_id, reason, detail.strip())
-        self._held.pop(sample_id, None)
-        await self._channel.send(SampleFailed(self._worker_id, *sample_id, reason, detail.strip()[-4000:]))
+    async def _failed(self, sample_id: SampleId, error: SampleError) -> None:
+        detail = shortened(error.detail)
+        logger.warning("sample %s: %s: %s", sample_id, error.reason, detail)
+        completion = error.completion[-_MOST_CHARACTERS:]
+        await self._channel.send(SampleFailed(self._worker_id, *sample_id, error.reason, detail, completion))
 
     def _send_soon(self, message: WeightsReceived | WeightsFailed) -> None:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
 
 
-def _request_id(sample_id: SampleId) -> str:
-    return f"{sample_id[0]}/{sample_id[1]}"
+def _check(sample: Sample, trajectories: Sequence[Trajectory]) -> None:
+    """An episode may be the user's code: what it gives is as the learner wants it, or its sample is dropped.
+
+    Raises:
+        EpisodeError: it gives nothing, something of another sample, or rewards that differ or are no numbers.
+    """
+    if not trajectories:
+        raise EpisodeError("episode_error", "expected at least one trajectory, got none")
+    for trajectory in trajectories:
+        if trajectory.sample_id != sample.sample_id:
+            raise EpisodeError(
+                "episode_error",
+                f"expected trajectories of sample {sample.sample_id}, got one of {trajectory.sample_id}",
+            )
+        if len(trajectory.completion.tokens) == 0 or len(trajectory.prompt_tokens) == 0:
+            raise EpisodeError("episode_error", "expected a prompt and a completion of at least one token each")
+        if not math.isfinite(trajectory.reward) or trajectory.reward != trajectories[0].reward:
+            rewards = [one.reward for one in trajectories]
+            raise EpisodeError("episode_error", f"expected one finite reward for all trajectories, got {rewards}")

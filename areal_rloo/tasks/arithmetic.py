@@ -15,8 +15,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Literal, overload
 
-from areal_rloo.rewards.answers import answer_reward
-from areal_rloo.tasks.base import Item, Split
+from areal_rloo.config import ConfiguredSource
+from areal_rloo.rewards.answers import answer_key, answer_reward
+from areal_rloo.tasks.base import Item, Split, Task
+from areal_rloo.tasks.parameters import check_parameters, refuse_files
 
 _COUNTS = (3, 4, 5, 6, 8, 9)
 _NUM_TRAIN = 20_000
@@ -31,10 +33,12 @@ def part_of(prompt: str) -> Part:
     return "eval" if tenth == 0 else "validation" if tenth == 1 else "train"
 
 
-class ArithmeticTask:
+class ArithmeticTask(Task):
     """The task; `seed` draws the items."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, source: ConfiguredSource, seed: int) -> None:
+        refuse_files(source)
+        check_parameters(source, {})
         self._seed = seed
 
     def items(self, split: Split) -> Sequence[Item]:
@@ -47,13 +51,19 @@ class ArithmeticTask:
         """Items of neither split."""
         return _distinct(_Problems("validation", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
 
-    def reward(self, completion_text: str, answer: str) -> float:
-        return answer_reward(completion_text, answer)
+    def reward(self, completion: str, item: Item) -> float:
+        return answer_reward(completion, item.answer)
+
+    def final_answer(self, completion: str) -> str | None:
+        return answer_key(completion)
+
+    def demonstration(self, item: Item) -> str:
+        return demonstration(item, random.Random(0), error_rate=0)
 
 
 def demonstration(item: Item, rng: random.Random, *, error_rate: float) -> str:
     """The steps and the answer; each step is wrong with probability `error_rate`, and later ones go on from it."""
-    first, *others = (int(number) for number in item.prompt.partition("=")[0].split("+"))
+    first, *others = (int(number) for number in item.text.partition("=")[0].split("+"))
     lines, total = [], first
     for number in others:
         result = total + number
@@ -94,4 +104,4 @@ class _Problems(Sequence[Item]):
 
 
 def _distinct(problems: Sequence[Item], num: int) -> Sequence[Item]:
-    return list(dict.fromkeys(problems))[:num]
+    return list({item.text: item for item in problems}.values())[:num]

@@ -1,35 +1,42 @@
-"""What a task is: items with a prompt and an answer, and a reward for a completion.
-
-The learner takes items from here into its prompt stream; a rollout worker calls `reward` with the completion's text.
-Imports without torch.
-"""
+"""What a task is: where its items come from, and what a completion of one is worth."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+from areal_rloo.trajectory import Item, Message
+
+__all__ = ["Item", "Message", "Split", "Task"]
 
 Split = Literal["train", "eval"]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One item of a task: what is asked, and what a completion is compared with."""
+class Task(ABC):
+    """A kind of data and its reward. Made with the source of the config and the run's seed.
 
-    prompt: str
-    answer: str
+    A task of your own is a subclass, named in the config as `module:Class` or `path/to/file.py:Class`; it is called as
+    `Class(source, seed)`, once in the learner for its items and once in each reward process for its rewards.
+    """
 
-
-class Task(Protocol):
-    """A source of items with a train and a held-out split that share no item."""
-
+    @abstractmethod
     def items(self, split: Split) -> Sequence[Item]:
-        """All items of a split, in a fixed order; may be made on access.
+        """The items of a split, always the same ones in the same order.
 
         Raises:
-            DataError: the data cannot be read; says where and what to do.
+            DataError: the data cannot be read; names the file, the line and the field.
         """
 
-    def reward(self, completion_text: str, answer: str) -> float:
-        """Score a completion; deterministic, finite."""
+    @abstractmethod
+    def reward(self, completion: str, item: Item) -> float:
+        """What a completion of this item is worth; called in a reward process, where it may hang or crash."""
+
+    def final_answer(self, completion: str) -> str | None:
+        """The answer of a completion in a form in which equal ones are equal, for majority votes; None without one."""
+        del completion
+        return None
+
+    def demonstration(self, item: Item) -> str:
+        """A completion that is right, for few-shot prompts."""
+        return item.answer

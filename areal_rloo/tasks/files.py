@@ -29,12 +29,16 @@ def read_rows(path: str, fields: Mapping[str, str] | None = None) -> Iterator[Lo
     reader = _READERS.get(file.suffix)
     if reader is None:
         raise DataError(f"{path}: expected a {', '.join(_READERS)} file, got '{file.suffix}'")
+    places: dict[str | int, str] = {}
     empty = True
-    for where, row in _told(reader, file):
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected an object, got {type(row).__name__}")
+    for where, found in _told(reader, file):
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: expected an object, got {type(found).__name__}")
         empty = False
-        yield where, _renamed(row, fields or {}, where)
+        row = renamed(found, fields or {}, where)
+        if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
+            raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
+        yield where, row
     if empty:
         raise DataError(f"{path}: no row in it")
 
@@ -52,20 +56,25 @@ def text_field(row: Row, field: str, where: str) -> str:
     return value
 
 
-def _told(reader: Callable[[Path], Iterator[tuple[str, Any]]], path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from reader(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+def renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
+    """A row with the names its task knows beside its own.
 
-
-def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
+    Raises:
+        DataError: a field it should have is not there; names the place and the field.
+    """
     for ours, theirs in fields.items():
         if theirs not in row:
             raise DataError(
                 f"{where}: expected a field '{theirs}' (for {ours}), got the fields {', '.join(map(str, row))}"
             )
     return row | {ours: row[theirs] for ours, theirs in fields.items()}
+
+
+def _told(reader: Callable[[Path], Iterator[tuple[str, Any]]], path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

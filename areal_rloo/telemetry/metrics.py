@@ -25,8 +25,10 @@ from areal_rloo.telemetry.tables import (
     LEDGER,
     LEDGER_STATES,
     PREFIX,
+    REWARD_PART,
     ROLLOUT,
     ROLLOUT_DROPPED,
+    SOURCE_REWARD,
     TRAIN,
     TRAINED_TOKENS,
     UNBALANCED,
@@ -40,7 +42,9 @@ class LearnerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._train = _Values(TRAIN, registry)
-        self._evaluation = _Values(EVALUATION, registry)
+        self._evaluation = {key: _gauge(metric, registry) for key, metric in EVALUATION.items()}
+        self._parts = _gauge(REWARD_PART, registry)
+        self._sources = _gauge(SOURCE_REWARD, registry)
         self._trained_tokens = _counter(TRAINED_TOKENS, registry)
         self._behaviour_kl = _gauge(BEHAVIOUR_KL, registry)
         self._ledger = _gauge(LEDGER, registry)
@@ -53,10 +57,16 @@ class LearnerMetrics:
             self._trained_tokens.labels(str(staleness)).inc(num_tokens)
         for staleness, divergence in record.behaviour_kl_by_staleness.items():
             self._behaviour_kl.labels(str(staleness)).set(divergence)
+        for part, mean in record.reward_parts.items():
+            self._parts.labels(part).set(mean)
+        for source, mean in record.reward_by_source.items():
+            self._sources.labels(source).set(mean)
         self.ledger(record.ledger)
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._evaluation.update(msgspec.structs.asdict(record))
+        values = msgspec.structs.asdict(record)
+        for key, gauge in self._evaluation.items():
+            gauge.labels(record.name).set(values[key])
 
     def ledger(self, counts: LedgerCounts) -> None:
         values = msgspec.structs.asdict(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
@@ -48,9 +49,10 @@ class Progress:
                     self.say("a checkpoint could not be written: free some disk (logs/learner.log says more)")
                 self._train = record
             else:
-                self._eval = record
+                if self._eval is None or record.name == self._eval.name:
+                    self._eval = record  # of several sets the first is in the line
                 if self._live is None:
-                    self.say(f"evaluation: version {record.policy_version}, accuracy {record.accuracy:.3f}")
+                    self.say(evaluation_line(record))
         if self._train is None or not records:
             return
         if self._live is not None:
@@ -75,3 +77,12 @@ class Progress:
             f"eval {accuracy}  {train.trained_tokens_per_s:,.0f} tok/s  "
             f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  ETA {eta_s // 60}:{eta_s % 60:02d}"
         )
+
+
+def evaluation_line(record: EvalRecord) -> str:
+    """What an evaluation found, in one line."""
+    line = f"evaluation: version {record.policy_version}, {record.name} accuracy {record.accuracy:.3f}"
+    if record.num_samples > 1:
+        line += f", pass@{record.num_samples} {record.pass_share:.3f}, maj@{record.num_samples} "
+        line += "-" if math.isnan(record.majority_share) else f"{record.majority_share:.3f}"
+    return line

@@ -35,6 +35,8 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     reward_lower_decile: float
     reward_median: float
     reward_upper_decile: float
+    reward_parts: dict[str, float]  # mean of each part before its weight, by label
+    reward_by_source: dict[str, float]  # mean by data source
     num_limited_rewards: int  # beyond what can be computed with
     zero_variance_group_share: float  # groups whose rewards are all equal
     advantage_mean: float  # of tokens in the loss, as the next four
@@ -88,12 +90,16 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
-    """One evaluation on the held-out split, sampled greedily."""
+    """One evaluation on a held-out set."""
 
+    name: str  # of the set
     policy_version: int  # the weights it measured (the lowest, where workers differed)
     policy_version_max: int
     accuracy: float  # mean reward
     num_prompts: int
+    num_samples: int  # of each prompt
+    pass_share: float  # pass@k of k = num_samples; NaN with one sample
+    majority_share: float  # maj@k; NaN with one sample, or where the task knows no final answers
     completion_tokens_mean: float
     wall_s: float
 

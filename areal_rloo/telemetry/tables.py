@@ -117,11 +117,16 @@ BEHAVIOUR_KL = Metric(
 )
 TRAINED_TOKENS = Metric("trained_tokens_total", "Completion tokens trained on, by staleness in versions", "staleness")
 
-# By field of EvalRecord.
+REWARD_PART = Metric("reward_part_mean", "Mean of a part of the reward in the batch, before its weight", "part")
+SOURCE_REWARD = Metric("source_reward_mean", "Mean reward of the batch's samples, by data source", "source")
+
+# By field of EvalRecord, each by held-out set.
 EVALUATION = {
-    "accuracy": Metric("evaluation_accuracy", "Mean reward on the held-out split, greedy"),
-    "policy_version": Metric("evaluation_policy_version", "Version that the last evaluation measured"),
-    "completion_tokens_mean": Metric("evaluation_completion_tokens_mean", "Mean completion length, in tokens"),
+    "accuracy": Metric("evaluation_accuracy", "Mean reward on a held-out set", "set"),
+    "pass_share": Metric("evaluation_pass_share", "Share of prompts with a right sample (pass@k)", "set"),
+    "majority_share": Metric("evaluation_majority_share", "Share whose most frequent answer is right (maj@k)", "set"),
+    "policy_version": Metric("evaluation_policy_version", "Version that the last evaluation measured", "set"),
+    "completion_tokens_mean": Metric("evaluation_completion_tokens_mean", "Mean completion length, in tokens", "set"),
 }
 
 LEDGER_STATES = ("admitted", "trained", "buffered", "in_flight")
@@ -141,6 +146,8 @@ ROLLOUT = {
     "idle_s": Metric("rollout_worker_idle_seconds_total", "Seconds this worker had nothing to generate"),
     "swap_s": Metric("rollout_swap_seconds_total", "Seconds decoding stood still to take weights"),
     "scored": Metric("rollout_rewards_total", "Completions this worker scored"),
+    "reward_restarts": Metric("rollout_reward_restarts_total", "Reward processes this worker had to replace"),
+    "reward_busy_s": Metric("rollout_reward_busy_seconds_total", "Seconds of scoring, summed over what ran at a time"),
 }
 ROLLOUT_DROPPED = Metric("rollout_dropped_completions_total", "Completions this worker dropped, by reason", "reason")
 
@@ -177,7 +184,7 @@ def all_metrics() -> Iterator[Metric]:
     """Every row of every table."""
     for table in (TRAIN, EVALUATION, ROLLOUT, WIRE, BROADCAST, RECEIVE):
         yield from table.values()
-    yield from (TRAINED_TOKENS, BEHAVIOUR_KL, LEDGER, DROPPED, UNBALANCED, ROLLOUT_DROPPED)
+    yield from (TRAINED_TOKENS, BEHAVIOUR_KL, REWARD_PART, SOURCE_REWARD, LEDGER, DROPPED, UNBALANCED, ROLLOUT_DROPPED)
 
 
 def metric_names() -> Iterator[str]:

@@ -175,7 +175,7 @@ class WorkerChannel:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.curve_serverkey = keys.peer_public
         self._socket.connect(address)
-        self._ready: deque[Trajectory] = deque()
+        self._ready: deque[tuple[Trajectory, ...]] = deque()
         self._unacked: OrderedDict[int, tuple[float, tuple[Trajectory, ...]]] = OrderedDict()
         self._num_unacked = 0
         self._next_batch_id = 0
@@ -192,13 +192,14 @@ class WorkerChannel:
         self._counts["bytes_out"] += sum(map(len, frames))
         await self._socket.send_multipart(frames, copy=False)
 
-    async def push(self, trajectory: Trajectory) -> None:
-        """Give a trajectory to the sender; waits while `max_unacked` of them are not acknowledged."""
+    async def push(self, *trajectories: Trajectory) -> None:
+        """Give the trajectories of one sample to the sender, which keeps them in one message; waits while `max_unacked`
+        trajectories are not acknowledged."""
         if self._num_unacked >= self._max_unacked:
             async with self._room:
                 await self._room.wait_for(lambda: self._num_unacked < self._max_unacked)
-        self._num_unacked += 1
-        self._ready.append(trajectory)
+        self._num_unacked += len(trajectories)
+        self._ready.append(trajectories)
         self._wake.set()
 
     async def receive(self) -> LearnerMessage:
@@ -223,7 +224,7 @@ class WorkerChannel:
     def unacknowledged(self) -> list[SampleId]:
         """Samples that are finished and not known to be in the ledger."""
         sent = [trajectory.sample_id for _, batch in self._unacked.values() for trajectory in batch]
-        return sent + [trajectory.sample_id for trajectory in self._ready]
+        return sent + [sample[0].sample_id for sample in self._ready]
 
     async def resend_unacknowledged(self) -> None:
         """Send everything that is not acknowledged again: the connection or the learner is another one."""
@@ -275,10 +276,10 @@ class WorkerChannel:
         batch: list[Trajectory] = []
         num_bytes = 0
         while self._ready and len(batch) < _BATCH_TRAJECTORIES:
-            num_bytes += _BYTES_PER_TOKEN * self._ready[0].num_tokens
+            num_bytes += _BYTES_PER_TOKEN * sum(trajectory.num_tokens for trajectory in self._ready[0])
             if batch and num_bytes > self._max_batch_bytes:
                 break
-            batch.append(self._ready.popleft())
+            batch += self._ready.popleft()
         return tuple(batch)
 
     async def _resend_overdue(self) -> None:

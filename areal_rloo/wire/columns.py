@@ -1,8 +1,9 @@
-"""A batch of trajectories as columns: three arrays for all of them together, and a few numbers for each.
+"""A batch of trajectories as columns: four arrays for all of them together, and a few numbers for each.
 
     tokens        int32    prompt and completion of the first trajectory, then of the second, ...
     logprobs      float32  behaviour logprobs of the completions, one behind the other
     version_runs  int32    pairs: a policy version, and how many completion tokens in a row it made
+    rewards       float32  rewards of single tokens, of the trajectories that have them
 
 Checks are made once on a whole column, so that a trajectory costs a few microseconds however many checks there are.
 """
@@ -49,12 +50,17 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_prompt_tokens: int
     num_tokens: int
     num_version_runs: int
+    spans: tuple[int, ...] = ()
+    reward_parts: dict[str, float] = {}
+    has_token_rewards: bool = False
+    answer: str | None = None
 
 
 def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[TrajectoryHeader, ...], list[Frame]]:
     """Headers and columns of a batch; the columns of an empty one are empty."""
     headers = []
     tokens, logprobs, runs = [], [], []
+    rewards = [np.zeros(0, dtype=_FLOAT32)]
     for trajectory in trajectories:
         completion = trajectory.completion
         version_runs = _version_runs(completion.versions)
@@ -67,17 +73,24 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
                 len(trajectory.prompt_tokens),
                 len(completion.tokens),
                 len(version_runs) // 2,
+                completion.spans,
+                trajectory.reward_parts,
+                trajectory.token_rewards is not None,
+                trajectory.answer,
             )
         )
+        if trajectory.token_rewards is not None:
+            rewards.append(trajectory.token_rewards)
         tokens += [trajectory.prompt_tokens, completion.tokens]
         logprobs.append(completion.behaviour_logprobs)
         runs += version_runs
     if not headers:
-        return (), [b"", b"", b""]
+        return (), [b"", b"", b"", b""]
     columns = (
         np.concatenate(tokens, dtype=_INT32),
         np.concatenate(logprobs, dtype=_FLOAT32),
         np.array(runs, dtype=_INT32),
+        np.concatenate(rewards, dtype=_FLOAT32),
     )
     return tuple(headers), [column.data.cast("B") for column in columns]
 
@@ -93,14 +106,16 @@ def decode_columns(
     """
     if len(headers) > limits.max_trajectories:
         raise DecodeError(f"trajectories: expected at most {limits.max_trajectories}, got {len(headers)}")
-    if len(frames) != 3:
-        raise DecodeError(f"trajectory_batch: expected 3 columns, got {len(frames)}")
+    if len(frames) != 4:
+        raise DecodeError(f"trajectory_batch: expected 4 columns, got {len(frames)}")
     num_prompt, num_tokens, num_runs = (
         _counts(headers, name, limits) for name in ("num_prompt_tokens", "num_tokens", "num_version_runs")
     )
     tokens = _column(frames[0], _INT32, "tokens", int(num_prompt.sum() + num_tokens.sum()))
     logprobs = _column(frames[1], _FLOAT32, "behaviour_logprobs", int(num_tokens.sum()))
     runs = _column(frames[2], _INT32, "version_runs", 2 * int(num_runs.sum())).reshape(-1, 2)
+    rewarded = np.array([header.num_tokens for header in headers if header.has_token_rewards], dtype=np.int64)
+    rewards = _column(frames[3], _FLOAT32, "token_rewards", int(rewarded.sum()))
     if not headers:
         return ()
     if tokens.min() < 0:
@@ -112,7 +127,10 @@ def decode_columns(
         raise DecodeError(
             f"{place}: behaviour_logprobs: expected finite values of at most 0, got {logprobs[wrong.argmax()]}"
         )
-    return _cut(headers, tokens, logprobs, _versions(headers, runs, num_runs, num_tokens))
+    if not np.isfinite(rewards).all():
+        named = [header for header in headers if header.has_token_rewards]
+        raise DecodeError(f"{_owner(named, ~np.isfinite(rewards), rewarded)}: token_rewards: expected finite numbers")
+    return _cut(headers, tokens, logprobs, _versions(headers, runs, num_runs, num_tokens), rewards)
 
 
 def _cut(
@@ -120,18 +138,13 @@ def _cut(
     tokens: Int32Array,
     logprobs: npt.NDArray[np.float32],
     versions: Int32Array,
+    rewards: npt.NDArray[np.float32],
 ) -> tuple[Trajectory, ...]:
     """Slice the checked columns; check what stands in the headers."""
     trajectories = []
-    at_token = at = 0
+    at_token = at = at_reward = 0
     for header in headers:
-        if not math.isfinite(header.reward):
-            raise DecodeError(f"{_name(header)}: reward: expected a finite number, got {header.reward}")
-        if header.finish_reason not in _FINISH_REASONS:
-            expected = ", ".join(sorted(_FINISH_REASONS))
-            raise DecodeError(f"{_name(header)}: finish_reason: expected {expected}, got {header.finish_reason!r}")
-        if header.sample_index < 0:
-            raise DecodeError(f"{_name(header)}: sample_index: expected at least 0, got {header.sample_index}")
+        _check_header(header)
         start, at_completion = at, at_token + header.num_prompt_tokens
         at += header.num_tokens
         completion = Completion(
@@ -139,11 +152,44 @@ def _cut(
             logprobs[start:at],
             versions[start:at],
             header.finish_reason,  # type: ignore[arg-type]
+            header.spans,
         )
-        prompt = tokens[at_token:at_completion]
-        trajectories.append(Trajectory(header.group_id, header.sample_index, prompt, completion, header.reward))
+        of_tokens = None
+        if header.has_token_rewards:
+            of_tokens = rewards[at_reward : at_reward + header.num_tokens]
+            at_reward += header.num_tokens
+        trajectories.append(
+            Trajectory(
+                header.group_id,
+                header.sample_index,
+                tokens[at_token:at_completion],
+                completion,
+                header.reward,
+                header.reward_parts,
+                of_tokens,
+                header.answer,
+            )
+        )
         at_token = at_completion + header.num_tokens
     return tuple(trajectories)
+
+
+def _check_header(header: TrajectoryHeader) -> None:
+    if not math.isfinite(header.reward):
+        raise DecodeError(f"{_name(header)}: reward: expected a finite number, got {header.reward}")
+    for label, value in header.reward_parts.items():
+        if not math.isfinite(value):
+            raise DecodeError(f"{_name(header)}: reward_parts: expected finite numbers, got {label} {value}")
+    if header.finish_reason not in _FINISH_REASONS:
+        expected = ", ".join(sorted(_FINISH_REASONS))
+        raise DecodeError(f"{_name(header)}: finish_reason: expected {expected}, got {header.finish_reason!r}")
+    if header.sample_index < 0:
+        raise DecodeError(f"{_name(header)}: sample_index: expected at least 0, got {header.sample_index}")
+    if header.spans and (min(header.spans) <= 0 or sum(header.spans) != header.num_tokens):
+        raise DecodeError(
+            f"{_name(header)}: spans: expected numbers above 0 that add up to {header.num_tokens} tokens, got "
+            f"{header.spans}"
+        )
 
 
 def _counts(headers: Sequence[TrajectoryHeader], field: str, limits: Limits) -> Int64Array:

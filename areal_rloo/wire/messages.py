@@ -26,9 +26,9 @@ from typing import Literal
 
 import msgspec
 
-from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.trajectory import Item, SampleId, Trajectory
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 Purpose = Literal["train", "eval"]
 
@@ -40,8 +40,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
         group_id: names the group; evaluation groups have negative ids.
         sample_indices: which samples of the group; all of them at first, the missing ones after a loss.
         prompt_tokens: token ids of the prompt.
-        answer: what the task's reward compares the completion with.
-        purpose: evaluation is sampled greedily, pinned to one version, and is outside the ledger.
+        item: what the prompt is made of, and what its completions are worth.
+        purpose: evaluation is sampled as its set says, pinned to one version, and is outside the ledger.
         min_version: generation starts with the weights of this policy version or a newer one.
         seed: seeds sample i of the group with `seed + i`.
     """
@@ -49,7 +49,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     group_id: int
     sample_indices: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
-    answer: str
+    item: Item
     purpose: Purpose
     min_version: int
     seed: int
@@ -97,13 +97,17 @@ class TrajectoryBatch(msgspec.Struct, frozen=True):
 
 
 class SampleFailed(msgspec.Struct, frozen=True, tag="sample_failed"):
-    """Worker to learner: this sample will never be finished (a reward that raised, a refused prompt)."""
+    """Worker to learner: this sample will never be finished (a reward that raised, an episode that failed).
+
+    The first line of `detail` says what happened, a traceback may stand below it; `completion` is the text there was.
+    """
 
     worker_id: str
     group_id: int
     sample_index: int
     reason: str
     detail: str
+    completion: str
 
 
 class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):

@@ -13,7 +13,7 @@ from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
-from areal_rloo.tasks.base import Item
+from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
@@ -24,12 +24,12 @@ LIMITS = Limits()
 
 
 def _intake(*overrides: str) -> Intake:
-    items = [Item("1+1=?", "2")] * 8
+    source = Source("all", [Item("1+1=?", "2")] * 8)
     return Intake(
         load_config("quickstart.yaml", overrides),
         channel=lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
         ledger=Ledger(),
-        stream=PromptStream(items, lambda _: (1, 2), seed=0, num_epochs=None),
+        stream=PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
         policy_version=0,
     )
@@ -133,10 +133,12 @@ def test_rewards_that_all_fail_end_the_wait_for_a_batch_with_the_reason() -> Non
                 message = await asyncio.wait_for(worker.receive(), 0.1)
                 for lease in message.leases if isinstance(message, Leases) else ():
                     for index in lease.sample_indices:
-                        await worker.send(SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no"))
+                        await worker.send(
+                            SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no", "")
+                        )
         await worker.close()
 
-    waiting = threading.Thread(target=wait)
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     asyncio.run(asyncio.wait_for(fail_every_lease(), 60))
     waiting.join()

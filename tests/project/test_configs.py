@@ -14,7 +14,8 @@ MOST_LINES = 70
 
 
 def test_the_promised_configs_are_shipped() -> None:
-    assert {"quickstart.yaml", "gsm8k_rloo.yaml"} <= {path.name for path in SHIPPED}
+    tasks = {f"{name}_rloo.yaml" for name in ("gsm8k", "math", "svamp", "reasoning_gym")}
+    assert {"quickstart.yaml", *tasks} <= {path.name for path in SHIPPED}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -54,7 +55,7 @@ def test_gsm8k_runs_on_a_laptop_with_a_few_overrides(gsm8k_folder: Path) -> None
         "rollout.sampling.max_new_tokens=32",
     ]
     source = SourceConfig(task="gsm8k", path=str(gsm8k_folder / "train.jsonl"))
-    longest = max(len(item.prompt.encode()) for item in Gsm8kTask(source).items("train"))
+    longest = max(len(item.text.encode()) for item in Gsm8kTask(source, 0).items("train"))
     config: Config = load_config("gsm8k_rloo.yaml", overrides)
     assert config.model.tiny.warm_start is None
     assert longest <= config.data.max_prompt_tokens, "the tiny model's tokenizer has one token a byte"

@@ -36,7 +36,6 @@ RULED_OUT = {
     "response_mask": "loss_mask",
     "experience": "trajectory",
     "experiences": "trajectories",
-    "episode": "trajectory",
     "n_samples": "group_size",
     "num_generations": "group_size",
     "actor": "rollout",
@@ -49,6 +48,11 @@ RULED_OUT = {
 
 # Ruled out for one idea and right for others, so that only a reader can tell.
 AMBIGUOUS = {"new", "target", "step", "update"}
+
+
+# Names of HTTP and of OpenAI's protocol, right where these are spoken and nowhere else.
+HTTP_NAMES = {"Response", "StreamResponse", "json_response", "response_format"}
+SPEAKS_HTTP = {"rollout/chat_api.py", "rollout/chat_server.py"}
 
 
 def words_of(identifier: str) -> str:
@@ -79,6 +83,7 @@ def test_no_identifier_uses_a_word_that_is_ruled_out(path: Path) -> None:
     found = [
         f"{path.name}:{line}: {name}: say {RULED_OUT[word]}"
         for line, name in identifiers(ast.parse(path.read_text(encoding="utf-8")))
+        if name not in HTTP_NAMES or str(path.relative_to(PACKAGE)) not in SPEAKS_HTTP
         for word in ruled_out(name)
     ]
     assert not found, "\n".join(sorted(set(found)))

@@ -1,5 +1,6 @@
 """Records as the learner writes them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,10 @@ import msgspec
 import pytest
 
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+from areal_rloo.telemetry.trajectories import TrajectoryRecord
 
 MakeTrainRecord = Callable[..., TrainRecord]
+MakeTrajectory = Callable[..., TrajectoryRecord]
 
 
 @pytest.fixture
@@ -19,10 +22,14 @@ def ledger_counts() -> LedgerCounts:
 @pytest.fixture
 def eval_record() -> EvalRecord:
     return EvalRecord(
+        name="arithmetic",
         policy_version=4,
         policy_version_max=4,
         accuracy=0.625,
         num_prompts=200,
+        num_samples=1,
+        pass_share=math.nan,
+        majority_share=math.nan,
         completion_tokens_mean=44.5,
         wall_s=9.5,
     )
@@ -42,6 +49,8 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         reward_lower_decile=0.0,
         reward_median=0.5,
         reward_upper_decile=1.0,
+        reward_parts={"arithmetic": 0.5},
+        reward_by_source={"arithmetic": 0.5},
         num_limited_rewards=0,
         advantage_mean=0.01,
         advantage_std=0.5,
@@ -95,5 +104,35 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
 
     def make(**changes: Any) -> TrainRecord:
         return msgspec.structs.replace(base, **changes)
+
+    return make
+
+
+@pytest.fixture
+def make_trajectory() -> MakeTrajectory:
+    """Gives the record of a trajectory, with the fields that a test cares about; lists follow `pieces` in length."""
+
+    def make(**changes: Any) -> TrajectoryRecord:
+        pieces = changes.setdefault("pieces", ["The", " answer", " is", " 7", "."])
+        fields: dict[str, Any] = {
+            "policy_version": 4,
+            "group_id": 40,
+            "sample_index": 3,
+            "source": "arithmetic",
+            "epoch": 0,
+            "item_index": 17,
+            "prompt": "What is 3 + 4?",
+            "token_ids": list(range(100, 100 + len(pieces))),
+            "logprobs": [-0.5] * len(pieces),
+            "versions": [[4, len(pieces)]] if pieces else [],
+            "spans": [],
+            "reward": 1.0,
+            "reward_parts": {},
+            "advantage": 0.5,
+            "staleness": 0,
+            "finish_reason": "stop",
+            "dropped": None,
+        }
+        return TrajectoryRecord(**fields | changes)
 
     return make

@@ -10,7 +10,7 @@ from areal_rloo.config import AlgorithmConfig
 from areal_rloo.learner.buffer import Buffer
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import Prompt
-from areal_rloo.trajectory import Completion, Group, Trajectory
+from areal_rloo.trajectory import Completion, Group, Item, Trajectory
 
 GROUPS_PER_STEP = 3
 
@@ -28,11 +28,13 @@ class _Bench:
 
     def complete(self, *rewards: float) -> int:
         """A group with these rewards arrives; gives its id."""
-        group = self.ledger.admit(Prompt(0, 0, (1,), ""), group_size=len(rewards), admission_version=0, deadline=9)
+        group = self.ledger.admit(
+            Prompt(0, 0, (1,), Item("?")), group_size=len(rewards), admission_version=0, deadline=9
+        )
         for index, reward in enumerate(rewards):
             self.ledger.lease((group.group_id, index), "rollout-0")
             completion = Completion(np.array([2]), np.array([-1.0], np.float32), np.array([0]), "stop")
-            finished = self.ledger.finish(Trajectory(group.group_id, index, np.array([1]), completion, reward))
+            finished = self.ledger.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
             assert finished is not None
             self.buffer.settle(finished)
         return group.group_id

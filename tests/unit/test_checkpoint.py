@@ -16,13 +16,16 @@ from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.loading import load_policy, load_tokenizer
-from areal_rloo.tasks.base import Item
+from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 
 
 def _stream() -> PromptStream:
     return PromptStream(
-        [Item(str(n), "") for n in range(9)], lambda item: (int(item.prompt) + 1,), seed=0, num_epochs=None
+        [Source("all", [Item(str(n)) for n in range(9)])],
+        lambda item: (int(item.text) + 1,),
+        seed=0,
+        num_epochs=None,
     )
 
 
@@ -37,7 +40,7 @@ def _state(version: int) -> LearnerState:
         np.array([5, 6], np.int32), np.array([-1, -2], np.float32), np.array([0, 1], np.int32), "stop"
     )
     ledger.lease((1, 0), "rollout-0")
-    ledger.finish(Trajectory(1, 0, np.array([3], np.int32), completion, 0.5))
+    ledger.finish([Trajectory(1, 0, np.array([3], np.int32), completion, 0.5)])
     return capture(ledger, stream, policy_version=version, seed=0, totals=Totals(trained_tokens=7), kl_coefficient=0.1)
 
 

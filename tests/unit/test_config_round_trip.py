@@ -16,7 +16,7 @@ RELATED = {
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
-    *("estimator", "placement"),
+    *("estimator", "placement", "train", "eval", "episode"),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
 }
 TREACHEROUS = [
@@ -62,6 +62,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
                 allow_nan=False,
                 allow_infinity=False,
             )
+        case msgspec.inspect.VarTupleType():
+            return st.lists(values(kind.item_type), max_size=3).map(tuple)
         case msgspec.inspect.TupleType():
             return st.tuples(*[values(one) for one in kind.item_types])
         case msgspec.inspect.StrType():

@@ -6,14 +6,14 @@ import random
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from areal_rloo.config import DataConfig, SourceConfig
+from areal_rloo.config import Config, DataConfig, SourceConfig
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.math_answers import extract_boxed, math_reward
-from areal_rloo.rewards.pool import RewardPool, RewardRequest
-from areal_rloo.tasks import ScorerSettings, load_items
+from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.request import RewardRequest
+from areal_rloo.tasks import Item, load_train, scorer_argument
 
 
 def boxed(answer: str) -> str:
@@ -125,7 +125,8 @@ def test_gold_answers_of_other_problems_are_wrong_unless_they_are_the_same(data_
 def test_every_item_of_math_500_and_svamp_is_read_with_its_answer(data_folder: Path) -> None:
     for task, num in (("math", 500), ("svamp", 1000)):
         path = str(data_folder / {"math": "math500"}.get(task, task) / "test.jsonl")
-        items = load_items(DataConfig(train=SourceConfig(task=task, path=path)), "train", seed=0)
+        data = DataConfig(train=SourceConfig(task=task, path=path), eval=None)
+        items = load_train(data, seed=0)[0].items
         assert len(items) == num
         assert all(item.prompt and item.answer for item in items)
 
@@ -134,12 +135,22 @@ def test_an_answer_that_never_ends_costs_its_deadline_and_no_other_answer(tmp_pa
     """sympy would try to write 9^(9^(9^9)) down."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "?", "answer": "5"}) + "\n")
     data = DataConfig(train=SourceConfig(task="math", path=str(tmp_path / "a.jsonl")), eval=None)
-    settings = msgspec.msgpack.encode(ScorerSettings(data, 0))
-    pool = RewardPool("areal_rloo.tasks:make_scorer", settings, num_workers=1, deadline_s=5.0)
+    argument = scorer_argument(Config(data=data), (("train", "math", "math"),))
+    pool = RewardPool("areal_rloo.tasks:make_scorer", argument, num_workers=1, deadline_s=5.0)
 
     async def outcome(answer: str) -> float | str:
         try:
-            return await pool.score(RewardRequest("train", boxed(answer), "5", "stop"))
+            item = Item("?", "5", "math")
+            request = RewardRequest(
+                purpose="train",
+                item=item,
+                completion=boxed(answer),
+                turns=(boxed(answer),),
+                prompt_ids=(1,),
+                completion_ids=(2,),
+                finish_reason="stop",
+            )
+            return (await pool.score(request, "math")).reward
         except RewardError as error:
             return error.reason
 

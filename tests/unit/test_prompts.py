@@ -10,11 +10,13 @@ from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
 from areal_rloo.learner.prompts import PromptStream, Tokenizer
 from areal_rloo.models.loading import load_tokenizer
-from areal_rloo.tasks import Item
+from areal_rloo.tasks import Item, Source
+from areal_rloo.tasks.chat import ChatFormat
 
 
 def _tokenized(folder: Path, prompt: str, **data: object) -> tuple[int, ...] | None:
-    return Tokenizer(load_tokenizer(str(folder)), DataConfig(**data))(Item(prompt, ""))  # type: ignore[arg-type]
+    config = DataConfig(**data)  # type: ignore[arg-type]
+    return Tokenizer(ChatFormat(load_tokenizer(str(folder)), config), config)(Item(prompt))
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_beginning_and_with_what_to_do(
@@ -47,8 +49,8 @@ def test_every_prompt_that_fits_is_handed_out_once_an_epoch_also_over_a_restart(
 
     def stream() -> PromptStream:
         return PromptStream(
-            items,
-            lambda item: (int(item.prompt),) if fits[int(item.prompt)] else None,
+            [Source("all", items)],
+            lambda item: (int(item.text),) if fits[int(item.text)] else None,
             seed=seed,
             num_epochs=num_epochs,
         )

@@ -6,7 +6,9 @@ from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError
 from areal_rloo.learner.failures import RewardFailures
 
-ERROR = RewardError("reward_error", 'Traceback:\n  File "mine.py", line 3\nValueError: no such thing\n')
+ERROR = RewardError(
+    "reward_error", 'ValueError: no such thing\nTraceback:\n  File "mine.py", line 3\nValueError: no such thing\nmore\n'
+)
 
 
 def _failures(*overrides: str) -> RewardFailures:

@@ -11,27 +11,56 @@ import psutil
 import pytest
 
 from areal_rloo.errors import ConfigError, RewardError
-from areal_rloo.rewards.pool import RewardPool, RewardRequest
+from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.request import RewardRequest
+from areal_rloo.trajectory import Item
 
 SCORER = """
-import os, time, sys
+import os, subprocess, sys, threading, time
+from areal_rloo.rewards.values import read_worth
+
+def reward(completion, answer):
+    if completion == "hang":
+        while True:
+            pass
+    if completion == "crash":
+        os._exit(7)
+    if completion == "raise":
+        raise ValueError("no such thing\\nand more of it")
+    if completion == "leave":
+        sys.exit("bye")
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1"
+    if completion.startswith("sleep"):
+        time.sleep(0.2)
+    if completion == "print":
+        print("reward: " * 100_000)
+        sys.stdout.flush()
+    if completion == "fork and wait":
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    if completion == "fork and both go on":
+        os.fork()
+    if completion == "fork and crash":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(7)
+    if completion == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    if completion.startswith("start "):
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(completion.removeprefix("start "), "w").write(str(started.pid))
+        started.wait()
+    return float(completion == answer)
 
 def make(argument):
-    def score(request):
-        if request.completion == "hang":
-            while True:
-                pass
-        if request.completion == "crash":
-            os._exit(7)
-        if request.completion == "raise":
-            raise ValueError("no such thing")
-        if request.completion == "nan":
-            return float("nan")
-        if request.completion == "text":
-            return "1"
-        if request.completion.startswith("sleep"):
-            time.sleep(0.2)
-        return float(request.completion == request.answer) + len(argument)
+    def score(job):
+        value = reward(job.request.completion, job.request.item.answer)
+        return read_worth(value + len(argument) if value != "1" else value, job.request, returns="trajectory")
     return score
 
 def broken(argument):
@@ -59,8 +88,16 @@ def pool(scorer: str) -> Iterator[RewardPool]:
     made.close()
 
 
-def _request(completion: str, answer: str = "right") -> RewardRequest:
-    return RewardRequest("train", completion, answer, "stop")
+def _request(completion: str, answer: str) -> RewardRequest:
+    return RewardRequest(
+        purpose="train",
+        item=Item("what?", answer),
+        completion=completion,
+        turns=(completion,),
+        prompt_ids=(1,),
+        completion_ids=(2,),
+        finish_reason="stop",
+    )
 
 
 def _scorers() -> list[psutil.Process]:
@@ -70,9 +107,13 @@ def _scorers() -> list[psutil.Process]:
 
 async def _outcome(pool: RewardPool, completion: str, answer: str = "right") -> float | str:
     try:
-        return await pool.score(_request(completion, answer))
+        return (await pool.score(_request(completion, answer), None)).reward
     except RewardError as failure:
         return failure.reason
+
+
+async def _outcomes(pool: RewardPool, *completions: str) -> list[float | str]:
+    return list(await asyncio.gather(*(_outcome(pool, completion) for completion in completions)))
 
 
 def test_under_load_no_right_answer_is_lost_for_having_waited(pool: RewardPool) -> None:
@@ -82,33 +123,60 @@ def test_under_load_no_right_answer_is_lost_for_having_waited(pool: RewardPool) 
         return list(await asyncio.gather(*(_outcome(pool, f"sleep {i}", f"sleep {i}") for i in range(40))))
 
     assert asyncio.run(scenario()) == [1.0] * 40
-    assert pool.statistics().scored == 40
+    assert pool.statistics().restarts == 0
+    assert pool.statistics().busy_s >= 40 * 0.2
 
 
 def test_each_failure_has_its_reason_and_costs_no_other_sample(pool: RewardPool) -> None:
-    completions = ["right", "hang", "right", "crash", "wrong", "raise", "right", "nan", "text", "right"]
-
-    async def scenario() -> list[float | str]:
-        return list(await asyncio.gather(*(_outcome(pool, completion) for completion in completions)))
-
-    expected = [1.0, "reward_timeout", 1.0, "reward_crash", 0.0, "reward_error", 1.0]
-    assert asyncio.run(scenario()) == [*expected, "reward_not_finite", "reward_wrong_type", 1.0]
-    statistics = pool.statistics()
-    assert (statistics.scored, statistics.failed, statistics.restarts) == (5, 5, 2)
+    completions = ["right", "hang", "right", "crash", "wrong", "raise", "right", "leave", "nan", "text", "right"]
+    expected = [1.0, "reward_timeout", 1.0, "reward_crash", 0.0, "reward_error", 1.0, "reward_crash"]
+    assert asyncio.run(_outcomes(pool, *completions)) == [*expected, "reward_not_finite", "reward_wrong_type", 1.0]
+    assert pool.statistics().restarts == 3  # after the hang and both crashes
 
 
-def test_an_exception_is_told_with_its_traceback(pool: RewardPool) -> None:
-    with pytest.raises(RewardError, match="ValueError: no such thing") as caught:
-        asyncio.run(pool.score(_request("raise")))
-    assert "scorer.py" in caught.value.detail
+def test_an_exception_is_told_by_its_first_line_with_the_traceback_below(pool: RewardPool) -> None:
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(pool.score(_request("raise", "right"), None))
+    assert caught.value.summary == "ValueError: no such thing"
+    assert 'scorer.py", line' in caught.value.detail
+    assert caught.value.detail.endswith("ValueError: no such thing\nand more of it")
 
 
-def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(pool: RewardPool) -> None:
+def test_a_crash_is_told_with_its_exit_code(pool: RewardPool) -> None:
+    with pytest.raises(RewardError, match="ended with code 7"):
+        asyncio.run(pool.score(_request("crash", "right"), None))
+
+
+def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_sample(pool: RewardPool) -> None:
     (worker,) = _scorers()
     os.kill(worker.pid, signal.SIGKILL)
-    worker.wait()
-    assert asyncio.run(_outcome(pool, "right")) == "reward_crash"
+    deadline_s = time.monotonic() + 60
+    while worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     assert asyncio.run(_outcome(pool, "right")) == 1.0
+    assert pool.statistics().restarts == 1
+
+
+def test_a_reward_may_print_fork_and_start_threads(pool: RewardPool) -> None:
+    completions = ["print", "right", "fork and wait", "right", "fork and both go on", "right", "thread", "right"]
+    expected = [0.0, 1.0] * 4
+    assert asyncio.run(_outcomes(pool, *completions)) == expected
+    assert pool.statistics().restarts == 0
+
+
+def test_a_crash_is_noticed_although_a_fork_of_the_worker_lives_on(scorer: str) -> None:
+    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=60.0)
+    assert asyncio.run(_outcomes(pool, "fork and crash", "right")) == ["reward_crash", 1.0]
+    pool.close()
+
+
+def test_what_a_reward_has_started_ends_with_its_worker(pool: RewardPool, tmp_path: Path) -> None:
+    assert asyncio.run(_outcome(pool, f"start {tmp_path / 'pid'}")) == "reward_timeout"
+    started = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 60
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_the_workers_work_side_by_side(scorer: str) -> None:
@@ -138,18 +206,24 @@ def test_a_closed_pool_leaves_no_process_behind_whatever_it_was_doing(scorer: st
     asyncio.run(scenario())
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert (len(gone), alive) == (2, [])
+    assert _scorers() == []
 
 
 def test_a_scorer_that_cannot_be_made_is_refused_with_the_reason(scorer: str) -> None:
     for name, reason in (("broken", "cannot be made"), ("absent", "has no function 'absent'")):
         with pytest.raises(ConfigError, match=reason):
-            RewardPool(f"{scorer}:{name}", b"", num_workers=1, deadline_s=1.0)
+            RewardPool(f"{scorer}:{name}", b"", num_workers=2, deadline_s=1.0)
+    assert _scorers() == []
 
 
-def test_a_scorer_that_cannot_be_made_a_second_time_is_an_error_and_no_silence(scorer: str, tmp_path: Path) -> None:
+def test_a_scorer_that_cannot_be_made_a_second_time_is_an_error_for_all_and_no_silence(
+    scorer: str, tmp_path: Path
+) -> None:
     pool = RewardPool(f"{scorer}:once", str(tmp_path / "made").encode(), num_workers=1, deadline_s=1.0)
     with pytest.raises(ConfigError, match="not a second time"):
         asyncio.run(_outcome(pool, "crash"))
+    with pytest.raises(ConfigError, match="not a second time"):
+        asyncio.run(_outcome(pool, "right"))
     pool.close()
 
 

@@ -18,10 +18,10 @@ from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, WireConfig
 from areal_rloo.learner.buffer import Buffer
 from areal_rloo.learner.evaluation import Evaluation
 from areal_rloo.learner.leasing import Leasing
-from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.ledger import Ledger, by_sample
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.learner.workers import Workers
-from areal_rloo.tasks.base import Item
+from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Hello
 
@@ -43,8 +43,8 @@ class Simulation:
         )
         self.version = 0
         self.ledger = Ledger()
-        items = [Item(str(index), "") for index in range(200)]
-        self.stream = PromptStream(items, lambda item: (int(item.prompt) + 1,), seed=0, num_epochs=1)
+        sources = [Source("all", [Item(str(index)) for index in range(200)])]
+        self.stream = PromptStream(sources, lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
         self.buffer = Buffer(
             self.ledger,
             algorithm=self.config.algorithm,
@@ -102,7 +102,7 @@ class Simulation:
         tokens = np.zeros(len(versions), dtype=np.int32)
         completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
         self.workers.alive[worker_id].release(sample_id)
-        group = self.ledger.finish(Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2)))
+        group = self.ledger.finish([Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
         if group is not None:
             self.buffer.settle(group)
         self.grant()
@@ -264,9 +264,7 @@ def test_a_restored_ledger_is_the_saved_one_with_what_was_in_flight_to_be_leased
         msgspec.msgpack.encode(simulation.ledger.state()), type=type(simulation.ledger.state())
     )
     live = simulation.ledger.groups
-    trajectories = {
-        s.trajectory.sample_id: s.trajectory for g in live.values() for s in g.samples.values() if s.trajectory
-    }
+    trajectories = by_sample(t for g in live.values() for s in g.samples.values() for t in s.trajectories)
     restored = Ledger.restored(state, {name: group.prompt for name, group in live.items()}, trajectories)
     assert restored.counts() == simulation.ledger.counts()
     waiting = sum(len(indices) for _, indices in restored.waiting())
@@ -279,17 +277,17 @@ def test_a_repeated_trajectory_changes_nothing() -> None:
     sample_id = next(iter(simulation.held["w0"]))
     completion = Completion(*(np.zeros(1, dtype=d) for d in (np.int32, np.float32, np.int32)), "stop")
     trajectory = Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, 1.0)
-    assert simulation.ledger.finish(trajectory) is not None
+    assert simulation.ledger.finish([trajectory]) is not None
     before = simulation.ledger.counts()
-    assert simulation.ledger.finish(trajectory) is None
+    assert simulation.ledger.finish([trajectory]) is None
     assert simulation.ledger.counts() == before
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_every_prompt_of_an_epoch_is_handed_out_once_and_a_checkpoint_goes_on_there(num_epochs: int) -> None:
     def stream() -> PromptStream:
-        items = [Item(str(index), "") for index in range(7)]
-        return PromptStream(items, lambda item: (int(item.prompt) + 1,), seed=3, num_epochs=num_epochs)
+        sources = [Source("all", [Item(str(index)) for index in range(7)])]
+        return PromptStream(sources, lambda item: (int(item.text) + 1,), seed=3, num_epochs=num_epochs)
 
     one, other = stream(), stream()
     taken = [one.take() for _ in range(5)]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_rloo.config import DataConfig, SourceConfig
+from areal_rloo.config import DataConfig, EvalSourceConfig, SourceConfig
 from areal_rloo.errors import DataError
-from areal_rloo.tasks import check_data, load_items, make_task
+from areal_rloo.tasks import check_data, load_eval, make_task
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration, part_of
 
 ROW = {"question": "2 and 2?", "answer": "easy\n#### 4"}
@@ -18,33 +18,33 @@ ROW = {"question": "2 and 2?", "answer": "easy\n#### 4"}
 
 @given(st.integers(0, 10**6), st.integers(0, 19_999))
 def test_no_train_problem_is_held_out_whatever_the_seed(seed: int, index: int) -> None:
-    item = ArithmeticTask(seed).items("train")[index]
-    assert part_of(item.prompt) == "train"
+    item = ArithmeticTask(SourceConfig(), seed).items("train")[index]
+    assert part_of(item.text) == "train"
 
 
 def test_the_held_out_problems_are_distinct_and_belong_to_no_other_part() -> None:
-    task = ArithmeticTask(0)
+    task = ArithmeticTask(SourceConfig(), 0)
     held_out, validation = task.items("eval"), task.validation_items()
-    assert len({item.prompt for item in held_out}) == len(held_out) == 2000
-    assert {part_of(item.prompt) for item in held_out} == {"eval"}
-    assert {part_of(item.prompt) for item in validation} == {"validation"}
+    assert len({item.text for item in held_out}) == len(held_out) == 2000
+    assert {part_of(item.text) for item in held_out} == {"eval"}
+    assert {part_of(item.text) for item in validation} == {"validation"}
 
 
 def test_items_are_a_function_of_the_seed() -> None:
-    first, again, other = (ArithmeticTask(seed).items("train")[:20] for seed in (1, 1, 2))
+    first, again, other = (ArithmeticTask(SourceConfig(), seed).items("train")[:20] for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_a_clean_demonstration_is_right_and_a_noisy_one_only_sometimes() -> None:
-    task, rng = ArithmeticTask(0), random.Random(0)
+    task, rng = ArithmeticTask(SourceConfig(), 0), random.Random(0)
     items = task.items("train")[:200]
-    assert all(task.reward(demonstration(i, rng, error_rate=0.0), i.answer) == 1.0 for i in items)
-    noisy = sum(task.reward(demonstration(i, rng, error_rate=0.1), i.answer) for i in items) / len(items)
+    assert all(task.reward(demonstration(i, rng, error_rate=0.0), i) == 1.0 for i in items)
+    noisy = sum(task.reward(demonstration(i, rng, error_rate=0.1), i) for i in items) / len(items)
     assert 0.3 < noisy < 0.8
 
 
 def test_completions_have_a_long_tail() -> None:
-    task, rng = ArithmeticTask(0), random.Random(0)
+    task, rng = ArithmeticTask(SourceConfig(), 0), random.Random(0)
     lengths = [len(demonstration(item, rng, error_rate=0.0)) for item in task.items("train")[:200]]
     lengths.sort()
     assert lengths[-1] > 1.5 * lengths[len(lengths) // 2]
@@ -60,17 +60,19 @@ def test_jsonl_json_csv_and_parquet_are_read_alike(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('question,answer\n2 and 2?,"easy\n#### 4"\n2 and 2?,"easy\n#### 4"\n')
     pq.write_table(pa.Table.from_pylist([ROW, ROW]), tmp_path / "a.parquet")
     kinds = ("jsonl", "json", "csv", "parquet")
-    items = [make_task(SourceConfig("gsm8k", str(tmp_path / f"a.{kind}")), seed=0).items("train") for kind in kinds]
+    items = [
+        make_task(SourceConfig(task="gsm8k", path=str(tmp_path / f"a.{kind}")), seed=0).items("train") for kind in kinds
+    ]
     assert items[0] == items[1] == items[2] == items[3]
     assert len(items[0]) == 2
 
 
 def test_fields_of_a_file_are_read_under_the_names_it_has(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "2 and 2?", "solution": "easy\n#### 4"}))
-    source = SourceConfig("gsm8k", str(tmp_path / "a.jsonl"), fields={"question": "q", "answer": "solution"})
+    source = SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl"), fields={"question": "q", "answer": "solution"})
     (item,) = make_task(source, seed=0).items("train")
-    assert item.prompt.startswith("2 and 2?")
-    wrong = SourceConfig("gsm8k", str(tmp_path / "a.jsonl"), fields={"question": "query"})
+    assert item.text.startswith("2 and 2?")
+    wrong = SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl"), fields={"question": "query"})
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: expected a field 'query' \(for question\), got the fields q, sol"
     ):
@@ -95,7 +97,7 @@ def test_a_file_that_cannot_be_what_it_says_is_named_with_its_line(tmp_path: Pat
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):
-            make_task(SourceConfig("gsm8k", str(tmp_path / name)), seed=0).items("train")
+            make_task(SourceConfig(task="gsm8k", path=str(tmp_path / name)), seed=0).items("train")
 
 
 @pytest.mark.parametrize(
@@ -111,25 +113,22 @@ def test_a_file_that_cannot_be_what_it_says_is_named_with_its_line(tmp_path: Pat
 def test_a_bad_row_is_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match=words.replace("[", r"\[")):
-        make_task(SourceConfig("gsm8k", str(tmp_path / "a.jsonl")), seed=0).items("train")
+        make_task(SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl")), seed=0).items("train")
 
 
 def test_an_unknown_task_and_a_missing_file_are_named() -> None:
     with pytest.raises(DataError, match="did you mean 'arithmetic'"):
-        make_task(SourceConfig("arithmetics"), seed=0)
+        make_task(SourceConfig(task="arithmetics"), seed=0)
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
-        check_data(DataConfig(train=SourceConfig("gsm8k", "nowhere.jsonl"), eval=None))
+        check_data(DataConfig(train=SourceConfig(task="gsm8k", path="nowhere.jsonl"), eval=None))
 
 
 def test_without_a_path_of_its_own_evaluation_takes_the_test_file_beside_the_train_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROW))
-    data = DataConfig(train=SourceConfig("gsm8k", str(tmp_path / "train.jsonl")), eval=SourceConfig("gsm8k"))
-    with pytest.raises(DataError, match=r"data\.eval\.path: null"):
-        load_items(data, "eval", seed=0)
+    data = DataConfig(
+        train=SourceConfig(task="gsm8k", path=str(tmp_path / "train.jsonl")), eval=EvalSourceConfig(task="gsm8k")
+    )
+    with pytest.raises(DataError, match=r"data\.eval\.path: expected a file, or .*test\.jsonl beside the train file"):
+        load_eval(data, seed=0)
     (tmp_path / "test.jsonl").write_text(json.dumps({**ROW, "question": "held out"}))
-    assert load_items(data, "eval", seed=0)[0].prompt.startswith("held out")
-
-
-def test_the_hub_without_its_library_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"data\.train\.path"):
-        make_task(SourceConfig("gsm8k"), seed=0).items("train")
+    assert load_eval(data, seed=0)[0].items[0].text.startswith("held out")

@@ -75,7 +75,7 @@ def test_tables_name_fields_that_exist() -> None:
     assert WIRE.keys() <= fields(ChannelStatistics)
     assert BROADCAST.keys() <= fields(BroadcastStatistics)
     assert RECEIVE.keys() <= fields(ReceiveStatistics)
-    assert ROLLOUT.keys() - {"unacknowledged", "scored"} <= fields(EngineStatistics)
+    assert ROLLOUT.keys() - {"unacknowledged", "scored", "reward_restarts", "reward_busy_s"} <= fields(EngineStatistics)
 
 
 def test_what_is_served_is_what_the_table_says(make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> None:
@@ -108,9 +108,21 @@ def test_an_unbalanced_ledger_is_shown(ledger_counts: LedgerCounts) -> None:
 
 def test_an_evaluation_is_shown(eval_record: EvalRecord) -> None:
     registry = CollectorRegistry()
-    LearnerMetrics(registry).evaluation(eval_record)
-    assert value(registry, "evaluation_accuracy") == 0.625
-    assert value(registry, "evaluation_policy_version") == 4
+    metrics = LearnerMetrics(registry)
+    metrics.evaluation(eval_record)
+    metrics.evaluation(msgspec.structs.replace(eval_record, name="math", accuracy=0.25, num_samples=8, pass_share=0.5))
+    assert value(registry, "evaluation_accuracy", set="arithmetic") == 0.625
+    assert value(registry, "evaluation_accuracy", set="math") == 0.25
+    assert value(registry, "evaluation_pass_share", set="math") == 0.5
+    assert value(registry, "evaluation_policy_version", set="arithmetic") == 4
+
+
+def test_parts_of_the_reward_and_rewards_by_source_are_shown(make_train_record: MakeTrainRecord) -> None:
+    registry = CollectorRegistry()
+    record = make_train_record(reward_parts={"right": 0.5, "short": -0.1}, reward_by_source={"math": 0.25})
+    LearnerMetrics(registry).train_step(record)
+    assert value(registry, "reward_part_mean", part="short") == -0.1
+    assert value(registry, "source_reward_mean", source="math") == 0.25
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1))
@@ -190,10 +202,14 @@ def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
 def test_a_killed_writer_loses_at_most_its_last_record(data: st.DataObject) -> None:
     records = [
         EvalRecord(
+            name="arithmetic",
             policy_version=n,
             policy_version_max=n,
             accuracy=0.5,
             num_prompts=1,
+            num_samples=1,
+            pass_share=0.5,
+            majority_share=0.5,
             completion_tokens_mean=1.0,
             wall_s=float(n),
         )

@@ -54,20 +54,31 @@ def _groups(seed: int = 0, *, num_groups: int = 5) -> list[Group]:
     return groups
 
 
+def _is_the_policy_s(completion: Completion, index: int) -> bool:
+    """Whether the policy wrote this token, counted span by span."""
+    for number, length in enumerate(completion.spans):
+        if index < length:
+            return number % 2 == 0
+        index -= length
+    return True
+
+
 def _reference_gradient(folder: Path, groups: list[Group], config: Config) -> dict[str, torch.Tensor]:
     """RLOO with the decoupled loss, one sequence at a time, straight from the equations."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     terms, num_tokens = [], 0
     for group in groups:
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        for i, trajectory in enumerate(group.trajectories):
-            others = rewards[:i] + rewards[i + 1 :]
-            advantage = rewards[i] - sum(others) / len(others)
+        rewards = {trajectory.sample_index: trajectory.reward for trajectory in group.trajectories}
+        for trajectory in group.trajectories:
+            others = [reward for index, reward in rewards.items() if index != trajectory.sample_index]
+            advantage = trajectory.reward - sum(others) / len(others)
             prompt, completion = trajectory.prompt_tokens.tolist(), trajectory.completion
             logits = model(torch.tensor([[*prompt, *completion.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
             logprobs = (logits / config.rollout.sampling.temperature).log_softmax(-1)
             for t, token in enumerate(completion.tokens.tolist()):
                 if VERSION - completion.versions[t] > config.algorithm.max_staleness:
+                    continue
+                if not _is_the_policy_s(completion, t):
                     continue
                 current = logprobs[t, token]
                 weight = min(float(torch.exp(current.detach() - float(completion.behaviour_logprobs[t]))), 5.0)
@@ -506,3 +517,89 @@ def test_a_model_whose_logprobs_would_be_others_is_refused_with_the_architecture
     Gemma2ForCausalLM(Gemma2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"is a gemma2 model; expected one of qwen2, qwen3, llama"):
         load_policy(str(tmp_path), device=torch.device("cpu"))
+
+
+def _with_turns(groups: list[Group], seed: int = 1) -> list[Group]:
+    """The same tokens, cut into turns of the policy and of others, some samples with two trajectories."""
+    rng = np.random.default_rng(seed)
+
+    def cut(trajectory: Trajectory) -> Trajectory:
+        num = len(trajectory.completion.tokens)
+        ends = sorted({*rng.integers(1, num + 1, 3).tolist(), num})
+        spans = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+        completion = msgspec.structs.replace(trajectory.completion, spans=spans)
+        return msgspec.structs.replace(trajectory, completion=completion)
+
+    def doubled(group: Group) -> Group:
+        first, *others = (cut(trajectory) for trajectory in group.trajectories)
+        again = msgspec.structs.replace(others[-1], sample_index=first.sample_index, reward=first.reward)
+        return msgspec.structs.replace(group, trajectories=(first, again, *others))
+
+    return [doubled(group) for group in groups]
+
+
+@pytest.mark.parametrize("microbatch_tokens", [128, 8192])
+def test_tokens_of_tools_and_users_have_no_gradient_and_a_sample_counts_once_however_many_trajectories_it_has(
+    tiny_folders: dict[str, Path], microbatch_tokens: int
+) -> None:
+    config, groups = _config(f"learner.microbatch_tokens={microbatch_tokens}"), _with_turns(_groups())
+    (gradient,), result = _step(tiny_folders["qwen2"], groups, config)
+    _assert_same(gradient, _reference_gradient(tiny_folders["qwen2"], groups, config))
+    counted = [
+        sum(_is_the_policy_s(t.completion, i) for i in range(len(t.completion.tokens)))
+        for group in groups
+        for t in group.trajectories
+    ]
+    assert result.num_tokens + result.num_stale_tokens == sum(counted)
+    assert [len(mask) for mask in result.masks] == [len(t.completion.tokens) for g in groups for t in g.trajectories]
+
+
+def test_what_others_say_changes_no_kl(tiny_folders: dict[str, Path]) -> None:
+    """Behaviour logprobs of 0 beside a reference's would be a large divergence, were they the policy's."""
+    groups = _with_turns(_groups())
+    silenced = _replaced(
+        groups,
+        lambda t: msgspec.structs.replace(
+            t,
+            completion=msgspec.structs.replace(
+                t.completion,
+                behaviour_logprobs=np.where(
+                    [_is_the_policy_s(t.completion, i) for i in range(len(t.completion.tokens))],
+                    t.completion.behaviour_logprobs,
+                    np.float32(0),
+                ),
+            ),
+        ),
+    )
+    for placement, estimator in (("reward", "k1"), ("loss", "k3")):
+        config = _config(
+            "algorithm.kl.coefficient=0.1",
+            f"algorithm.kl.placement={placement}",
+            f"algorithm.kl.estimator={estimator}",
+        )
+        frozen = _another_policy(tiny_folders["qwen2"])
+        (one,), first = _step(tiny_folders["qwen2"], groups, config, frozen)
+        (other,), second = _step(tiny_folders["qwen2"], silenced, config, frozen)
+        _assert_same(one, other)
+        assert first.reference_kl_k1 == second.reference_kl_k1
+
+
+def test_rewards_of_single_tokens_stand_at_their_tokens_and_add_up_to_the_trajectory_s(
+    tiny_folders: dict[str, Path],
+) -> None:
+    config = _config(
+        "algorithm.returns=token", "algorithm.discount=0.5", "algorithm.adv_norm.mean_level=none",
+        "algorithm.adv_norm.mean_leave1out=false", "algorithm.max_staleness=3",
+    )  # fmt: skip
+    rewards = np.array([0, 2, 0, 1], np.float32)
+    completion = Completion(
+        np.array([5, 6, 7, 8], np.int32), np.full(4, -4.5, np.float32), np.full(4, VERSION, np.int32), "stop"
+    )
+    trajectories = tuple(
+        Trajectory(0, index, np.array([3], np.int32), completion, 4.0, {}, given)
+        for index, given in enumerate((rewards, None))
+    )
+    _, result = _step(tiny_folders["qwen2"], [Group(0, 9, trajectories)], config)
+    # Of the 4 the tokens earned 3; the last token has the other 1. Returns are discounted by half a token.
+    assert result.advantages[0].tolist() == [0 + 0.5 * (2 + 0.5 * (0 + 0.5 * 2)), 2 + 0.5 * (0 + 0.5 * 2), 1.0, 2.0]
+    assert result.advantages[1].tolist() == [0.5, 1.0, 2.0, 4.0]

@@ -1,0 +1,292 @@
+"""The chat endpoint's JSON, as OpenAI's API writes it: a request is read and checked, a turn is written.
+
+    body ─► ChatRequest (messages as ours, options checked) ─► ... ─► Turn ─► completion object, or its stream
+
+Nothing here waits, and nothing here knows the server. What a request asks for is honoured, refused, or, where it is
+only about the distribution that tokens are drawn from, left out: the learner takes the tokens to be drawn as
+`rollout.sampling` says, so an agent that asks for another temperature runs, and gets the run's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from areal_rloo.config import SamplingConfig
+from areal_rloo.rollout.tool_use import tool_calls
+from areal_rloo.trajectory import Completion, Message, ToolCall
+
+_MARK = "<tool_call>"
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+class ApiError(Exception):
+    """A request that is refused, as a client of OpenAI's reads it."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
+
+
+class _TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, kw_only=True):
+    """A request's body. Fields that are not here are about services that a run has not, and are not read."""
+
+    messages: list[_Message]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+    functions: list[Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that are wanted."""
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages, in the form in which equal ones are equal, however a client writes them."""
+        return tuple(_message(message) for message in self.messages)
+
+    @property
+    def parses_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    def other_sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
+        """What it asks of the distribution that is not the run's."""
+        runs = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        neutral: dict[str, Any] = {**runs, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
+        return {key: getattr(self, key) for key, value in neutral.items() if getattr(self, key) not in (None, value)}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy said to a request: its tokens, the message they are told as, and what each token says."""
+
+    num_prompt_tokens: int
+    completion: Completion
+    message: Message
+    pieces: list[str]
+
+    @property
+    def finish_reason(self) -> str:
+        if self.completion.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.message.tool_calls else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        num = len(self.completion.tokens)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num,
+            "total_tokens": self.num_prompt_tokens + num,
+        }
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The request, checked.
+
+    Raises:
+        ApiError: a field is missing, of a wrong type, or asks for what cannot be had; names it.
+    """
+    request = read_json(body, ChatRequest)
+    _check_messages(request)
+    form = request.response_format or {"type": "text"}
+    # field, what it says, whether that is refused, and what would not be
+    options: tuple[tuple[str, object, bool, str], ...] = (
+        ("max_tokens", request.limit, request.limit is not None and request.limit < 1, "1 or more"),
+        ("n", request.n, request.n not in (None, 1), "1; ask again for another completion"),
+        ("tool_choice", request.tool_choice, request.tool_choice not in (None, "auto", "none"), "auto or none"),
+        ("top_logprobs", request.top_logprobs, bool(request.top_logprobs), "0; only the sampled token's is known"),
+        ("stop", request.stop, bool(request.stop), "none; cut the content where the agent reads it"),
+        ("response_format", form, form.get("type") != "text", "text; what the policy writes is not constrained"),
+        ("logit_bias", request.logit_bias, bool(request.logit_bias), "none; the learner knows of no bias"),
+        ("functions", request.functions, bool(request.functions), "none; name them in tools"),
+    )
+    for field, value, refused, expected in options:
+        if refused:
+            raise _wrong(field, expected, value)
+    return request
+
+
+def read_json(body: bytes, kind: type[_Struct]) -> _Struct:
+    """A body as a struct.
+
+    Raises:
+        ApiError: it is no JSON, or not of this form; names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body: {error}", code="invalid_value") from error
+
+
+def assistant_message(text: str, *, parses_calls: bool) -> Message:
+    """What the policy wrote, as a message. A call that cannot be read makes all of it text: nothing of it is lost."""
+    calls = _calls(text) if parses_calls else ()
+    if not calls:
+        return Message("assistant", text)
+    return Message("assistant", text.partition(_MARK)[0].strip(), calls)
+
+
+def completion_object(turn: Turn, request: ChatRequest) -> dict[str, Any]:
+    """The object that answers a request."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": None, "refusal": None, **_told(turn.message)},
+        "finish_reason": turn.finish_reason,
+        "logprobs": _logprobs(turn) if request.logprobs else None,
+    }
+    return {**_head("chat.completion", request), "choices": [choice], "usage": turn.usage}
+
+
+def completion_chunks(turn: Turn, request: ChatRequest) -> Iterator[dict[str, Any]]:
+    """The objects of a stream: all of the message in one, then how it ended, then the usage where it is asked for."""
+    head = _head("chat.completion.chunk", request)
+    told = _told(turn.message)
+    if "tool_calls" in told:
+        told["tool_calls"] = [{"index": index, **call} for index, call in enumerate(told["tool_calls"])]
+    logprobs = _logprobs(turn) if request.logprobs else None
+    delta = {"role": "assistant", **told}
+    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}]}
+    if request.stream_options is not None and request.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": turn.usage}
+
+
+def _check_messages(request: ChatRequest) -> None:
+    if not request.messages:
+        raise _wrong("messages", "at least one", [])
+    for index, message in enumerate(request.messages):
+        if message.tool_calls and message.role != "assistant":
+            raise _wrong(f"messages[{index}].tool_calls", "none but in an assistant's message", message.role)
+    for index, tool in enumerate(request.tools or ()):
+        function = tool.get("function")
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not named:
+            raise _wrong(f"tools[{index}]", '{"type": "function", "function": {"name": ...}}', tool)
+
+
+def _message(message: _Message) -> Message:
+    content = message.content or ""
+    return Message(
+        "system" if message.role == "developer" else message.role,
+        content if isinstance(content, str) else "".join(part.text for part in content),
+        tuple(
+            ToolCall(call.id, call.function.name, _canonical(call.function.arguments))
+            for call in message.tool_calls or ()
+        ),
+        message.tool_call_id,
+        message.name,
+    )
+
+
+def _calls(text: str) -> tuple[ToolCall, ...]:
+    calls = []
+    for written in tool_calls(text):
+        try:
+            call = json.loads(written)
+        except (ValueError, RecursionError):
+            return ()
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(name, str) or not name.isprintable():
+            return ()
+        calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, _dumped(arguments)))
+    return tuple(calls)
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return _dumped(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _dumped(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True)
+
+
+def _told(message: Message) -> dict[str, Any]:
+    told: dict[str, Any] = {"content": message.content or None} if message.tool_calls else {"content": message.content}
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return told
+
+
+def _logprobs(turn: Turn) -> dict[str, Any]:
+    """Of every token that was sampled, what ended the turn included."""
+    pairs = zip(turn.pieces, turn.completion.behaviour_logprobs.tolist(), strict=True)
+    tokens = [{"token": piece, "logprob": logprob, "bytes": None, "top_logprobs": []} for piece, logprob in pairs]
+    return {"content": tokens, "refusal": None}
+
+
+def _head(kind: str, request: ChatRequest) -> dict[str, Any]:
+    created = int(datetime.datetime.now(datetime.UTC).timestamp())
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": created, "model": request.model}
+
+
+def _wrong(field: str, expected: str, got: object) -> ApiError:
+    return ApiError(400, f"{field}: expected {expected}; got {got!r:.200}", code="invalid_value")

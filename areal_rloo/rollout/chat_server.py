@@ -1,0 +1,204 @@
+"""The chat endpoint of a rollout worker: OpenAI's protocol on loopback, for agents that are trained as they are.
+
+    agent ─► POST /v1/chat/completions, Bearer key ─► the key's session ─► engine ─► completion object or stream
+          ─► POST /v1/reward, Bearer key           ─► the key's session ends with this reward
+
+It runs on the worker's loop; a request waits for its turn of the engine, and no request for another. A client that
+hangs up aborts its completion, and none of it is trained on. Every session has a random key of its own; whoever has it
+is the session's agent. Errors are JSON as OpenAI's are, and tell the client not to try again: what is refused once is
+refused twice, and a client that repeats a 409 would only keep its agent from ending.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from areal_rloo.config import SamplingConfig
+from areal_rloo.rewards.request import Scored
+from areal_rloo.rollout.chat_api import (
+    ApiError,
+    ChatRequest,
+    completion_chunks,
+    completion_object,
+    read_json,
+    read_request,
+)
+from areal_rloo.rollout.sessions import Session
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+MODEL = "policy"
+"""What the endpoint calls its model. A request may name any: its key says whose it is."""
+
+_HOST = "127.0.0.1"
+_MOST_BYTES = 64 * 2**20  # of a body: far more than any context of tokens holds
+_ENDED_KEYS = 10_000  # that are told from unknown ones; an agent whose session ended asks soon or never
+_CLOSE_S = 1.0  # that connections have to end, when no session is there any more
+
+
+class _RewardBody(msgspec.Struct):
+    """Numbers of JSON, so finite ones: what is too large for a float is refused where the body is read."""
+
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class ChatStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment of the endpoint; counts are since its start."""
+
+    num_open_sessions: int
+    num_sessions: int
+    num_completions: int
+    num_refused: int
+
+
+class ChatServer:
+    """The endpoint. Made, used and closed on one event loop."""
+
+    def __init__(self, sampling: SamplingConfig) -> None:
+        """
+        Args:
+            sampling: the run's, which requests that ask for another get all the same.
+        """
+        self._sampling = sampling
+        self._sessions: dict[str, Session] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
+        self._warned: set[str] = set()
+        self._counts = dict.fromkeys(("sessions", "completions", "refused"), 0)
+        self._runner: web.AppRunner | None = None
+        self._base_url: str | None = None
+
+    async def start(self) -> None:
+        """Serve, at a free port."""
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._as_openai_says])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/reward", self._reward),
+                web.post("/v1/sessions/{session_id}/reward", self._reward),
+            ]
+        )
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=_CLOSE_S
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, _HOST, 0).start()
+        self._base_url = f"http://{_HOST}:{self._runner.addresses[0][1]}/v1"
+        logger.debug("the chat endpoint is at %s", self._base_url)
+
+    async def close(self) -> None:
+        """End what is left, and stop serving."""
+        for key in list(self._sessions):
+            self.end_session(key, "the rollout worker ends")
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def base_url(self) -> str:
+        """What a client of OpenAI's takes as `base_url`."""
+        assert self._base_url is not None, "the chat endpoint is asked for before its start"
+        return self._base_url
+
+    def open_session(self, session: Session) -> str:
+        """Its key."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        self._counts["sessions"] += 1
+        return key
+
+    def end_session(self, key: str, why: str) -> None:
+        """Abort what is under way; the key is refused from now on."""
+        session = self._sessions.pop(key, None)
+        if session is not None:  # else the endpoint was closed before
+            session.end(why)
+            self._ended.append(key)
+
+    def statistics(self) -> ChatStatistics:
+        return ChatStatistics(
+            num_open_sessions=len(self._sessions),
+            num_sessions=self._counts["sessions"],
+            num_completions=self._counts["completions"],
+            num_refused=self._counts["refused"],
+        )
+
+    @web.middleware
+    async def _as_openai_says(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return self._refused(error)
+        except web.HTTPException as error:
+            return self._refused(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
+        except ConnectionError:
+            raise  # the client hung up in the middle of a stream; the server knows what to do
+        except Exception as error:
+            logger.exception("the chat endpoint cannot answer %s", request.path)
+            return self._refused(ApiError(500, f"{type(error).__name__}: {error}"))
+
+    def _refused(self, error: ApiError) -> web.Response:
+        self._counts["refused"] += 1
+        return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_rloo"}]}
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = read_request(await request.read())
+        self._warn(asked)
+        turn = await session.complete(asked)
+        self._counts["completions"] += 1
+        if not asked.streams:
+            return web.json_response(completion_object(turn, asked))
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await stream.prepare(request)
+        for chunk in completion_chunks(turn, asked):
+            await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+        return stream
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        named = request.match_info.get("session_id", session.session_id)
+        if named != session.session_id:
+            raise ApiError(404, f"session {named}: the key is of session {session.session_id}", code="not_found")
+        body = read_json(await request.read(), _RewardBody)
+        session.post(Scored(reward=body.reward, parts=body.parts or {"agent": body.reward}))
+        return web.json_response({"session": session.session_id, "reward": body.reward})
+
+    def _session(self, request: web.Request) -> Session:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
+        if session is not None:
+            return session
+        if key.strip() in self._ended:
+            raise ApiError(409, "the key's session has ended", code="session_ended")
+        raise ApiError(401, "Authorization: expected Bearer and the key of a session", code="invalid_api_key")
+
+    def _warn(self, asked: ChatRequest) -> None:
+        """Once for each option: a thousand samples ask the same."""
+        for key, value in asked.other_sampling(self._sampling).items():
+            if key not in self._warned:
+                self._warned.add(key)
+                logger.warning(
+                    "an agent asks for %s=%s: left out, the run samples as rollout.sampling and data.eval say",
+                    key,
+                    value,
+                )

@@ -1,0 +1,73 @@
+"""The episodes that come with the package, and how a run's is made from its config."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from areal_rloo.config import Config, import_function
+from areal_rloo.rewards.request import Scored
+from areal_rloo.rollout.agent import Agent
+from areal_rloo.rollout.episode import Conversation, Episode, Rewards, Sample, SingleTurn, TurnEngine
+from areal_rloo.rollout.tool_use import ToolUse
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Message, Trajectory
+
+
+def make_episode(config: Config) -> Episode:
+    """The episode of `rollout.episode`.
+
+    Raises:
+        ConfigError: it is an import path, and cannot be imported.
+    """
+    settings = config.rollout.episode
+    match settings.type:
+        case "single_turn":
+            return SingleTurn()
+        case "multi_turn":
+            return MultiTurn(config)
+        case "tool_use":
+            return ToolUse(config)
+        case "agent":
+            return Agent(config)
+        case path:
+            episode: Episode = import_function("rollout.episode.type", path)(config)
+            return episode
+
+
+def serving(episode: Episode) -> AbstractAsyncContextManager[object]:
+    """What is around all the samples of a worker: the episode itself where it is a context manager, else nothing."""
+    return episode if isinstance(episode, AbstractAsyncContextManager) else contextlib.nullcontext()
+
+
+class MultiTurn:
+    """The policy tries again while a verifier says that it is wrong.
+
+    The verifier is the source's reward. The sample's reward is that of the last turn, times `turn_discount` for each
+    turn before it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._settings = config.rollout.episode
+        self._feedback = (Message("user", self._settings.feedback),)
+
+    async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
+        conversation = Conversation(sample.prompt_tokens)
+        for turn in range(self._settings.max_turns):
+            left = engine.max_new_tokens - conversation.num_completion_tokens
+            conversation.add(await engine.generate(conversation.tokens, max_new_tokens=left))
+            scored = await rewards.score(conversation.request(sample, chat))
+            if turn + 1 == self._settings.max_turns or self._ends(conversation, scored):
+                break
+            said = chat.between(self._feedback, last_token=int(conversation.last.tokens[-1]))
+            if conversation.num_completion_tokens + len(said) >= engine.max_new_tokens:
+                break
+            conversation.add_others(said)
+        discounted = msgspec.structs.replace(scored, reward=scored.reward * self._settings.turn_discount**turn)
+        return [conversation.trajectory(sample, discounted)]
+
+    def _ends(self, conversation: Conversation, scored: Scored) -> bool:
+        return scored.reward >= self._settings.success_reward or conversation.last.finish_reason != "stop"

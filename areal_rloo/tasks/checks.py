@@ -1,0 +1,61 @@
+"""The quick check of the data before anything starts: what can be told without reading it all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from areal_rloo.config import ConfiguredSource, DataConfig, import_function
+from areal_rloo.errors import DataError, ModelError
+from areal_rloo.tasks.loading import eval_sources
+from areal_rloo.tasks.registry import make_task
+from areal_rloo.tasks.scorer import RewardPart, reward_parts, task_source
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_data(data: DataConfig) -> None:
+    """Tasks are known and take their parameters, files are there, rewards can be imported.
+
+    Raises:
+        DataError: a task or a file.
+        ConfigError: an import path.
+        ModelError: the folder of a reward model.
+    """
+    for key, sources in (("data.train", data.train_sources), ("data.eval", eval_sources(data))):
+        for source in sources:
+            make_task(source, seed=0)
+            _check_files(key, source)
+    for part in reward_parts(data):
+        _check_reward(part)
+
+
+def _check_reward(part: RewardPart) -> None:
+    if part.config.function is not None:
+        import_function(f"{part.key}.function", part.config.function)
+    if part.config.task is not None:
+        make_task(task_source(part), seed=0)
+    if part.config.model is not None:
+        _check_reward_model(f"{part.key}.model", part.config.model)
+
+
+def _check_reward_model(key: str, path: str) -> None:
+    folder = Path(path)
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(path) and not path.startswith("."):
+            return  # a hub name; whether the hub can be reached, the rollout worker finds out
+        raise ModelError(f"{key}: {path}: no such folder; expected a model folder or a hub name (org/name)")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{key}: {path}: config.json cannot be read: {error}; expected a sequence classification model"
+        ) from error
+
+
+def _check_files(key: str, source: ConfiguredSource) -> None:
+    paths = [source.path, source.few_shot.path if source.few_shot is not None else None]
+    for path in paths:
+        if path is not None and not Path(path).is_file():
+            raise DataError(f"{key}: {path}: no such file")

@@ -1,0 +1,77 @@
+"""Every prompt of an epoch is trained on once: of a mixture, over a stop in the middle, with other workers after it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
+
+REPO = Path(__file__).resolve().parents[2]
+REWARD = "def score(completion_ids, level):\n    return len(completion_ids) % 3 + level\n"
+SIZES = {"long": 37, "short": 14}
+
+pytestmark = pytest.mark.slow
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    rewards = f"[{{function: {folder / 'score.py'}:score}}]"
+    sources = ", ".join(
+        f"{{task: rows, name: {name}, path: {folder / name}.jsonl, rewards: {rewards}}}" for name in SIZES
+    )
+    command = [
+        *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
+        f"run.folder={folder / 'run'}",
+        f"data.train=[{sources}]",
+        *("data.eval=null", "data.num_epochs=1", "telemetry.trajectories_per_step=1000000"),
+        *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2"),
+        *("rollout.num_slots=4", "rollout.sampling.max_new_tokens=24", "rollout.num_reward_workers=1"),
+        *("algorithm.group_size=2", "learner.groups_per_step=3", "learner.num_train_steps=1000"),
+        *("checkpoint.every_n_steps=2", "wire.heartbeat_s=0.2", "wire.heartbeat_timeout_s=2"),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
+    )
+
+
+def _steps(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_goes_on_with_other_workers_and_trains_on_every_prompt_of_the_mixture_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "score.py").write_text(REWARD)
+    for name, size in SIZES.items():
+        rows = [{"prompt": f"{name} {index}", "level": index % 2} for index in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = _start(tmp_path, "rollout.num_workers=2")
+    while _steps(tmp_path) < 5 and first.poll() is None:
+        time.sleep(0.05)
+    first.send_signal(number)
+    out, _ = first.communicate(timeout=120)
+    assert first.returncode == (0 if number == signal.SIGTERM else -number), out
+    assert _steps(tmp_path) < sum(SIZES.values()) // 3, "it was to be stopped in the middle"
+    second = _start(tmp_path, "rollout.num_workers=1", "--resume")
+    out, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["exit_reason"] == "end_of_data"
+    trained = [t for t in read_trajectories(tmp_path / "run" / FILE_NAME) if t.dropped is None]
+    seen = Counter((t.source, t.prompt, t.epoch, t.sample_index) for t in trained)
+    assert seen == Counter(
+        (name, f"{name} {index}", 0, sample)
+        for name, size in SIZES.items()
+        for index in range(size)
+        for sample in (0, 1)
+    )
+    assert summary["ledger"]["trained"] == summary["ledger"]["admitted"] == 2 * sum(SIZES.values())

@@ -1,0 +1,60 @@
+"""docs/rewards.md is right: its config loads, its functions are rewards, its reasons and metrics exist."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from areal_rloo.config import load_config
+from areal_rloo.rewards.functions import FunctionReward
+from areal_rloo.rewards.request import FailureReason, RewardRequest
+from areal_rloo.tasks import check_data
+from areal_rloo.telemetry.tables import PREFIX, metric_names
+from areal_rloo.trajectory import Item
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def _block(language: str) -> str:
+    (block,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return block
+
+
+def test_its_config_passes_the_checks_with_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(_block("python"))
+    (tmp_path / "my.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({**yaml.safe_load(_block("yaml")), "model": {"path": "tiny"}}))
+    monkeypatch.chdir(tmp_path)
+    config = load_config("my.yaml", ["data.eval=null"])
+    check_data(config.data)
+    labels = [reward.label for reward in config.data.train_sources[0].rewards]
+    assert labels == ["exact", "judge", "gsm8k", "service", "preference"]
+
+
+def test_its_functions_give_rewards(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(_block("python"))
+    request = RewardRequest(
+        purpose="train",
+        item=Item("1+1", "2"),
+        completion=" 2",
+        turns=("a", " 2"),
+        prompt_ids=(1,),
+        completion_ids=(2, 3),
+        finish_reason="stop",
+    )
+    functions = {
+        name: FunctionReward("key", f"{tmp_path / 'my_rewards.py'}:{name}", returns="token")
+        for name in ("exact", "judged", "by_turn")
+    }
+    assert functions["exact"].score(request).reward == 1
+    assert functions["by_turn"].score(request).turn_rewards == (0.5, 0.5)
+    assert [name for name, function in functions.items() if function.is_async] == ["judged"]
+
+
+def test_its_reasons_and_metrics_are_those_there_are() -> None:
+    assert set(re.findall(r"^\| `(reward_\w+)`", TEXT, re.MULTILINE)) == set(get_args(FailureReason))
+    named = {PREFIX + name for name in re.findall(r"`(\w+_total|reward_part_mean)`", TEXT)}
+    assert len(named) == 5
+    assert named <= set(metric_names())

@@ -1,0 +1,50 @@
+"""docs/tasks.md is right: its configs load, its tables are those of the code, its commands are understood."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_rloo.config import load_config
+from areal_rloo.config.episode import BUILT_IN
+from areal_rloo.inspect.options import parse_arguments
+from areal_rloo.tasks.registry import TASKS
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+
+
+def _first_column(heading: str) -> set[str]:
+    _, _, table = TEXT.partition(f"| {heading} |")
+    return set(re.findall(r"^\| `([^`]+)` \|", table.partition("\n\n")[0], re.MULTILINE))
+
+
+@pytest.mark.parametrize("block", [text for kind, text in BLOCKS if kind == "yaml"])
+def test_its_configs_load(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(block), "learner": {"microbatch_tokens": 16384}}))
+    load_config(str(path))
+
+
+def test_its_tables_are_those_of_the_code() -> None:
+    assert _first_column("Task") == {*TASKS, "file.py:Class"}
+    assert _first_column("Type") == {*BUILT_IN, "file.py:Class"}
+
+
+def test_its_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    for name in ("config.yaml", "trajectories.jsonl"):
+        (tmp_path / "runs" / "latest" / name).touch()
+    commands = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+    assert commands
+    for command in commands:
+        _, _, arguments = command.partition("areal_rloo.inspect ")
+        parse_arguments(shlex.split(arguments))
+
+
+def test_what_it_links_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (Path(__file__).resolve().parents[2] / "docs" / target).exists(), target

@@ -1,0 +1,399 @@
+"""Sources of prompts: mixtures and their shares, repeats, examples, the hub, puzzles, and rows of one's own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_rloo.config import DataConfig, EvalSourceConfig, FewShotConfig, RewardConfig, SourceConfig, load_config
+from areal_rloo.errors import ConfigError, DataError
+from areal_rloo.learner.prompts import PromptStream, PromptStreamState
+from areal_rloo.tasks import Item, Message, Source, check_data, load_eval, load_train, make_task
+from areal_rloo.tasks.chat import ChatFormat
+
+MINE = (RewardConfig(function="math:sqrt"),)
+
+
+def _rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _sums(path: Path, *texts: str) -> str:
+    return _rows(path, *({"question": text, "answer": f"#### {number}"} for number, text in enumerate(texts)))
+
+
+# -- mixtures ----------------------------------------------------------------------------------------------------------
+
+
+def _stream(sizes: list[int], weights: list[float | None], *, num_epochs: int | None, seed: int = 3) -> PromptStream:
+    sources = [
+        Source(f"s{number}", [Item(f"{number}/{index}") for index in range(size)], weight)
+        for number, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
+    return PromptStream(sources, lambda item: (1,), seed=seed, num_epochs=num_epochs)
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@given(SIZES, st.integers(0, 60), st.integers(1, 3))
+def test_every_prompt_of_a_mixture_is_handed_out_once_an_epoch_also_over_a_restart(
+    sizes: list[int], stop_after: int, num_epochs: int
+) -> None:
+    weights: list[float | None] = [None] * len(sizes)
+    first = _stream(sizes, weights, num_epochs=num_epochs)
+    taken = [first.take() for _ in range(min(stop_after, num_epochs * sum(sizes)))]
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(first.state()), type=PromptStreamState)
+    second = _stream(sizes, weights, num_epochs=num_epochs)
+    second.restore(state)
+    while (prompt := second.take()) is not None:
+        taken.append(prompt)
+    seen = Counter((p.epoch, p.item_index, p.item.text) for p in taken if p is not None)
+    texts = [f"{number}/{index}" for number, size in enumerate(sizes) for index in range(size)]
+    assert seen == Counter((epoch, i, text) for epoch in range(num_epochs) for i, text in enumerate(texts))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10)), min_size=1, max_size=4))
+def test_a_weighted_mixture_keeps_its_shares_at_every_moment_and_no_item_comes_again_before_the_others(
+    sources: list[tuple[int, float]],
+) -> None:
+    sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
+    stream = _stream(sizes, list(weights), num_epochs=None)
+    by_source, by_item = Counter[int](), Counter[str]()
+    for num in range(1, 150):
+        prompt = stream.take()
+        assert prompt is not None
+        number = int(prompt.item.text.partition("/")[0])
+        by_source[number] += 1
+        by_item[prompt.item.text] += 1
+        for index, weight in enumerate(weights):
+            assert by_source[index] < num * weight / sum(weights) + 1 + 1e-9
+    for number, size in enumerate(sizes):
+        of_source = [by_item[f"{number}/{index}"] for index in range(size)]
+        assert max(of_source) - min(of_source) <= 1
+
+
+def test_epochs_of_a_weighted_mixture_end_when_every_source_was_gone_through() -> None:
+    stream = _stream([2, 6], [3.0, 1.0], num_epochs=1)
+    taken = []
+    while (prompt := stream.take()) is not None:
+        taken.append(prompt.item.text)
+    counts = Counter(taken)
+    assert {counts[f"1/{index}"] for index in range(6)} == {1}
+    assert all(8 <= counts[f"0/{index}"] <= 9 for index in range(2))
+
+
+def test_sources_are_shuffled_apart_and_mixed_evenly() -> None:
+    stream = _stream([40, 40], [None, None], num_epochs=1)
+    order = [prompt.item.text for _ in range(80) if (prompt := stream.take()) is not None]
+    first, second = ([text.partition("/")[2] for text in order if text.startswith(f"{n}/")] for n in (0, 1))
+    assert first != second
+    assert first != sorted(first, key=int)
+    assert [text[0] for text in order[:10]].count("0") == 5
+
+
+def test_a_checkpoint_of_other_data_is_refused() -> None:
+    state = _stream([3, 4], [None, None], num_epochs=1).state()
+    with pytest.raises(
+        DataError, match=r"data\.train: the checkpoint was made with sources of \[3, 4\] items, got \[3\]"
+    ):
+        _stream([3], [None], num_epochs=1).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ("[]", "data.train: expected at least one source, got an empty list"),
+        ("[{weight: 1}, {name: b}]", "data.train: expected a weight for every source or for none, got [1.0, None]"),
+        ("[{}, {}]", "data.train.1.name: two sources are called 'arithmetic'; give one of them another name"),
+        ("[{}, {tsk: gsm8k}]", "unknown key 'data.train.1.tsk'; did you mean 'task'?"),
+        ("[{}, {name: b, weight: -1}]", "data.train[1].weight: expected float > 0.0; the value is -1"),
+        ("{path: a, hub: b}", "data.train.hub: expected a path or a hub dataset, got both (a, b)"),
+        ("{rewards: [{}]}", "data.train.rewards.0: expected exactly one of task, function, url, model, got none"),
+        ("{rewards: [{url: x}]}", "data.train.rewards.0.url: expected http://... or https://..., got 'x'"),
+        (
+            "{rewards: [{task: math, model: m}]}",
+            "data.train.rewards.0: expected exactly one of task, function, url, model, got task, model",
+        ),
+        (
+            "{rewards: [{task: math}, {task: math}]}",
+            "data.train.rewards.1.name: two rewards are called 'math'; give one of them another name",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_by_its_key(train: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart.yaml", [f"data.train={train}"])
+    assert words in str(caught.value)
+
+
+def test_a_source_of_a_mixture_is_overridden_by_its_number() -> None:
+    config = load_config("quickstart.yaml", ["data.train=[{}, {name: b}]", "data.train.1.num_prompts=7"])
+    assert [source.num_prompts for source in config.data.train_sources] == [None, 7]
+    with pytest.raises(ConfigError, match=r"'data\.train\.2': expected an index from 0 to 1"):
+        load_config("quickstart.yaml", ["data.train=[{}, {name: b}]", "data.train.2.num_prompts=7"])
+
+
+# -- repeats, examples, limits -----------------------------------------------------------------------------------------
+
+
+def test_repeats_and_prompts_of_an_evaluation_set_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = _sums(tmp_path / "train.jsonl", "a b", "c", "a  b", "held", "d")
+    other = _sums(tmp_path / "other.jsonl", "d", "e")
+    held = _sums(tmp_path / "test.jsonl", "held")
+    train = (SourceConfig(task="gsm8k", path=path), SourceConfig(task="gsm8k", path=other, name="other"))
+    for deduplicate, texts in (
+        (False, [["a b", "c", "a  b", "held", "d"], ["d", "e"]]),
+        (True, [["a b", "c", "d"], ["e"]]),
+    ):
+        data = DataConfig(train=train, eval=EvalSourceConfig(task="gsm8k", path=held), deduplicate=deduplicate)
+        sources = load_train(data, seed=0)
+        assert [[item.text.partition("\n")[0] for item in source.items] for source in sources] == texts
+        assert [source.num_duplicates for source in sources] == ([2, 1] if deduplicate else [0, 0])
+        assert [source.items[0].source for source in sources] == ["gsm8k", "other"]
+
+
+def test_few_shot_examples_stand_before_every_prompt_and_are_no_prompts_themselves(tmp_path: Path) -> None:
+    path = _sums(tmp_path / "train.jsonl", *(f"q{number}" for number in range(6)))
+    few_shot = FewShotConfig(num=2)
+    train = SourceConfig(task="gsm8k", path=path, few_shot=few_shot)
+    _sums(tmp_path / "test.jsonl", "held", "q0")
+    data = DataConfig(train=train, eval=EvalSourceConfig(task="gsm8k", few_shot=few_shot))
+    (source,) = load_train(data, seed=0)
+    assert len(source.items) == 4
+    prompts = [item.prompt for item in source.items]
+    shown = {prompt[:4] for prompt in prompts}
+    assert len(shown) == 1
+    user, assistant, other, answer = shown.pop()
+    assert isinstance(user, Message) and isinstance(answer, Message)
+    assert [user.role, assistant.role, other.role, answer.role] == ["user", "assistant", "user", "assistant"]
+    assert user.content.startswith("q") and assistant.content == f"#### {user.content[1]}"
+    questions = {prompt[-1].content[:2] for prompt in prompts if isinstance(prompt[-1], Message)}
+    assert not questions & {user.content[:2], other.content[:2]}
+    (held,) = load_eval(data, seed=0)
+    assert held.items[0].prompt[:4] == prompts[0][:4]
+    with pytest.raises(DataError, match=r"gsm8k: few_shot\.num: expected at most the 6 items there are"):
+        load_train(
+            DataConfig(train=SourceConfig(task="gsm8k", path=path, few_shot=FewShotConfig(num=7)), eval=None), seed=0
+        )
+
+
+def test_examples_are_written_through_the_template_or_plainly() -> None:
+    from areal_rloo.models.tiny import make_tiny_tokenizer
+
+    source = SourceConfig(few_shot=FewShotConfig(num=1), num_prompts=3)
+    (loaded,) = load_train(DataConfig(train=source), seed=0)
+    tokenizer = make_tiny_tokenizer()
+    chat = ChatFormat(tokenizer, DataConfig())
+    text = chat.text(chat.prompt(loaded.items[0]))
+    example, _, prompt = text.partition("\n\n")
+    assert example.partition("\n")[0].endswith("=?")
+    assert "####" in example and prompt.endswith("=?\n")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    chat = ChatFormat(tokenizer, DataConfig(system_prompt="Add."))
+    text = chat.text(chat.prompt(loaded.items[0]))
+    assert text.startswith("[system]Add.[user]") and text.count("[assistant]") == 2
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_one_s_own_are_texts_or_conversations_with_all_their_fields(tmp_path: Path) -> None:
+    path = _rows(
+        tmp_path / "a.jsonl",
+        {"prompt": "p", "answer": 4, "level": 2},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    )
+    first, second = make_task(SourceConfig(task="rows", path=path, rewards=MINE), seed=0).items("train")
+    assert (first.prompt, first.answer, first.fields["level"]) == ("p", "4", 2)
+    assert second.prompt == (Message("system", "s"), Message("user", "u"))
+    with pytest.raises(DataError, match="the task rows has no reward of its own; name one under rewards"):
+        make_task(SourceConfig(task="rows", path=path), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "p"}, "a.jsonl:1: expected a text or messages in the field 'prompt', got the fields text"),
+        ({"prompt": 3}, "a.jsonl:1: expected a text or messages in the field 'prompt', got int"),
+        ({"prompt": ""}, "a.jsonl:1: expected a text or messages in the field 'prompt', got an empty one"),
+        ({"prompt": [{"role": "robot", "content": ""}]}, "a.jsonl:1: expected messages of role and content"),
+        ({"prompt": [{"role": "assistant", "content": ""}]}, "a.jsonl:1: expected a conversation that the policy can"),
+        ({"prompt": []}, "a.jsonl:1: expected a conversation that the policy can"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    path = _rows(tmp_path / "a.jsonl", row)
+    with pytest.raises(DataError) as caught:
+        make_task(SourceConfig(task="rows", path=path, rewards=MINE), seed=0).items("train")
+    assert words in str(caught.value)
+
+
+def test_two_rows_with_one_id_are_named_with_both_lines(tmp_path: Path) -> None:
+    path = _rows(
+        tmp_path / "a.jsonl", {"id": "x", "prompt": "p"}, {"id": "y", "prompt": "q"}, {"id": "x", "prompt": "r"}
+    )
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the field 'id' is 'x', as in .*a\.jsonl:1; ids must differ"):
+        make_task(SourceConfig(task="rows", path=path, rewards=MINE), seed=0).items("train")
+
+
+@pytest.fixture
+def reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make extras")
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+def test_puzzles_of_reasoning_gym_are_scored_by_their_own_verifier() -> None:
+    source = SourceConfig(task="reasoning_gym", parameters={"dataset": "leg_counting", "size": 5})
+    task = make_task(source, seed=1)
+    items = task.items("train")
+    assert len(items) == 5
+    for item in items:
+        assert task.reward(f"thinking\n<answer>{item.answer}</answer>", item) == 1.0
+        assert task.reward(f"<answer>{int(item.answer) + 1}</answer>", item) < 1.0
+        assert task.reward(item.answer, item) < 1.0
+        assert task.final_answer(f"<answer> {item.answer} </answer>") == item.answer
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=Item) == item
+    assert [item.text for item in make_task(source, seed=1).items("train")] == [item.text for item in items]
+    assert [item.text for item in make_task(source, seed=2).items("train")] != [item.text for item in items]
+    one, other = (make_task(source, seed=seed).items("eval") for seed in (1, 2))
+    assert [item.text for item in one] == [item.text for item in other]
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"task": "reasoning_gym"}, "reasoning_gym: parameters.dataset: expected the name of a reasoning-gym dataset"),
+        (
+            {"task": "reasoning_gym", "parameters": {"dataset": "legs"}},
+            "reasoning-gym refuses legs: Dataset 'legs' not",
+        ),
+        (
+            {"task": "reasoning_gym", "parameters": {"dataset": "leg_counting", "x": 1}},
+            "unexpected keyword argument 'x'",
+        ),
+        ({"path": "a.jsonl"}, "the task arithmetic makes its items itself; leave path out"),
+        ({"parameters": {"seed": 1}}, "arithmetic: parameters.seed: the task has no such parameter; it has none"),
+        (
+            {"task": "gsm8k", "parameters": {"last_number": True}},
+            "gsm8k: parameters.last_number: the task has no such parameter; did you mean 'last_number_fallback'?",
+        ),
+        (
+            {"task": "gsm8k", "parameters": {"last_number_fallback": 1}},
+            "gsm8k: parameters.last_number_fallback: expected bool, got 1",
+        ),
+        ({"task": "nowhere.py:Task"}, "data: task: nowhere.py cannot be imported: FileNotFoundError"),
+        ({"task": "math:sqrt2"}, "data: task: math has no function 'sqrt2'"),
+    ],
+)
+def test_a_source_its_task_cannot_take_is_refused_before_anything_starts(source: dict[str, Any], words: str) -> None:
+    with pytest.raises((DataError, ConfigError)) as caught:
+        check_data(DataConfig(train=SourceConfig(**source), eval=None))
+    assert words in str(caught.value)
+
+
+def test_the_last_number_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = _sums(tmp_path / "a.jsonl", "q0", "q1")
+    for fallback, reward in ((False, 0.0), (True, 1.0)):
+        parameters = {"last_number_fallback": fallback}
+        task = make_task(SourceConfig(task="gsm8k", path=path, parameters=parameters), seed=0)
+        item = task.items("train")[1]
+        assert task.reward("so it is 1.", item) == reward
+        assert (task.final_answer("so it is 1.") is not None) == fallback
+        assert task.reward("it is 1 #### 2", item) == 0.0
+
+
+def test_equal_answers_have_equal_keys_and_others_have_not() -> None:
+    task = make_task(SourceConfig(), seed=0)
+    keys = [task.final_answer(f"#### {text}") for text in ("1000", "1,000", "1e3", "1000.0", "$1,000.00")]
+    assert len(set(keys)) == 1
+    assert len({task.final_answer(f"#### {text}") for text in ("0", "-1", "1", "10", "0.1", "none")}) == 6
+    assert task.final_answer("1") is None
+
+
+def test_a_task_of_one_s_own_is_a_class_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from areal_rloo.tasks import Item, Task\n"
+        "class Mine(Task):\n"
+        "    def __init__(self, source, seed): self.num = source.parameters['num']\n"
+        "    def items(self, split): return [Item(str(n), str(n)) for n in range(self.num)]\n"
+        "    def reward(self, completion, item): return float(completion == item.answer)\n"
+        "def no_task(source, seed): return 3\n"
+    )
+    source = SourceConfig(task=f"{tmp_path / 'mine.py'}:Mine", parameters={"num": 3})
+    (loaded,) = load_train(DataConfig(train=source, eval=None), seed=0)
+    assert [item.text for item in loaded.items] == ["0", "1", "2"]
+    assert loaded.label == loaded.items[0].source == "Mine"
+    with pytest.raises(DataError, match=r"to be a subclass of areal_rloo\.tasks\.Task, got int"):
+        make_task(SourceConfig(task=f"{tmp_path / 'mine.py'}:no_task"), seed=0)
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def datasets() -> None:
+    pytest.importorskip("datasets", reason="the library of the hub is not installed: make extras")
+
+
+def _hub(code: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own: the library reads its environment when it is imported."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+ROWS_OF_HUB = """
+import sys
+from areal_rloo.config import SourceConfig
+from areal_rloo.errors import DataError
+from areal_rloo.tasks import make_task
+try:
+    items = make_task(SourceConfig(task="gsm8k", hub=sys.argv[1] if len(sys.argv) > 1 else None), seed=0).items("train")
+    print(len(items), items[0].answer)
+except DataError as error:
+    print("error:", error)
+"""
+
+
+@pytest.mark.usefixtures("datasets")
+def test_a_dataset_in_the_hub_s_format_is_read_through_its_library_and_offline_from_the_copy(tmp_path: Path) -> None:
+    """A local folder in the hub's layout goes through the same function as a name of the hub."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    _sums(folder / "train.jsonl", "a", "b", "c")
+    _sums(folder / "test.jsonl", "held")
+    code = ROWS_OF_HUB.replace("sys.argv[1] if len(sys.argv) > 1 else None", repr(str(folder)))
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = _hub(code, tmp_path / "cache", **environment)
+        assert done.stdout == "3 #### 0\n", done.stderr
+
+
+@pytest.mark.usefixtures("datasets")
+def test_without_network_and_copy_the_hub_is_one_line_with_what_to_do(tmp_path: Path) -> None:
+    done = _hub(ROWS_OF_HUB, tmp_path / "cache", HF_HUB_OFFLINE="1")
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("error: data.train.path: openai/gsm8k:main (split train) cannot be had from the hub")
+    assert done.stdout.rstrip().endswith("set data.train.path to a local file")
+
+
+def test_without_the_library_the_hub_says_which_extra_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['datasets'] = None\n" + ROWS_OF_HUB
+    done = _hub(code, tmp_path / "cache")
+    assert "which needs the `datasets` library" in done.stdout
+    assert "pip install 'areal-rloo[data]'" in done.stdout
