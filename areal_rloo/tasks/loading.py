@@ -149,7 +149,15 @@ def _prepared(
 
     def prepare(item: Item) -> Item:
         prompt = (*before, *_messages(item)) if before else item.prompt
-        return msgspec.structs.replace(item, prompt=prompt, source=label)
+        prepared = msgspec.structs.replace(item, prompt=prompt, source=label)
+        try:
+            msgspec.msgpack.encode(prepared)  # as it travels to the workers, where it is too late to say so
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"data: {label}: the item {item.text[:60]!r}: expected fields that JSON can say, got one that "
+                f"cannot be sent: {error}"
+            ) from error
+        return prepared
 
     return _Mapped(items, prepare)
 

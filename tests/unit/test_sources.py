@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.learner.prompts import PromptStream, PromptStreamState
 from areal_rloo.tasks import Item, Message, Source, check_data, load_eval, load_train, make_task
 from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.loading import _prepared
 
 MINE = (RewardConfig(function="math:sqrt"),)
 
@@ -337,6 +340,24 @@ def test_a_task_of_one_s_own_is_a_class_in_a_file(tmp_path: Path) -> None:
     assert loaded.label == loaded.items[0].source == "Mine"
     with pytest.raises(DataError, match=r"to be a subclass of areal_rloo\.tasks\.Task, got int"):
         make_task(SourceConfig(task=f"{tmp_path / 'mine.py'}:no_task"), seed=0)
+
+
+def test_fields_of_a_parquet_file_travel_and_what_cannot_is_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "p", "when": datetime(2026, 1, 2, tzinfo=UTC), "raw": b"\xff", "price": Decimal("1.50")}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = SourceConfig(task="rows", path=str(tmp_path / "a.parquet"), rewards=MINE)
+    (loaded,) = load_train(DataConfig(train=source, eval=None), seed=0)
+    item = msgspec.msgpack.decode(msgspec.msgpack.encode(loaded.items[0]), type=Item)
+    assert item.fields["raw"] == b"\xff"
+    for field in (object(), 2**70, "\ud800"):
+        items = _prepared([Item("p", fields={"x": field})], source, [])
+        with pytest.raises(
+            DataError, match="rows: the item 'p': expected fields that JSON can say"
+        ):
+            items[0]
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
