@@ -174,6 +174,7 @@ def _run_to_the_end(
         reason = learner.run()
     finally:
         intake.stop_workers(config.launcher.drain_timeout_s / 4)
+        learner.close()
         write_summary(
             arguments.run_folder / "summary.json",
             learner=learner,

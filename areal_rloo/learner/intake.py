@@ -151,11 +151,11 @@ class Intake:
         self._call(self._wait_until(lambda: self._evaluation.finished or self._draining, "the evaluation"))
 
     def snapshot(self, read: Callable[[Ledger, PromptStream], T]) -> T:
-        """Run a reader on the intake's loop, where the ledger and the stream stand still."""
-        return self._call(self._read(read))
+        """Run a reader on the intake's loop, where the ledger and the stream stand still; also after a failure."""
+        return self._call(self._read(read), after_failure=True)
 
     def statistics(self) -> IntakeStatistics:
-        return self._call(self._statistics())
+        return self._call(self._statistics(), after_failure=True)
 
     def wire_statistics(self) -> ChannelStatistics:
         """Of the learner's end of the wire; callable from any thread."""
@@ -171,8 +171,8 @@ class Intake:
         self._loop.call_soon_threadsafe(self._set_draining)
 
     def stop_workers(self, timeout_s: float) -> None:
-        """Tell every worker to stop, and wait for their Goodbye or the timeout."""
-        self._call(self._stop_workers(timeout_s))
+        """Tell every worker to stop, and wait for their Goodbye or the timeout; after a failure nobody hears one."""
+        self._call(self._stop_workers(timeout_s), after_failure=True)
 
     def send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
         """Hand a weight notice to a worker; callable from any thread, returns at once."""
@@ -183,8 +183,8 @@ class Intake:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._failure is not None:
+    def _call(self, work: Coroutine[Any, Any, T], *, after_failure: bool = False) -> T:
+        if self._failure is not None and not after_failure:
             work.close()
             raise self._failure
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -372,10 +372,10 @@ class Intake:
         self._draining = self._stopping = True
         for worker in self._workers.alive.values():
             self._channel.send(worker.peer, Drain(abort_running=True))
-        ends_s = time.monotonic() + timeout_s
+        ends_s = time.monotonic() + (timeout_s if self._failure is None else 0)
         while self._workers.alive and time.monotonic() < ends_s:  # noqa: ASYNC110 - nothing else needs an event for it
             await asyncio.sleep(0.02)
-        if self._workers.alive:
+        if self._workers.alive and self._failure is None:
             logger.warning("no goodbye from %s within %.0f s", ", ".join(self._workers.alive), timeout_s)
 
     def _send_notice(self, worker_id: str, notice: WeightsNotice) -> None:

@@ -6,7 +6,7 @@ meanwhile. The training thread calls it between two steps; a full disk costs rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +50,18 @@ class Recorder:
 
     def step(self, batch: Sequence[Group], result: StepResult, drops: Iterable[Drop], *, policy_version: int) -> None:
         """Write what a step at this version trained on and what was dropped since the last."""
+        self._append(lambda: [*self._trained(batch, result, policy_version), *self._dropped(drops, policy_version)])
+
+    def close(self, drops: Iterable[Drop], *, policy_version: int) -> None:
+        """Write what was dropped since the last step, and nothing more."""
+        self._append(lambda: list(self._dropped(drops, policy_version)))
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, make: Callable[[], list[TrajectoryRecord]]) -> None:
         if self._file is None:
             return
-        records = [*self._trained(batch, result, policy_version), *self._dropped(drops, policy_version)]
+        records = make()
         try:
             self._file.append(records)
         except OSError as error:

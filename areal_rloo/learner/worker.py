@@ -19,6 +19,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError
 from areal_rloo.learner.checkpoint import Checkpoints, Totals, capture
 from areal_rloo.learner.intake import Intake, IntakeStatistics
+from areal_rloo.learner.ledger import Drop
 from areal_rloo.learner.numbers import batch_numbers, step_numbers
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.train_step import StepResult, TrainStep
@@ -144,6 +145,10 @@ class Learner:
             )
         return reason
 
+    def close(self) -> None:
+        """Write down what was dropped last; also after a failure, when it is what one wants to see."""
+        self._recorder.close(self._take_drops(), policy_version=self.policy_version)
+
     def save_checkpoint(self) -> bool:
         """Write a checkpoint of this moment, between two steps; False if the disk refuses."""
         self.totals.wall_s = self._before.wall_s + time.monotonic() - self._started_s
@@ -192,11 +197,13 @@ class Learner:
         every = self._config.evaluation.every_n_versions
         self._intake.advance(self.policy_version, evaluate=last or (every > 0 and self.policy_version % every == 0))
         self._report(batch, result, wait_s)
-        drops = self._intake.snapshot(lambda ledger, _: ledger.take_drops())
-        self._recorder.step(batch, result, drops, policy_version=self.policy_version - 1)
+        self._recorder.step(batch, result, self._take_drops(), policy_version=self.policy_version - 1)
         every = self._config.checkpoint.every_n_steps
         if every > 0 and self.policy_version % every == 0 and not last:
             self.save_checkpoint()
+
+    def _take_drops(self) -> list[Drop]:
+        return self._intake.snapshot(lambda ledger, _: ledger.take_drops())
 
     def _update_totals(self, statistics: IntakeStatistics) -> None:
         first, before = self._first_step, self._before

@@ -201,7 +201,7 @@ class RolloutWorker:
         )
         try:
             trajectories = await self._episode.run(sample, engine, self._rewards, self._chat)
-            _check(sample, trajectories)
+            check_trajectories(sample, trajectories)
         except SampleError as failure:
             await self._failed(sample.sample_id, failure)
         except ArealRlooError:
@@ -252,7 +252,7 @@ class RolloutWorker:
             asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
 
 
-def _check(sample: Sample, trajectories: Sequence[Trajectory]) -> None:
+def check_trajectories(sample: Sample, trajectories: Sequence[Trajectory]) -> None:
     """An episode may be the user's code: what it gives is as the learner wants it, or its sample is dropped.
 
     Raises:

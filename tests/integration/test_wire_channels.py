@@ -78,6 +78,31 @@ def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
     _run(scenario)
 
 
+def test_the_trajectories_of_a_sample_travel_in_one_message_however_many_wait() -> None:
+    """So that a learner has all of them or none."""
+
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = _worker(learner.port, max_unacked=10_000)
+        receiving = asyncio.create_task(worker.receive())
+        for index in range(60):
+            await worker.push(*(_trajectory(index) for _ in range(1 + index % 7)))
+        assert worker.unacknowledged().count((0, 0)) == 1
+        counts: dict[int, int] = {}
+        while len(counts) < 60:
+            peer, message = await learner.receive()
+            assert isinstance(message, TrajectoryBatch)
+            groups = [trajectory.group_id for trajectory in message.trajectories]
+            assert not counts.keys() & set(groups)
+            counts |= {group: groups.count(group) for group in groups}
+            learner.acknowledge(peer, [message.batch_id])
+        assert counts == {index: 1 + index % 7 for index in range(60)}
+        assert await worker.drain(5)
+        receiving.cancel()
+        await worker.close()
+
+    _run(scenario)
+
+
 def test_messages_in_flight_are_bounded_and_what_waits_goes_together() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -40,7 +41,8 @@ def _state(version: int) -> LearnerState:
         np.array([5, 6], np.int32), np.array([-1, -2], np.float32), np.array([0, 1], np.int32), "stop"
     )
     ledger.lease((1, 0), "rollout-0")
-    ledger.finish([Trajectory(1, 0, np.array([3], np.int32), completion, 0.5)])
+    parted = msgspec.structs.replace(completion, spans=(1, 1))
+    ledger.finish([Trajectory(1, 0, np.array([3], np.int32), made, 0.5) for made in (completion, parted)])
     return capture(ledger, stream, policy_version=version, seed=0, totals=Totals(trained_tokens=7), kl_coefficient=0.1)
 
 
@@ -70,6 +72,8 @@ def test_a_checkpoint_comes_back_and_its_model_loads_anywhere(tmp_path: Path, ti
     ledger = restore_ledger(state, stream)
     assert ledger.counts().buffered == 1
     assert ledger.counts().in_flight == 3
+    both = ledger.groups[1].samples[0].trajectories
+    assert [trajectory.completion.spans for trajectory in both] == [(), (1, 1)]
     assert state.totals.trained_tokens == 7
     following, expected = stream.take(), [_stream().take() for _ in range(1)]
     assert following is not None

@@ -354,9 +354,7 @@ def test_fields_of_a_parquet_file_travel_and_what_cannot_is_named(tmp_path: Path
     assert item.fields["raw"] == b"\xff"
     for field in (object(), 2**70, "\ud800"):
         items = _prepared([Item("p", fields={"x": field})], source, [])
-        with pytest.raises(
-            DataError, match="rows: the item 'p': expected fields that JSON can say"
-        ):
+        with pytest.raises(DataError, match="rows: the item 'p': expected fields that JSON can say"):
             items[0]
 
 

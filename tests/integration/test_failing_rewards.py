@@ -1,0 +1,69 @@
+"""Whole runs whose rewards fail: a path that does not import, and one that never works."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def _run(folder: Path, function: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml", f"run.folder={folder}"),
+        *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2", "data.eval=null"),
+        *("rollout.num_slots=8", "rollout.sampling.max_new_tokens=8", "rollout.num_reward_workers=1"),
+        *("algorithm.group_size=2", "learner.groups_per_step=4", "learner.num_train_steps=5"),
+        f"data.train.rewards=[{{function: {function}}}]",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=200
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py:score", "nowhere.py cannot be imported: FileNotFoundError: no such file"),
+        ("{folder}/mine.py:scor", "mine.py has no function 'scor'"),
+        ("{folder}/mine.py", "expected module:function or path/to/file.py:function"),
+    ],
+)
+def test_a_reward_that_does_not_import_is_told_in_one_line_before_anything_starts(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
+    done = _run(tmp_path / "run", name.format(folder=tmp_path))
+    assert done.returncode == 2
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("error: data.train")
+    assert words in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_never_works_ends_the_run_with_the_first_traceback_and_what_was_dropped_can_be_seen(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion):\n    return {}['no such key']\n")
+    done = _run(tmp_path / "run", f"{tmp_path / 'mine.py'}:score")
+    assert done.returncode == 2, done.stdout
+    assert "more than rollout.max_reward_failure_share=0.5" in done.stdout
+    assert "KeyError: 'no such key'" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert "return {}['no such key']" in (tmp_path / "run" / "logs" / "learner.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["exit_reason"] == "failed"
+    assert summary["ledger"]["dropped"]["reward_error"] > 0
+    looked = subprocess.run(
+        [sys.executable, "-m", "areal_rloo.inspect", str(tmp_path / "run"), "--dropped", "reward_error", "--limit=1"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "KeyError: 'no such key'" in looked.stdout

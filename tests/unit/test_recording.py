@@ -1,0 +1,115 @@
+"""trajectories.jsonl as the learner writes it: what was trained on with its numbers, and whatever was dropped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_rloo.config import load_config
+from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.prompts import Prompt
+from areal_rloo.learner.recording import Recorder
+from areal_rloo.learner.train_step import StepResult
+from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.trajectories import TrajectoryRecord, read_trajectories
+from areal_rloo.trajectory import Completion, Group, Item, Trajectory
+
+TOKENIZER = make_tiny_tokenizer()
+
+
+def _ids(text: str) -> np.ndarray:
+    return np.array(TOKENIZER.encode(text), np.int32)
+
+
+def _trajectory(group_id: int, index: int, *, versions: list[int], spans: tuple[int, ...] = ()) -> Trajectory:
+    completion = Completion(
+        _ids("ab1"), np.array([-0.123456789, -1, -2], np.float32), np.array(versions, np.int32), "stop", spans
+    )
+    return Trajectory(group_id, index, _ids("1+1=?"), completion, float(index), {"right": float(index)})
+
+
+def _batch(num_groups: int = 6) -> tuple[list[Group], StepResult]:
+    """Groups of two samples at version 5; the second token of every first sample is past the bound."""
+    groups, result = [], StepResult()
+    for group_id in range(num_groups):
+        trajectories = (
+            _trajectory(group_id, 0, versions=[3, 4, 5], spans=(1, 1, 1)),
+            _trajectory(group_id, 1, versions=[5, 5, 5]),
+        )
+        groups.append(Group(group_id, 9, trajectories, "sums", 2, 100 + group_id))
+        result.masks += [torch.tensor([False, False, True]), torch.ones(3, dtype=torch.bool)]
+        result.advantages += [torch.full((3,), -0.5), torch.tensor([0.5, 1.0, 1.5])]
+        result.stale_tokens += [1, 0]
+    return groups, result
+
+
+def _written(path: Path, trajectories_per_step: int) -> list[TrajectoryRecord]:
+    recorder = Recorder(path, TOKENIZER, trajectories_per_step=trajectories_per_step)
+    recorder.step(*_batch(), [], policy_version=5)
+    recorder.close([], policy_version=5)
+    return list(read_trajectories(path)) if path.exists() else []
+
+
+def test_a_record_says_what_a_trajectory_was_trained_with(tmp_path: Path) -> None:
+    first, second, *_ = _written(tmp_path / "t.jsonl", 12)
+    assert (first.prompt, first.completion, first.pieces) == ("1+1=?", "ab1", ["a", "b", "1"])
+    assert (first.source, first.epoch, first.item_index, first.policy_version) == ("sums", 2, 100, 5)
+    assert (first.versions, first.spans, first.num_masked_tokens) == ([[3, 1], [4, 1], [5, 1]], [1, 1, 1], 1)
+    assert first.logprobs == [-0.12346, -1, -2]
+    assert (first.advantage, first.advantages, first.staleness) == (-0.5, [], 0)  # of the one token in the loss
+    assert (second.reward, second.reward_parts) == (1.0, {"right": 1.0})
+    assert (second.advantage, second.advantages) == (1.0, [0.5, 1.0, 1.5])
+    assert first.dropped is None
+
+
+@pytest.mark.parametrize(("wanted", "groups"), [(1, [0]), (4, [0, 3]), (6, [0, 2, 4]), (1000, [0, 1, 2, 3, 4, 5])])
+def test_whole_groups_are_written_spread_over_the_batch(tmp_path: Path, wanted: int, groups: list[int]) -> None:
+    records = _written(tmp_path / "t.jsonl", wanted)
+    assert [record.group_id for record in records] == [group for group in groups for _ in range(2)]
+
+
+def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    _written(tmp_path / "t.jsonl", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_dropped_is_written_with_its_reason_whether_it_arrived_or_not(tmp_path: Path) -> None:
+    ledger = Ledger()
+    prompt = Prompt(1, 7, tuple(_ids("2+2=?").tolist()), Item("2+2=?", source="sums"))
+    for _ in range(2):
+        ledger.admit(prompt, group_size=2, admission_version=0, deadline=9)
+    ledger.finish([_trajectory(0, 0, versions=[0, 0, 0]), _trajectory(0, 0, versions=[0, 0, 1])])
+    ledger.drop_sample((0, 1), "reward_error", detail="ValueError: no")
+    ledger.drop_group(0, "group_too_small")
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, trajectories_per_step=1)
+    ledger.drop_sample((1, 1), "max_attempts")
+    recorder.step(*_batch(1), ledger.take_drops(), policy_version=5)
+    ledger.drop_sample((1, 0), "reward_error", detail="at the end")
+    recorder.close(ledger.take_drops(), policy_version=6)
+    assert ledger.take_drops() == []
+    dropped = [record for record in read_trajectories(tmp_path / "t.jsonl") if record.dropped is not None]
+    assert [(r.name, r.dropped, r.detail) for r in dropped] == [
+        ("0/1", "reward_error", "ValueError: no"),
+        ("0/0", "group_too_small", ""),
+        ("0/0.1", "group_too_small", ""),
+        ("1/1", "max_attempts", ""),
+        ("1/0", "reward_error", "at the end"),
+    ]
+    assert [(r.prompt, r.completion) for r in dropped[:2]] == [("2+2=?", ""), ("1+1=?", "ab1")]
+    assert all((r.source, r.epoch, r.item_index, r.advantage) == ("sums", 1, 7, None) for r in dropped)
+
+
+def test_a_full_disk_costs_records_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(Path("/dev/full"), TOKENIZER, trajectories_per_step=2)
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    recorder.step(*_batch(), [], policy_version=5)
+    recorder.step(*_batch(), [], policy_version=6)
+    recorder.close([], policy_version=6)
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    assert "4 records are missing from trajectories.jsonl so far" in caplog.text
+
+
+def test_by_default_a_run_writes_some() -> None:
+    assert load_config("quickstart.yaml").telemetry.trajectories_per_step > 0
