@@ -187,12 +187,14 @@ class _Scripted(TurnEngine):
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'
 
 
-def _tool_episode(texts: list[str], *overrides: str, template: str | None = None) -> tuple[Trajectory, _Scripted, str]:
+def _tool_episode(
+    texts: list[str], *overrides: str, template: str | None = None, max_new_tokens: int = 200_000
+) -> tuple[Trajectory, _Scripted, str]:
     config = _config("rollout.episode.type=tool_use", *overrides)
     tokenizer = make_tiny_tokenizer()
     tokenizer.chat_template = template
     chat = ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode))
-    engine, rewards = _Scripted(chat, texts), _Rewards(1.0)
+    engine, rewards = _Scripted(chat, texts, max_new_tokens=max_new_tokens), _Rewards(1.0)
     item = Item("17*23=?\n")
     sample = Sample((1, 0), "train", item, chat.prompt(item))
     (trajectory,) = asyncio.run(make_episode(config).run(sample, engine, rewards, chat))
@@ -235,6 +237,40 @@ def test_an_episode_ends_at_its_last_turn_and_where_a_turn_was_cut() -> None:
     several = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>' * 2
     _, engine, _ = _tool_episode([several, "x"])
     assert engine.seen[1].endswith("<tool_response>2</tool_response>\n<tool_response>2</tool_response>\n")
+
+
+def test_a_turn_that_was_cut_is_the_last_one() -> None:
+    """Its end of turn is missing, so nothing could be said to it."""
+    config = _config("rollout.episode.type=multi_turn", "rollout.episode.max_turns=3")
+    chat = ChatFormat(make_tiny_tokenizer(), config.data)
+    engine = _Scripted(chat, ["a", "b" * 50, "c"], max_new_tokens=70)
+    sample = Sample((1, 0), "train", Item("?"), (5,))
+    (trajectory,) = asyncio.run(make_episode(config).run(sample, engine, _Rewards(0.0), chat))
+    assert len(engine.seen) == 2
+    assert trajectory.completion.finish_reason == "length"
+    assert len(trajectory.completion.tokens) == 70
+    cut, engine, _ = _tool_episode([CALL + "x" * 96, "y"], max_new_tokens=150)  # the call is whole, the turn is not
+    assert len(engine.seen) == 1
+    assert cut.completion.finish_reason == "length"
+
+
+def test_the_turns_of_a_sample_are_drawn_apart_and_the_same_again_from_the_same_seed(
+    tiny_folders: dict[str, Path],
+) -> None:
+    engine, config = _Watched(tiny_folders["qwen2"]), _config()
+
+    async def drawn(number: int) -> list[list[int]]:
+        turns = Turns(engine, context_tokens=256)
+        sample = _engine_of(turns, number, config)
+        return [(await sample.generate((5, 6), max_new_tokens=12)).tokens.tolist() for _ in range(3)]
+
+    async def scenario() -> list[list[list[int]]]:
+        return [await drawn(number) for number in (1, 1, 2)]
+
+    one, again, other = asyncio.run(scenario())
+    engine.close()
+    assert one == again != other
+    assert len({tuple(tokens) for tokens in (*one, *other)}) == 6
 
 
 def test_only_calls_that_are_closed_are_calls() -> None:

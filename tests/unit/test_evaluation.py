@@ -13,7 +13,7 @@ from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import Lease
 
-PROMPTS = [Prompt(0, index, (index + 1,), Item(f"{index}?")) for index in range(4)]
+PROMPTS = [Prompt(0, index, (index + 1,), Item(f"{index}?")) for index in range(5)]
 
 
 def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
@@ -23,10 +23,10 @@ def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
 
 def test_accuracy_is_the_mean_reward_and_the_version_that_of_the_tokens() -> None:
     records: list[EvalRecord] = []
-    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS)], records.append)
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(5)
     leases = evaluation.take_leases()
-    assert [lease.prompt_tokens for lease in leases] == [prompt.tokens for prompt in PROMPTS]
+    assert [lease.prompt_tokens for lease in leases] == [prompt.tokens for prompt in PROMPTS[:4]]
     assert {lease.min_version for lease in leases} == {5}
     for lease, reward in zip(leases, (1.0, 0.0, 1.0, 1.0), strict=True):
         evaluation.finish([_finished(lease, reward, 6)])
@@ -37,7 +37,7 @@ def test_accuracy_is_the_mean_reward_and_the_version_that_of_the_tokens() -> Non
 
 def test_a_version_that_falls_due_meanwhile_waits_and_the_newest_wins() -> None:
     records: list[EvalRecord] = []
-    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS)], records.append)
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(1)
     first = evaluation.take_leases()
     evaluation.request(2)
@@ -48,13 +48,14 @@ def test_a_version_that_falls_due_meanwhile_waits_and_the_newest_wins() -> None:
     second = evaluation.take_leases()
     assert {lease.min_version for lease in second} == {3}
     assert not {lease.group_id for lease in first} & {lease.group_id for lease in second}
-    assert [lease.prompt_tokens for lease in second] == [prompt.tokens for prompt in PROMPTS]
+    assert [lease.prompt_tokens for lease in second] == [prompt.tokens for prompt in PROMPTS[:4]]
+    assert [lease.seed for lease in second] == [lease.seed for lease in first]  # only the weights differ
     assert not evaluation.finished
 
 
 def test_a_lost_sample_is_leased_again_a_repeat_ignored_and_a_failure_counts_as_wrong() -> None:
     records: list[EvalRecord] = []
-    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS)], records.append)
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(0)
     leases = evaluation.take_leases()
     evaluation.lose((leases[0].group_id, 0))
@@ -63,6 +64,18 @@ def test_a_lost_sample_is_leased_again_a_repeat_ignored_and_a_failure_counts_as_
     for lease in (*leases[1:], leases[1]):
         evaluation.finish([_finished(lease, 1.0, 0)])
     assert [record.accuracy for record in records] == [0.75]
+
+
+def test_a_sample_that_comes_while_it_waits_for_another_worker_is_leased_no_more() -> None:
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:2])], lambda record: None)
+    evaluation.request(0)
+    first, second = evaluation.take_leases()
+    evaluation.lose((first.group_id, 0))
+    evaluation.finish([_finished(first, 1.0, 0)])
+    evaluation.lose((first.group_id, 0))
+    assert evaluation.take_leases() == []
+    evaluation.finish([_finished(second, 1.0, 0)])
+    assert evaluation.finished
 
 
 def test_without_held_out_prompts_there_is_nothing_to_wait_for() -> None:
@@ -93,13 +106,14 @@ def test_pass_at_k_is_the_share_of_prompts_with_a_right_sample_and_maj_at_k_of_t
     record = _measured(
         [(1.0, "4"), (1.0, "4"), (0.0, "5")],  # passes, and the majority is right
         [(1.0, "4"), (0.0, "5"), (0.0, "5")],  # passes, and the majority is wrong
+        [(1.0, "4"), (0.0, "6"), (0.0, "6")],  # likewise
         [(0.0, "5"), (0.0, "6"), (0.0, None)],  # neither
         [(1.0, "4"), (0.0, "5"), (0.0, None)],  # passes; one of two that are as frequent is right
     )
-    assert (record.num_prompts, record.num_samples) == (4, 3)
-    assert record.accuracy == 4 / 12
-    assert record.pass_share == 3 / 4
-    assert record.majority_share == (1 + 0 + 0 + 0.5) / 4
+    assert (record.num_prompts, record.num_samples) == (5, 3)
+    assert record.accuracy == 5 / 15
+    assert record.pass_share == 4 / 5
+    assert record.majority_share == (1 + 0 + 0 + 0 + 0.5) / 5
 
 
 def test_without_final_answers_there_is_no_majority_and_with_one_sample_neither_share() -> None:
@@ -126,7 +140,7 @@ def test_a_majority_is_right_only_where_a_sample_is(samples: list[list[tuple[flo
 def test_several_sets_are_measured_together_each_with_its_own_record() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation(
-        [EvalSet("a", PROMPTS[:1], 2), EvalSet("b", PROMPTS[1:]), EvalSet("empty", [])], records.append
+        [EvalSet("a", PROMPTS[:1], 2), EvalSet("b", PROMPTS[1:4]), EvalSet("empty", [])], records.append
     )
     evaluation.request(2)
     leases = evaluation.take_leases()

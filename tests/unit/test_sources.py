@@ -166,6 +166,15 @@ def test_repeats_and_prompts_of_an_evaluation_set_are_left_out_where_that_is_ask
         assert [source.items[0].source for source in sources] == ["gsm8k", "other"]
 
 
+def test_a_source_is_cut_to_its_first_prompts(tmp_path: Path) -> None:
+    path = _sums(tmp_path / "train.jsonl", "a", "b", "c")
+    data = DataConfig(train=SourceConfig(task="gsm8k", path=path, num_prompts=2), eval=EvalSourceConfig(num_prompts=3))
+    (source,) = load_train(data, seed=0)
+    assert [item.text[0] for item in source.items] == ["a", "b"]
+    (held,) = load_eval(data, seed=0)
+    assert len(held.items) == 3
+
+
 def test_few_shot_examples_stand_before_every_prompt_and_are_no_prompts_themselves(tmp_path: Path) -> None:
     path = _sums(tmp_path / "train.jsonl", *(f"q{number}" for number in range(6)))
     few_shot = FewShotConfig(num=2)
