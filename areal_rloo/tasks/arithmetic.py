@@ -13,11 +13,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.rewards.answers import answer_key, answer_reward
 from areal_rloo.tasks.base import Item, Split, Task
+from areal_rloo.tasks.lazy import LazyItems
 from areal_rloo.tasks.parameters import check_parameters, refuse_files
 
 _COUNTS = (3, 4, 5, 6, 8, 9)
@@ -43,13 +44,13 @@ class ArithmeticTask(Task):
 
     def items(self, split: Split) -> Sequence[Item]:
         if split == "train":
-            return _Problems("train", self._seed, _NUM_TRAIN)
+            return _problems("train", self._seed, _NUM_TRAIN)
         # One held-out set for every seed, so that runs can be compared.
-        return _distinct(_Problems("eval", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+        return _distinct(_problems("eval", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
 
     def validation_items(self) -> Sequence[Item]:
         """Items of neither split."""
-        return _distinct(_Problems("validation", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+        return _distinct(_problems("validation", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
 
     def reward(self, completion: str, item: Item) -> float:
         return answer_reward(completion, item.answer)
@@ -74,33 +75,18 @@ def demonstration(item: Item, rng: random.Random, *, error_rate: float) -> str:
     return "\n".join([*lines, f"#### {total}"])
 
 
-class _Problems(Sequence[Item]):
+def _problems(part: Part, seed: int, num: int) -> Sequence[Item]:
     """Problems of one part, each a function of (seed, index)."""
+    return LazyItems(num, lambda index: _problem(part, seed, index))
 
-    def __init__(self, part: Part, seed: int, num: int) -> None:
-        self._part = part
-        self._seed = seed
-        self._indices = range(num)
 
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self._item(i) for i in self._indices[index]]
-        return self._item(self._indices[index])
-
-    def _item(self, index: int) -> Item:
-        rng = random.Random(f"{self._part}/{self._seed}/{index}")
-        while True:
-            numbers = rng.sample(range(1, 10), rng.choice(_COUNTS))
-            prompt = "+".join(map(str, numbers)) + "=?\n"
-            if part_of(prompt) == self._part:
-                return Item(prompt, f"#### {sum(numbers)}")
+def _problem(part: Part, seed: int, index: int) -> Item:
+    rng = random.Random(f"{part}/{seed}/{index}")
+    while True:
+        numbers = rng.sample(range(1, 10), rng.choice(_COUNTS))
+        prompt = "+".join(map(str, numbers)) + "=?\n"
+        if part_of(prompt) == part:
+            return Item(prompt, f"#### {sum(numbers)}")
 
 
 def _distinct(problems: Sequence[Item], num: int) -> Sequence[Item]:

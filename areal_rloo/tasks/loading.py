@@ -6,16 +6,17 @@ A file task whose evaluation names no data of its own takes the `test` file besi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import msgspec
 
 from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig
 from areal_rloo.errors import DataError
 from areal_rloo.tasks.base import Item, Message, Split, Task
+from areal_rloo.tasks.lazy import LazyItems
 from areal_rloo.tasks.registry import make_task
 from areal_rloo.telemetry.logs import get_logger
 
@@ -159,28 +160,8 @@ def _prepared(
             ) from error
         return prepared
 
-    return _Mapped(items, prepare)
+    return LazyItems(len(items), lambda index: prepare(items[index]))
 
 
 def _messages(item: Item) -> tuple[Message, ...]:
     return (Message("user", item.prompt),) if isinstance(item.prompt, str) else item.prompt
-
-
-class _Mapped(Sequence[Item]):
-    """Items through a function, each when it is asked for."""
-
-    def __init__(self, items: Sequence[Item], function: Callable[[Item], Item]) -> None:
-        self._items = items
-        self._function = function
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self._function(item) for item in self._items[index]]
-        return self._function(self._items[index])

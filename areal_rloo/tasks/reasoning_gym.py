@@ -7,11 +7,12 @@ itself. Without a seed the train split draws with the run's, and evaluation with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError
 from areal_rloo.tasks.base import Item, Split, Task
+from areal_rloo.tasks.lazy import LazyItems
 from areal_rloo.tasks.parameters import refuse_files
 
 _SIZES: Mapping[Split, int] = {"train": 10_000, "eval": 500}
@@ -37,7 +38,8 @@ class ReasoningGymTask(Task):
         self._dataset("train")  # so that a wrong parameter is told before anything starts
 
     def items(self, split: Split) -> Sequence[Item]:
-        return _Puzzles(self._dataset(split), split)
+        dataset = self._dataset(split)
+        return LazyItems(len(dataset), lambda index: _item(dataset, split, index))
 
     def reward(self, completion: str, item: Item) -> float:
         from reasoning_gym.utils import extract_answer  # noqa: PLC0415 - an extra, imported where it is used
@@ -75,24 +77,8 @@ class ReasoningGymTask(Task):
             raise DataError(f"data: {self._label}: parameters: reasoning-gym refuses {self._name}: {reason}") from error
 
 
-class _Puzzles(Sequence[Item]):
-    def __init__(self, dataset: Any, split: Split) -> None:
-        self._dataset = dataset
-        self._split = split
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        entry = self._dataset[index]
-        # The verifier wants the whole entry, which is generated again where it is needed: not all of it is JSON.
-        fields = {"split": self._split, "index": index}
-        return Item(entry["question"] + _INSTRUCTION, str(entry["answer"]), fields=fields)
+def _item(dataset: Any, split: Split, index: int) -> Item:
+    entry = dataset[index]
+    # The verifier wants the whole entry, which is generated again where it is needed: not all of it is JSON.
+    fields = {"split": split, "index": index}
+    return Item(entry["question"] + _INSTRUCTION, str(entry["answer"]), fields=fields)
