@@ -164,7 +164,7 @@ def test_a_verifier_that_is_content_ends_the_turns_and_each_turn_before_costs_it
 
 
 class _Scripted(TurnEngine):
-    """An engine that says what it is told to, each text followed by the end of a turn; a truncated one is not."""
+    """An engine that says what it is told to, each text followed by the end of a turn, but for those that end in ~."""
 
     def __init__(self, chat: ChatFormat, texts: list[str], *, max_new_tokens: int = 200_000) -> None:
         self._texts = texts
@@ -178,7 +178,8 @@ class _Scripted(TurnEngine):
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
         self.seen.append(str(self._tokenizer.decode(list(tokens), skip_special_tokens=False)))
-        ids = [*self._tokenizer.encode(self._texts.pop(0)), EOS][:max_new_tokens]
+        text = self._texts.pop(0)
+        ids = [*self._tokenizer.encode(text), *([] if text.endswith("~") else [EOS])][:max_new_tokens]
         made = np.array(ids, np.int32)
         reason = "stop" if ids[-1] == EOS else "length"
         return Completion(made, np.full(len(ids), -1, np.float32), np.zeros(len(ids), np.int32), reason)  # type: ignore[arg-type]
@@ -187,14 +188,12 @@ class _Scripted(TurnEngine):
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'
 
 
-def _tool_episode(
-    texts: list[str], *overrides: str, template: str | None = None, max_new_tokens: int = 200_000
-) -> tuple[Trajectory, _Scripted, str]:
+def _tool_episode(texts: list[str], *overrides: str, template: str | None = None) -> tuple[Trajectory, _Scripted, str]:
     config = _config("rollout.episode.type=tool_use", *overrides)
     tokenizer = make_tiny_tokenizer()
     tokenizer.chat_template = template
     chat = ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode))
-    engine, rewards = _Scripted(chat, texts, max_new_tokens=max_new_tokens), _Rewards(1.0)
+    engine, rewards = _Scripted(chat, texts), _Rewards(1.0)
     item = Item("17*23=?\n")
     sample = Sample((1, 0), "train", item, chat.prompt(item))
     (trajectory,) = asyncio.run(make_episode(config).run(sample, engine, rewards, chat))
@@ -243,13 +242,12 @@ def test_a_turn_that_was_cut_is_the_last_one() -> None:
     """Its end of turn is missing, so nothing could be said to it."""
     config = _config("rollout.episode.type=multi_turn", "rollout.episode.max_turns=3")
     chat = ChatFormat(make_tiny_tokenizer(), config.data)
-    engine = _Scripted(chat, ["a", "b" * 50, "c"], max_new_tokens=70)
+    engine = _Scripted(chat, ["a", "b~", "c"])  # as with max_turn_tokens: there is room for another
     sample = Sample((1, 0), "train", Item("?"), (5,))
     (trajectory,) = asyncio.run(make_episode(config).run(sample, engine, _Rewards(0.0), chat))
     assert len(engine.seen) == 2
     assert trajectory.completion.finish_reason == "length"
-    assert len(trajectory.completion.tokens) == 70
-    cut, engine, _ = _tool_episode([CALL + "x" * 96, "y"], max_new_tokens=150)  # the call is whole, the turn is not
+    cut, engine, _ = _tool_episode([CALL + "~", "y"])  # the call is whole, the turn is not
     assert len(engine.seen) == 1
     assert cut.completion.finish_reason == "length"
 
