@@ -26,7 +26,7 @@ class Hints:
         self._max_turns = config.rollout.episode.max_turns
 
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
-        """One sample of a group: as many turns as it takes. Its reward is halved with every turn."""
+        """One sample of a group: as many turns as it takes. In training its reward is halved with every turn."""
         conversation = Conversation(sample.prompt_tokens)
         for turn in range(self._max_turns):
             left = engine.max_new_tokens - conversation.num_completion_tokens
@@ -41,7 +41,8 @@ class Hints:
                 break
             conversation.add_others(said)
         # Several trajectories may be given, all with the sample's reward: sub-agents, branches, rewritten histories.
-        return [conversation.trajectory(sample, msgspec.structs.replace(scored, reward=scored.reward / 2**turn))]
+        discount = 0.5**turn if sample.purpose == "train" else 1.0
+        return [conversation.trajectory(sample, msgspec.structs.replace(scored, reward=scored.reward * discount))]
 
 
 def _hint(completion: str, answer: str) -> str:

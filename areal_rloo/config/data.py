@@ -22,7 +22,8 @@ from areal_rloo.errors import ConfigError
 class RewardConfig(Section, frozen=True):
     """One part of a source's reward. Exactly one of `task`, `function`, `url` and `model` says where it comes from."""
 
-    task: str | None = None  # the reward of a built-in task
+    task: str | None = None  # the reward of a task
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)  # of `task`, where it is not the source's own
     function: str | None = None  # module:function or path/to/file.py:function, sync or async
     url: str | None = None  # a service that is POSTed the completion as JSON and answers {"reward": number}
     model: str | None = None  # a sequence classification model: a folder or a hub name
@@ -82,7 +83,7 @@ class EvalSourceConfig(ConfiguredSource, frozen=True):
 
 class DataConfig(Section, frozen=True):
     train: SourceConfig | tuple[SourceConfig, ...] = SourceConfig()  # one, or a mixture
-    eval: EvalSourceConfig | tuple[EvalSourceConfig, ...] | None = EvalSourceConfig(num_prompts=200)  # null: none
+    eval: EvalSourceConfig | tuple[EvalSourceConfig, ...] | None = None  # null: no evaluation
     num_epochs: PositiveInt | None = None  # null: as many as `learner.num_train_steps` needs
     deduplicate: bool = False  # leave out train prompts that came before, and those of an evaluation set
     max_prompt_tokens: PositiveInt = 512
@@ -142,6 +143,8 @@ def _check_names(key: str, sources: Sequence[ConfiguredSource]) -> None:
 def _check_source(key: str, source: ConfiguredSource) -> None:
     if source.path is not None and source.hub is not None:
         raise ConfigError(f"{key}.hub: expected a path or a hub dataset, got both ({source.path}, {source.hub})")
+    if source.hub_split is not None and source.path is not None:
+        raise ConfigError(f"{key}.hub_split: nothing reads it with a path ({source.path}); leave it out")
     labels = [reward.label for reward in source.rewards]
     for index, reward in enumerate(source.rewards):
         given = [name for name in ("task", "function", "url", "model") if getattr(reward, name) is not None]
@@ -154,5 +157,9 @@ def _check_source(key: str, source: ConfiguredSource) -> None:
             raise ConfigError(
                 f"{key}.rewards.{index}.name: two rewards are called '{reward.label}'; give one of them another name"
             )
+        defaults = RewardConfig()
+        for name, reader in (("parameters", "task"), ("device", "model"), ("batch_size", "model")):
+            if getattr(reward, reader) is None and getattr(reward, name) != getattr(defaults, name):
+                raise ConfigError(f"{key}.rewards.{index}.{name}: nothing reads it without {reader}; leave it out")
         if reward.url is not None and not reward.url.startswith(("http://", "https://")):
             raise ConfigError(f"{key}.rewards.{index}.url: expected http://... or https://..., got '{reward.url}'")

@@ -8,12 +8,14 @@ from areal_rloo.config.section import FiniteFloat, PositiveFloat, PositiveInt, P
 from areal_rloo.errors import ConfigError
 
 _READERS = {
-    "feedback": "multi_turn",
-    "success_reward": "multi_turn",
-    "turn_discount": "multi_turn",
-    "tools": "tool_use",
-    "python": "tool_use",
-    "num_agents": "agent",
+    "max_turns": ("multi_turn", "tool_use"),
+    "feedback": ("multi_turn",),
+    "success_reward": ("multi_turn",),
+    "turn_discount": ("multi_turn",),
+    "tools": ("tool_use",),
+    "python": ("tool_use",),
+    "num_agents": ("agent",),
+    "timeout_s": ("agent",),
 }
 BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
 
@@ -62,8 +64,12 @@ def validate_episode(episode: EpisodeConfig) -> None:
             f"type={episode.type}"
         )
     defaults = EpisodeConfig()
-    for key, reader in _READERS.items():
-        if episode.built_in and episode.type != reader and getattr(episode, key) != getattr(defaults, key):
+    for key, readers in _READERS.items():
+        if episode.built_in and episode.type not in readers and getattr(episode, key) != getattr(defaults, key):
             raise ConfigError(f"rollout.episode.{key}: nothing reads it with type={episode.type}; leave it out")
+    if episode.type == "tool_use" and "python" not in episode.tools and episode.python != defaults.python:
+        raise ConfigError(
+            f"rollout.episode.python: nothing reads it with tools={list(episode.tools)}; leave it out, or add python"
+        )
     if len(set(episode.tools)) != len(episode.tools) or not episode.tools:
         raise ConfigError(f"rollout.episode.tools: expected different tools, at least one, got {list(episode.tools)}")

@@ -154,7 +154,7 @@ class TelemetryConfig(Section, frozen=True):
     metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
-    # Written to trajectories.jsonl, some 25 bytes a token, and beside them every dropped one; 0: none at all.
+    # Written to trajectories.jsonl, some 25 bytes a token, and beside them the last 256 dropped ones; 0: none at all.
     trajectories_per_step: NonNegativeInt = 16
 
 

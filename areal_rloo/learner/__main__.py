@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_function, load_config
-from areal_rloo.errors import ModelError
+from areal_rloo.errors import CheckpointError, ModelError
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
 from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
@@ -88,7 +88,7 @@ def _run(config: Config, arguments: Arguments) -> int:
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
-        ledger, totals, policy_version = _restore(restored, train_step, stream)
+        ledger, totals, policy_version = _restore(config, restored, train_step, stream)
     registry = CollectorRegistry()
     reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
     evaluation = Evaluation(_eval_sets(config, tokenize), reporter.evaluation)
@@ -100,6 +100,7 @@ def _run(config: Config, arguments: Arguments) -> int:
         evaluation=evaluation,
         policy_version=policy_version,
         group_filter=_group_filter(config),
+        num_truncated=lambda: tokenize.num_truncated,
     )
     broadcaster = _broadcaster(config, arguments, train_step, intake)
     if policy_version > 0:
@@ -196,8 +197,13 @@ def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChanne
 def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     sets = []
     for source, settings in zip(load_eval(config.data, seed=config.run.seed), config.data.eval_sources, strict=True):
+        num_truncated = tokenize.num_truncated
         tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
         prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]
+        if tokenize.num_truncated > num_truncated:
+            logger.warning(
+                "evaluation on %s cuts %d prompts to their end", source.label, tokenize.num_truncated - num_truncated
+            )
         if len(prompts) < len(tokenized):
             num_filtered = len(tokenized) - len(prompts)
             logger.warning(
@@ -211,9 +217,14 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
 
 
 def _restore(
-    restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
+    config: Config, restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
 ) -> tuple[Ledger, Totals, int]:
     path, state = restored
+    if state.seed != config.run.seed:
+        raise CheckpointError(
+            f"run.seed: expected {state.seed}, with which {path} was made, got {config.run.seed}; another seed has "
+            "another order of prompts"
+        )
     optimizer = load_optimizer(path)
     train_step.optimizer.load_state_dict(optimizer["optimizer"])
     train_step.schedule.load_state_dict(optimizer["schedule"])

@@ -45,6 +45,12 @@ class Totals(msgspec.Struct):
     rollout_idle_s: float = 0.0
 
 
+class _Format(msgspec.Struct, frozen=True):
+    """What states of all formats have."""
+
+    format: int
+
+
 class LearnerState(msgspec.Struct, frozen=True):
     """What is neither weights nor optimizer. Buffered trajectories are kept as they travel on the wire."""
 
@@ -142,10 +148,14 @@ class Checkpoints:
             if not _holds(folder):
                 logger.error("checkpoint %s is damaged; trying the one before", folder)
                 continue
-            state = msgspec.msgpack.decode((folder / "state.msgpack").read_bytes(), type=LearnerState)
-            if state.format != _FORMAT:
-                raise CheckpointError(f"{folder}: format {state.format}, this version reads {_FORMAT}")
-            return folder, state
+            encoded = (folder / "state.msgpack").read_bytes()
+            found = msgspec.msgpack.decode(encoded, type=_Format).format
+            if found != _FORMAT:
+                raise CheckpointError(
+                    f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote it, "
+                    "or start anew without --resume"
+                )
+            return folder, msgspec.msgpack.decode(encoded, type=LearnerState)
         if whole:
             raise CheckpointError(f"{self._folder}: no checkpoint is whole; start anew without --resume")
         return None

@@ -25,7 +25,7 @@ from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.messages import Lease
 
-_RIGHT = 1.0  # least reward of a right sample
+_RIGHT = 1.0 - 1e-9  # least reward of a right sample; a weighted sum may miss 1 by its rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class Evaluation:
         for (group_id, _), result in progress.results.items():
             by_prompt.setdefault(group_id, []).append(result)
         many = progress.chosen.num_samples > 1
+        voted = many and any(result.answer is not None for result in results)
         return EvalRecord(
             name=progress.chosen.label,
             policy_version=min(progress.versions, default=self._version),
@@ -154,7 +155,7 @@ class Evaluation:
             num_prompts=len(by_prompt),
             num_samples=progress.chosen.num_samples,
             pass_share=_mean([_passes(samples) for samples in by_prompt.values()]) if many else math.nan,
-            majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if many else math.nan,
+            majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if voted else math.nan,
             completion_tokens_mean=_mean([result.num_tokens for result in results]),
             wall_s=time.monotonic() - self._started_s,
         )
@@ -178,10 +179,9 @@ def _passes(samples: Sequence[_Result]) -> float:
 
 
 def _majority(samples: Sequence[_Result]) -> float:
-    """NaN where no sample has a final answer that could be counted, though one of them is right."""
     votes = Counter(sample.answer for sample in samples if sample.answer is not None)
     if not votes:
-        return math.nan if _passes(samples) else 0.0
+        return 0.0
     most = max(votes.values())
     among = [sample for sample in samples if sample.answer is not None and votes[sample.answer] == most]
     return _mean([float(sample.reward >= _RIGHT) for sample in among])

@@ -63,6 +63,7 @@ class IntakeStatistics:
     rollout_idle_s: float
     generated_tokens: int
     filtered_prompts: int
+    truncated_prompts: int
 
 
 class Intake:
@@ -78,8 +79,10 @@ class Intake:
         evaluation: Evaluation,
         policy_version: int,
         group_filter: Callable[[Group], bool] | None = None,
+        num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
+        self._num_truncated = num_truncated  # prompts cut to their end so far
         self._make_channel = channel
         self._ledger = ledger
         self._stream = stream
@@ -362,6 +365,7 @@ class Intake:
             rollout_idle_s=self._workers.idle_s,
             generated_tokens=self._workers.generated_tokens,
             filtered_prompts=self._stream.num_filtered,
+            truncated_prompts=self._num_truncated(),
         )
 
     def _set_draining(self) -> None:

@@ -94,6 +94,7 @@ class Leasing:
             admitted=self._ledger.admitted_groups,
             dropped=self._ledger.dropped_groups,
         )
+        self.exhausted = self.exhausted and self._stream.num_returned == 0
         if limit <= 0 or self.exhausted:
             return
         free_samples -= sum(len(indices) for _, indices in self._ledger.waiting())

@@ -11,6 +11,7 @@ all there is to keep. Without weights the shares are the sizes, and all passes e
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -45,7 +46,7 @@ class Prompt:
 class PromptStreamState(msgspec.Struct, frozen=True):
     """Where a stream stands: what a checkpoint keeps. `returned` holds (epoch, item_index) pairs."""
 
-    sizes: list[int]  # of the sources, so that others are noticed
+    sources: list[str]  # what they are, so that others are noticed
     taken: list[int]  # items handed out or passed over, by source
     returned: list[tuple[int, int]]
     num_filtered: int
@@ -73,7 +74,10 @@ class PromptStream:
         """
         if self._returned:
             return self.prompt(*self._returned.pop(0))
-        for _ in range(2 * self._num_items):
+        # Until all of each source was tried in vain, however rarely its turn comes: the rest of a pass, and nearly all
+        # of the next.
+        last = [source.num_taken + 2 * len(source.items) for source in self._sources]
+        while any(source.num_taken < end for source, end in zip(self._sources, last, strict=True)):
             if self._ended():
                 if self._num_filtered < sum(source.num_taken for source in self._sources):
                     return None
@@ -93,10 +97,22 @@ class PromptStream:
         self._returned.append((epoch, item_index))
 
     def prompt(self, epoch: int, item_index: int) -> Prompt:
-        """The prompt at a place in the data that was handed out once."""
+        """The prompt at a place in the data that was handed out once.
+
+        Raises:
+            DataError: it is too long by now.
+        """
         prompt = self._tokenized(epoch, item_index)
-        assert prompt is not None, f"item {item_index} was too long to be handed out"
+        if prompt is None:
+            raise DataError(
+                "data.max_prompt_tokens: a prompt that the checkpoint holds is longer; resume with what the run had"
+            )
         return prompt
+
+    @property
+    def num_returned(self) -> int:
+        """Prompts that came back and wait to be handed out again."""
+        return len(self._returned)
 
     @property
     def num_filtered(self) -> int:
@@ -105,7 +121,7 @@ class PromptStream:
 
     def state(self) -> PromptStreamState:
         taken = [source.num_taken for source in self._sources]
-        return PromptStreamState(self._sizes(), taken, list(self._returned), self._num_filtered)
+        return PromptStreamState(self._described(), taken, list(self._returned), self._num_filtered)
 
     def restore(self, state: PromptStreamState) -> None:
         """Go on from a checkpoint.
@@ -113,17 +129,17 @@ class PromptStream:
         Raises:
             DataError: it was made with other sources.
         """
-        if state.sizes != self._sizes():
+        if state.sources != self._described():
             raise DataError(
-                f"data.train: the checkpoint was made with sources of {state.sizes} items, got {self._sizes()}; resume "
-                "with the config and the data it was made with"
+                f"data.train: the checkpoint was made with {', '.join(state.sources)}; got "
+                f"{', '.join(self._described())}; resume with the config and the data it was made with"
             )
         for source, taken in zip(self._sources, state.taken, strict=True):
             source.num_taken = taken
         self._returned, self._num_filtered = list(state.returned), state.num_filtered
 
-    def _sizes(self) -> list[int]:
-        return [len(source.items) for source in self._sources]
+    def _described(self) -> list[str]:
+        return [source.description for source in self._sources]
 
     def _ended(self) -> bool:
         return self._num_epochs is not None and all(s.num_passes >= self._num_epochs for s in self._sources)
@@ -145,6 +161,9 @@ class _Passes:
 
     def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
         self.items = source.items
+        looked_at = [source.items[at].text for at in (0, len(source.items) // 2, len(source.items) - 1)]
+        digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
+        self.description = f"{source.label} ({len(source.items)} items, {digest:08x})"
         self.first = first  # number of its first item among those of all sources
         self.share = Fraction(len(source.items) if source.weight is None else source.weight)
         self.num_taken = 0
@@ -170,6 +189,7 @@ class Tokenizer:
     def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
         self._chat = chat
         self._data = data
+        self.num_truncated = 0  # prompts cut to their end so far
 
     def __call__(self, item: Item) -> tuple[int, ...] | None:
         """Token ids of the prompt; None for one to leave out.
@@ -185,6 +205,7 @@ class Tokenizer:
             case "filter":
                 return None
             case "truncate":
+                self.num_truncated += 1
                 return tokens[-most:]
             case "error":
                 raise DataError(

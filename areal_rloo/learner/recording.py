@@ -1,7 +1,8 @@
 """Writes single trajectories to trajectories.jsonl, for those who want to see what a run is made of.
 
-Of every step a few groups, spread over the batch, with what they were trained with; and every sample that was dropped
-meanwhile. The training thread calls it between two steps; a full disk costs records and nothing else.
+Of every step a few groups, spread over the batch, with what they were trained with; and the samples that were dropped
+meanwhile, the last few hundred of them. The training thread calls it between two steps; a full disk costs records and
+nothing else.
 """
 
 from __future__ import annotations

@@ -242,6 +242,7 @@ class Learner:
                 trained_tokens_per_s=result.num_tokens / elapsed_s,
                 num_workers=statistics.num_workers,
                 filtered_prompts=statistics.filtered_prompts,
+                truncated_prompts=statistics.truncated_prompts,
                 ledger=statistics.ledger,
                 **batch_numbers(batch),
                 **step_numbers(result),

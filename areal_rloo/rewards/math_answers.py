@@ -21,6 +21,10 @@ _MOST_CHARACTERS = 2_000  # of an answer; what is longer was not asked for
 _DIGITS = 12  # to which decimals have to agree
 _CONFIG = (LatexExtractionConfig(), ExprExtractionConfig())
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textit)\s*\{([^{}]*)\}")
+_BETWEEN_ANSWERS = (
+    *("$", r"\\", r"\to", r"\implies", r"\iff", r"\equiv", r"\approx", r"\sim", r"\neq", r"\cong", r"\text{or}"),
+    *(r"\rightarrow", r"\Rightarrow", r"\longrightarrow", r"\mapsto", r"\leftrightarrow", r"\text{ or }", r"\lor", "≈"),
+)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]+")
 
 for _name in ("math_verify.parser", "math_verify.grader"):
@@ -72,7 +76,14 @@ def answer_key(completion_text: str) -> str | None:
 
 
 def _claims_something_else(answer: str, gold: str) -> bool:
-    """An equation between two numbers is a claim and no answer, unless equations were asked for."""
+    """Several answers are none, and an equation between two numbers is a claim, unless the gold answer is of that kind.
+
+    What stands on either side of such a mark would be read as the answer by itself, and one of them may well be right.
+    """
+    if any(mark in answer and mark not in gold for mark in _BETWEEN_ANSWERS) or answer.count("=") > max(
+        1, gold.count("=")
+    ):
+        return True
     left, equals, _ = answer.partition("=")
     return bool(equals) and "=" not in gold and bool(re.search(r"\d", left)) and not re.search(r"[A-Za-z]", left)
 

@@ -26,6 +26,8 @@ from areal_rloo.errors import ModelError, RewardError, described
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
 from areal_rloo.rewards.values import read_worth
 
+_JOIN_S = 5.0  # that a batch under way has to end
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
@@ -76,9 +78,9 @@ class RewardModel:
         return WorkStatistics(busy_s=self._busy_s)
 
     def close(self) -> None:
-        """End the thread, after the batch it is at."""
+        """End the thread, after the batch it is at; a pass that hangs ends with the process."""
         self._waiting.put(None)
-        self._thread.join()
+        self._thread.join(_JOIN_S)
 
     def _ids(self, request: RewardRequest) -> list[int]:
         prompt = request.item.prompt

@@ -124,7 +124,7 @@ async def _all(parts: Sequence[Awaitable[Worth]]) -> list[Worth]:
 
 def _summed(parts: Sequence[Part], worths: Sequence[Worth]) -> Scored:
     adding = [(part, worth) for part, worth in zip(parts, worths, strict=True) if part.label is not None]
-    reward = sum(part.weight * worth.reward for part, worth in adding)
+    reward = math.fsum(part.weight * worth.reward for part, worth in adding)  # weights that add up to 1 give 1
     tokens = _added([(part.weight, worth.token_rewards) for part, worth in adding])
     turns = _added([(part.weight, worth.turn_rewards) for part, worth in adding])
     for number in (reward, *(tokens or ()), *(turns or ())):

@@ -17,7 +17,6 @@ import asyncio
 import inspect
 import math
 import threading
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config, import_function
-from areal_rloo.errors import EpisodeError
+from areal_rloo.errors import EpisodeError, described
 from areal_rloo.rewards.request import Scored
 from areal_rloo.rollout.chat_server import MODEL, ChatServer, ChatStatistics
 from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
@@ -220,7 +219,7 @@ def _outcome(function: Callable[..., object], arguments: dict[str, object]) -> _
     try:
         return _Outcome(function(**arguments))
     except BaseException as error:  # noqa: BLE001 - the user's code; `sys.exit` in it ends its sample alone
-        return _Outcome(crash="".join(traceback.format_exception(error)))
+        return _Outcome(crash=described(error))
 
 
 async def _outcome_of_coroutine(function: Callable[..., Any], arguments: dict[str, object]) -> _Outcome:
@@ -229,7 +228,7 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: dict[st
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        return _Outcome(crash="".join(traceback.format_exception(error)))
+        return _Outcome(crash=described(error))
 
 
 def _messages(item: Item) -> list[dict[str, str]]:

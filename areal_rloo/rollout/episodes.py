@@ -43,11 +43,14 @@ def serving(episode: Episode) -> AbstractAsyncContextManager[object]:
     return episode if isinstance(episode, AbstractAsyncContextManager) else contextlib.nullcontext()
 
 
+_ROUNDING = 1e-9  # by which a weighted sum of parts may miss what it should be
+
+
 class MultiTurn:
     """The policy tries again while a verifier says that it is wrong.
 
-    The verifier is the source's reward. The sample's reward is that of the last turn, times `turn_discount` for each
-    turn before it.
+    The verifier is the source's reward. The sample's reward is that of the last turn, in training times `turn_discount`
+    for each turn before it; an evaluation wants to know whether it was right.
     """
 
     def __init__(self, config: Config) -> None:
@@ -66,8 +69,8 @@ class MultiTurn:
             if conversation.num_completion_tokens + len(said) >= engine.max_new_tokens:
                 break
             conversation.add_others(said)
-        discounted = msgspec.structs.replace(scored, reward=scored.reward * self._settings.turn_discount**turn)
-        return [conversation.trajectory(sample, discounted)]
+        discount = self._settings.turn_discount**turn if sample.purpose == "train" else 1.0
+        return [conversation.trajectory(sample, msgspec.structs.replace(scored, reward=scored.reward * discount))]
 
     def _ends(self, conversation: Conversation, scored: Scored) -> bool:
-        return scored.reward >= self._settings.success_reward or conversation.last.finish_reason != "stop"
+        return scored.reward >= self._settings.success_reward - _ROUNDING or conversation.last.finish_reason != "stop"

@@ -13,7 +13,7 @@ import msgspec
 
 from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
 from areal_rloo.errors import EngineError, EpisodeError
-from areal_rloo.trajectory import Completion, SampleId
+from areal_rloo.trajectory import Completion
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the turns of a sample, and turns of others, draw other numbers
 
@@ -68,7 +68,7 @@ class SampleEngine:
     def __init__(
         self,
         turns: Turns,
-        sample_id: SampleId,
+        name: str,
         sampling: SamplingParameters,
         *,
         min_version: int,
@@ -76,7 +76,7 @@ class SampleEngine:
         max_turn_tokens: int | None,
     ) -> None:
         self._turns = turns
-        self._sample_id = sample_id
+        self._name = name  # of the episode, unlike those of the sample's other leases
         self._sampling = sampling
         self._min_version = min_version
         self._pinned = pinned
@@ -94,10 +94,9 @@ class SampleEngine:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
         turn = self._num_turns
         self._num_turns += 1
-        group_id, sample_index = self._sample_id
         sampling = self._sampling
         request = GenerationRequest(
-            request_id=f"{group_id}/{sample_index}/{turn}",
+            request_id=f"{self._name}/{turn}",
             prompt_tokens=tuple(tokens),
             sampling=_limited(sampling, room, turn),
             min_version=self._min_version,

@@ -10,13 +10,14 @@ when too much is unacknowledged, and then capacity is not given back, and leases
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, SamplingParameters
-from areal_rloo.errors import ArealRlooError, EpisodeError, SampleError, described, shortened
+from areal_rloo.errors import ArealRlooError, DecodeError, EpisodeError, SampleError, described, shortened
 from areal_rloo.rollout.episode import Episode, Rewards, Sample
 from areal_rloo.rollout.turns import SampleEngine, Turns
 from areal_rloo.tasks.chat import ChatFormat
@@ -24,6 +25,8 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
+from areal_rloo.wire.codec import decode_worker, encode
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Abort,
     Drain,
@@ -36,6 +39,7 @@ from areal_rloo.wire.messages import (
     Leases,
     Refusal,
     SampleFailed,
+    TrajectoryBatch,
     WeightsFailed,
     WeightsNotice,
     WeightsReceived,
@@ -75,6 +79,8 @@ class RolloutWorker:
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._receiver: Receiver | None = None
         self._held: dict[SampleId, asyncio.Task[None]] = {}
+        self._num_episodes = 0
+        self._limits = Limits(max_message_bytes=config.wire.max_message_bytes)
         self._lease_sequence = 0
         self._learner_id: str | None = None
         self._rewards = rewards
@@ -142,7 +148,7 @@ class RolloutWorker:
                 await self._channel.resend_unacknowledged()
             case Abort():
                 for sample_id in self._held.keys() & set(message.sample_ids):
-                    self._held[sample_id].cancel()
+                    self._held.pop(sample_id).cancel()  # the same message's neighbour may lease it again
             case Drain():
                 logger.info("the learner says drain")
                 self._stopped.set()
@@ -191,17 +197,23 @@ class RolloutWorker:
     async def _run_episode(self, lease: Lease, index: int) -> None:
         """Run the episode of a sample and push what it gives, or say why it gives nothing."""
         sample = Sample((lease.group_id, index), lease.purpose, lease.item, lease.prompt_tokens)
+        self._num_episodes += 1
         engine = SampleEngine(
             self._turns,
-            sample.sample_id,
+            f"{lease.group_id}/{index}/{self._num_episodes}",
             self._sampling(lease, index),
             min_version=lease.min_version,
             pinned=lease.purpose == "eval",
             max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
         )
         try:
-            trajectories = await self._episode.run(sample, engine, self._rewards, self._chat)
-            check_trajectories(sample, trajectories)
+            given = await self._episode.run(sample, engine, self._rewards, self._chat)
+            trajectories = checked_trajectories(sample, given, self._limits)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # by this worker: nobody wants the sample
+            await self._failed(sample.sample_id, EpisodeError("episode_error", "the episode cancelled itself"))
         except SampleError as failure:
             await self._failed(sample.sample_id, failure)
         except ArealRlooError:
@@ -213,7 +225,8 @@ class RolloutWorker:
 
     def _ended(self, sample_id: SampleId, task: asyncio.Task[None]) -> None:
         """An episode is over, or was not wanted; what is no fault of its sample is this worker's end."""
-        self._held.pop(sample_id, None)
+        if self._held.get(sample_id) is task:
+            del self._held[sample_id]
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
             self._stopped.set()
@@ -252,22 +265,33 @@ class RolloutWorker:
             asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
 
 
-def check_trajectories(sample: Sample, trajectories: Sequence[Trajectory]) -> None:
-    """An episode may be the user's code: what it gives is as the learner wants it, or its sample is dropped.
+def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:
+    """An episode may be the user's code: what it gives is as the learner will read it, or its sample is dropped.
 
     Raises:
-        EpisodeError: it gives nothing, something of another sample, or rewards that differ or are no numbers.
+        EpisodeError: it gives nothing, something of another sample, rewards that differ, or what cannot be sent.
     """
     if not trajectories:
         raise EpisodeError("episode_error", "expected at least one trajectory, got none")
-    for trajectory in trajectories:
+    try:
+        plain = tuple(_with_plain_numbers(trajectory) for trajectory in trajectories)
+        batch = decode_worker(encode(TrajectoryBatch("", 0, plain)), limits)
+    except (DecodeError, TypeError, ValueError, AttributeError) as error:
+        raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
+    assert isinstance(batch, TrajectoryBatch), "what was encoded"
+    for trajectory in batch.trajectories:
         if trajectory.sample_id != sample.sample_id:
             raise EpisodeError(
                 "episode_error",
                 f"expected trajectories of sample {sample.sample_id}, got one of {trajectory.sample_id}",
             )
-        if len(trajectory.completion.tokens) == 0 or len(trajectory.prompt_tokens) == 0:
-            raise EpisodeError("episode_error", "expected a prompt and a completion of at least one token each")
-        if not math.isfinite(trajectory.reward) or trajectory.reward != trajectories[0].reward:
-            rewards = [one.reward for one in trajectories]
-            raise EpisodeError("episode_error", f"expected one finite reward for all trajectories, got {rewards}")
+        if trajectory.reward != plain[0].reward:
+            rewards = [one.reward for one in plain]
+            raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")
+    return plain
+
+
+def _with_plain_numbers(trajectory: Trajectory) -> Trajectory:
+    """Rewards as floats of Python, whatever library computed them."""
+    parts = {name: float(value) for name, value in trajectory.reward_parts.items()}
+    return msgspec.structs.replace(trajectory, reward=float(trajectory.reward), reward_parts=parts)

@@ -49,6 +49,9 @@ class ChatFormat:
         self._system_prompt = data.system_prompt
         self._tools = list(tools)
         self.uses_template = has_template if data.chat_template is None else data.chat_template
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        if self._tools:  # a template that cannot write a result says so now, and not in the first turn
+            self.between([Message("tool", "0")], last_token=int(tokenizer.eos_token_id))
 
     def prompt(self, item: Item) -> tuple[int, ...]:
         """Token ids of an item's prompt, up to where the policy goes on."""
@@ -72,7 +75,8 @@ class ChatFormat:
         if self.uses_template:
             stand_ins = (Message("user", "."), Message("assistant", _MARK))
             text = self._rendered((*stand_ins, *messages), self._tools).partition(_MARK)[2]
-            text = text.removeprefix(str(self._tokenizer.decode([last_token])))
+            if last_token in self._special_ids:  # a turn that was cut has no end that could be there twice
+                text = text.removeprefix(str(self._tokenizer.decode([last_token])))
         else:
             text = "\n" + "".join(_plain_message(message) for message in messages)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

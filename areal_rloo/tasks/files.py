@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_rloo.errors import DataError
 
 _MOST_LINE_BYTES = 64 * 2**20  # a longer line is a file that lost its line breaks
@@ -36,6 +38,10 @@ def read_rows(path: str, fields: Mapping[str, str] | None = None) -> Iterator[Lo
             raise DataError(f"{where}: expected an object, got {type(found).__name__}")
         empty = False
         row = renamed(found, fields or {}, where)
+        try:
+            msgspec.msgpack.encode(row)  # as it will travel to the rollout workers
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{where}: a field cannot be sent to a rollout worker: {error}") from error
         if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
             raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
         yield where, row
@@ -97,14 +103,14 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 yield where, json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not valid JSON: {error}") from error
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(

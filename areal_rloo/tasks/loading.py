@@ -42,8 +42,8 @@ def load_train(data: DataConfig, *, seed: int) -> list[Source]:
     """
     seen: set[str] = set()
     if data.deduplicate:
-        for evaluation in load_eval(data, seed=seed):
-            seen |= {_bare(item) for item in evaluation.items}
+        for held_out in eval_sources(data):  # all of it, also where only the first prompts are measured
+            seen |= {_bare(item) for item in make_task(held_out, seed=seed).items("eval")}
     sources = []
     for config in data.train_sources:
         items, examples = _items_and_examples(config, data, "train", seed)

@@ -40,7 +40,8 @@ class RowsTask(Task):
 
 
 def _item(row: Row, where: str) -> Item:
-    prompt, answer = row.get("prompt"), row.get("answer", "")
+    prompt = row.get("prompt")
+    answer = "" if row.get("answer") is None else row["answer"]
     if isinstance(prompt, list):
         try:
             messages = msgspec.convert(prompt, tuple[Message, ...])

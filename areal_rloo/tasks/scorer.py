@@ -108,7 +108,9 @@ def _scorer(part: RewardPart, settings: ScorerSettings) -> Callable[[RewardReque
 def task_source(part: RewardPart) -> ConfiguredSource:
     """The source that the task of a part is made with: its own where it is the source's task, with its parameters."""
     assert part.config.task is not None, "a part that is a task"
-    return part.source if part.config.task == part.source.task else type(part.source)(task=part.config.task)
+    if part.config.task == part.source.task:
+        return part.source
+    return type(part.source)(task=part.config.task, parameters=part.config.parameters)
 
 
 def _final_answer(task: Task) -> Callable[[RewardRequest], Worth]:

@@ -86,6 +86,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     trained_tokens_per_s: float  # since the previous record
     num_workers: int  # alive
     filtered_prompts: int  # left out for their length, since the start
+    truncated_prompts: int  # cut to their end, since this process began, evaluation included
     ledger: LedgerCounts
 
 

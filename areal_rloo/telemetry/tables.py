@@ -35,6 +35,7 @@ TRAIN = {
     "skipped_steps": Metric("skipped_steps_total", "Optimizer steps skipped because something was not finite"),
     "failed_checkpoints": Metric("failed_checkpoints_total", "Checkpoints that could not be written"),
     "filtered_prompts": Metric("filtered_prompts_total", "Prompts left out for their length"),
+    "truncated_prompts": Metric("truncated_prompts_total", "Prompts cut to their end for their length"),
     "policy_version": Metric("policy_version", "Version of the weights published last"),
     "num_workers": Metric("rollout_workers", "Rollout workers alive"),
     "loss": Metric("loss", "Loss of the last train step"),

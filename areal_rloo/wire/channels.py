@@ -186,7 +186,13 @@ class WorkerChannel:
         self._sender = asyncio.get_running_loop().create_task(self._send_ready())
 
     async def send(self, message: WorkerMessage) -> None:
-        """Send any message but trajectories; waits while the socket's queue is full."""
+        """Send any message but trajectories; waits while the socket's queue is full.
+
+        Raises:
+            Exception: what ended the sending of trajectories; nothing more would leave.
+        """
+        if self._sender.done() and not self._sender.cancelled():
+            self._sender.result()
         frames = encode(message)
         self._counts["out"] += 1
         self._counts["bytes_out"] += sum(map(len, frames))

@@ -110,11 +110,19 @@ def test_multi_turn(tmp_path: Path) -> None:
 
 def test_tool_use(tmp_path: Path) -> None:
     run("tool_use.py", f"run.folder={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}",
-        "--demonstrations=20", "learner.num_train_steps=2", "learner.groups_per_step=2", "algorithm.group_size=4",
+        "--demonstrations=150", "learner.num_train_steps=2", "learner.groups_per_step=2", "algorithm.group_size=4",
         "data.eval.num_prompts=2",
     )  # fmt: skip
     assert len(records(tmp_path / "run")) == 2
-    assert all("calculator(expression)" in t.prompt for t in trajectories(tmp_path / "run"))
+    written = trajectories(tmp_path / "run")
+    assert all("calculator(expression)" in t.prompt for t in written)
+    called = [t for t in written if t.spans]
+    assert called, "after so many demonstrations it calls, if not always rightly"
+    for trajectory in called:
+        tokens = list(trajectory.tokens())
+        by_policy, by_others = ("".join(t.text for t in tokens if t.by_policy == whose) for whose in (True, False))
+        assert "<tool_call>" in by_policy and "<tool_response>" not in by_policy
+        assert "<tool_response>" in by_others
 
 
 def test_openai_agent(tmp_path: Path) -> None:

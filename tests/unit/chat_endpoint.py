@@ -145,7 +145,7 @@ def a_sample(group_id: int, item: Item | None = None) -> Sample:
 
 def sample_engine(turns: Turns, group_id: int, *, max_new_tokens: int = 600) -> SampleEngine:
     sampling = SamplingParameters(max_new_tokens=max_new_tokens, seed=group_id, stop_token_ids=STOPS)
-    return SampleEngine(turns, (group_id, 0), sampling, min_version=0, pinned=False, max_turn_tokens=8)
+    return SampleEngine(turns, f"{group_id}/0", sampling, min_version=0, pinned=False, max_turn_tokens=8)
 
 
 class Endpoint:

@@ -99,6 +99,7 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         trained_tokens_per_s=50.0,
         num_workers=2,
         filtered_prompts=0,
+        truncated_prompts=0,
         ledger=ledger_counts,
     )
 

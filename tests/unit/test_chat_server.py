@@ -69,7 +69,8 @@ def test_tool_calls_go_to_the_agent_and_come_back_as_one_trajectory(folder: Path
         text = tokenizer.decode(trajectory.completion.tokens.tolist())
         assert text.startswith(called + "<eos>\n")
         assert text.count("<tool_response>") == 1
-        assert "add(" in tokenizer.decode(trajectory.prompt_tokens.tolist())
+        prompt = tokenizer.decode(trajectory.prompt_tokens.tolist())
+        assert "add()" in prompt or '"add"' in prompt  # as the plain format or the template names it
 
     asyncio.run(run())
 

@@ -12,7 +12,15 @@ from transformers import PreTrainedModel
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, capture, load_optimizer, restore_ledger
+from areal_rloo.learner.checkpoint import (
+    Checkpoints,
+    LearnerState,
+    Totals,
+    _seal,
+    capture,
+    load_optimizer,
+    restore_ledger,
+)
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.learner.train_step import TrainStep
@@ -143,3 +151,13 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_whole(tmp_path: Path, 
     assert newest is not None
     assert newest[0].name == "step-000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_checkpoint_of_another_format_is_named_with_what_to_do(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    folder = _save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3)
+    assert folder is not None
+    (folder / "state.msgpack").write_bytes(msgspec.msgpack.encode({"format": 2, "stream": {"epoch": 0}}))
+    (folder / "checksums.json").unlink()
+    _seal(folder)
+    with pytest.raises(CheckpointError, match="format 2, this version reads 3; resume with the version that wrote it"):
+        Checkpoints(tmp_path, keep=2).load_newest()

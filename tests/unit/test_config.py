@@ -385,3 +385,30 @@ def test_the_resolved_config_is_complete(tmp_path: Path) -> None:
     text = dump_config(load_config("quickstart.yaml"))
     for section in msgspec.structs.fields(Config):
         assert f"\n{section.name}:" in f"\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("episode", "words"),
+    [
+        (
+            "{type: multi}",
+            "rollout.episode.type: expected one of single_turn, multi_turn, tool_use, agent, or module:Class",
+        ),
+        (
+            "{type: agent}",
+            "rollout.episode.agent: expected a function exactly with type=agent, got None with type=agent",
+        ),
+        ("{agent: 'a.py:b'}", "rollout.episode.agent: expected a function exactly with type=agent"),
+        ("{max_turns: 3}", "rollout.episode.max_turns: nothing reads it with type=single_turn; leave it out"),
+        ("{type: tool_use, feedback: no}", "rollout.episode.feedback"),
+        ("{type: multi_turn, timeout_s: 3}", "rollout.episode.timeout_s: nothing reads it with type=multi_turn"),
+        ("{type: tool_use, tools: []}", "rollout.episode.tools: expected different tools, at least one, got []"),
+        ("{type: tool_use, tools: [calculator, calculator]}", "rollout.episode.tools: expected different tools"),
+        ("{type: tool_use, tools: [abacus]}", "rollout.episode.tools"),
+        ("{type: tool_use, python: {cpu_s: 1}}", "rollout.episode.python: nothing reads it with tools=['calculator']"),
+    ],
+)
+def test_an_episode_that_cannot_be_is_refused_by_its_key(episode: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart.yaml", [f"rollout.episode={episode}"])
+    assert words in str(caught.value)

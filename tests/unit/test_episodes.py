@@ -15,7 +15,7 @@ from areal_rloo.algorithm.turns import written_by_policy
 from areal_rloo.config import Config, DataConfig, load_config
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.errors import EpisodeError
+from areal_rloo.errors import DataError, EpisodeError
 from areal_rloo.models.loading import load_tokenizer
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
@@ -71,7 +71,7 @@ def _engine_of(turns: Turns, number: int, config: Config, *, max_turn_tokens: in
     sampling = SamplingParameters(
         max_new_tokens=config.rollout.sampling.max_new_tokens, seed=number, stop_token_ids=(EOS, 40, 41, 42, 43)
     )
-    return SampleEngine(turns, (number, 0), sampling, min_version=0, pinned=False, max_turn_tokens=max_turn_tokens)
+    return SampleEngine(turns, f"{number}/0", sampling, min_version=0, pinned=False, max_turn_tokens=max_turn_tokens)
 
 
 @pytest.mark.parametrize("template", [None, CHAT_ML])
@@ -163,6 +163,35 @@ def test_a_verifier_that_is_content_ends_the_turns_and_each_turn_before_costs_it
         assert len(trajectory.completion.spans) == (2 * turns - 1 if turns > 1 else 0)
 
 
+def test_an_evaluation_wants_to_know_whether_the_last_turn_was_right(tiny_folders: dict[str, Path]) -> None:
+    config = _config("rollout.episode.type=multi_turn", "rollout.episode.turn_discount=0.5")
+    chat = ChatFormat(load_tokenizer(str(tiny_folders["qwen2"])), config.data)
+    sample = Sample((-1, 0), "eval", Item("?"), (5,))
+    run = make_episode(config).run(sample, _Scripted(chat, ["a", "b"]), _Rewards(0.0, 0.7 + 0.2 + 0.1), chat)
+    (trajectory,) = asyncio.run(run)
+    assert trajectory.reward == pytest.approx(1.0)
+    assert len(trajectory.completion.spans) == 3
+
+
+def test_a_template_that_cannot_write_a_result_says_so_before_the_first_turn() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{% endfor %}"
+    config = _config("rollout.episode.type=tool_use")
+    ChatFormat(tokenizer, config.data)
+    with pytest.raises(DataError, match=r"the model's template refuses the roles user, assistant, tool: no tools"):
+        ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode))
+
+
+def test_what_follows_a_turn_that_was_cut_begins_with_the_end_that_it_has_not() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = CHAT_ML
+    chat = ChatFormat(tokenizer, DataConfig())
+    after = [chat.between([Message("user", "go on")], last_token=token) for token in (EOS, *tokenizer.encode("<"))]
+    whole, cut = (str(tokenizer.decode(list(tokens))) for tokens in after)
+    assert whole == "\n<|im_start|>user\ngo on<eos>\n<|im_start|>assistant\n"
+    assert cut == "<eos>" + whole
+
+
 class _Scripted(TurnEngine):
     """An engine that says what it is told to, each text followed by the end of a turn, but for those that end in ~."""
 
@@ -219,6 +248,8 @@ def test_python_runs_where_it_is_a_tool_and_a_bad_call_is_answered_with_what_is_
     for call, said in (
         (program, "45"),
         ('{"name": "calculater", "arguments": {}}', "error: there is no tool 'calculater'; there are python"),
+        ('{"name": "\\ud83d", "arguments": {}}', "error: there is no tool '\\ud83d'; there are python"),
+        ('{"name": "python", "arguments": {"code": ' + "1" * 5000 + "}}", "error: the call is not valid JSON"),
         ("{", "error: the call is not valid JSON"),
         ("[1]", 'error: expected {"name"'),
         ("[" * 100_000, "error: the call is not valid JSON"),
@@ -332,7 +363,7 @@ def test_a_cancelled_episode_ends_what_it_asked_for(tiny_folders: dict[str, Path
     async def scenario() -> None:
         turns = Turns(engine, context_tokens=256)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
-        sample = SampleEngine(turns, (1, 0), sampling, min_version=99, pinned=False, max_turn_tokens=None)
+        sample = SampleEngine(turns, "1/0", sampling, min_version=99, pinned=False, max_turn_tokens=None)
         task = asyncio.create_task(sample.generate((5, 6)))
         await asyncio.sleep(0.05)
         task.cancel()

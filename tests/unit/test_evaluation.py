@@ -116,6 +116,17 @@ def test_pass_at_k_is_the_share_of_prompts_with_a_right_sample_and_maj_at_k_of_t
     assert record.majority_share == (1 + 0 + 0 + 0 + 0.5) / 5
 
 
+def test_a_weighted_sum_that_misses_one_by_its_rounding_is_right() -> None:
+    record = _measured([(0.7 + 0.2 + 0.1, "4"), (0.0, "5")])
+    assert 0.7 + 0.2 + 0.1 < 1
+    assert (record.pass_share, record.majority_share) == (1.0, 0.5)
+
+
+def test_a_right_sample_without_a_final_answer_is_no_majority_of_its_prompt_and_spoils_no_other() -> None:
+    record = _measured([(1.0, None), (0.0, None)], [(1.0, "4"), (1.0, "4")])
+    assert (record.pass_share, record.majority_share) == (1.0, 0.5)
+
+
 def test_without_final_answers_there_is_no_majority_and_with_one_sample_neither_share() -> None:
     record = _measured([(1.0, None), (0.0, None)])
     assert record.pass_share == 1.0

@@ -131,6 +131,24 @@ def test_every_item_of_math_500_and_svamp_is_read_with_its_answer(data_folder: P
         assert all(item.prompt and item.answer for item in items)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"41 \\ 42 \\ 43", "41 $ 42 $ 43", r"1 \to 43", r"41 \implies 43", r"1 \equiv 43", r"43 \approx 42", "x=1=2=43",
+        r"41 \text{ or } 43", r"41 \text{or} 43", r"1 \Rightarrow 43", "42 ≈ 43", "41, 42, 43", "41 or 43",
+        r"41 \iff 43", r"41 \rightarrow 43", "41; 43", r"\{41, 43\}", "41/43",
+    ],
+)  # fmt: skip
+def test_several_answers_in_one_box_are_none(answer: str) -> None:
+    assert math_reward(boxed(answer), "43") == 0.0
+
+
+@pytest.mark.parametrize("answer", [r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"x \equiv 2", "x=2", "1, 2"])
+def test_what_the_gold_answer_has_too_is_an_answer(answer: str) -> None:
+    assert math_reward(boxed(answer), answer) == 1.0
+    assert math_reward(boxed(answer.replace("2", "3")), answer) == 0.0
+
+
 def test_an_answer_that_never_ends_costs_its_deadline_and_no_other_answer(tmp_path: Path) -> None:
     """sympy would try to write 9^(9^(9^9)) down."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "?", "answer": "5"}) + "\n")

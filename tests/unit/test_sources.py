@@ -105,11 +105,27 @@ def test_sources_are_shuffled_apart_and_mixed_evenly() -> None:
     assert [text[0] for text in order[:10]].count("0") == 5
 
 
+def test_a_rare_source_is_waited_for_where_the_common_one_has_only_prompts_that_are_too_long() -> None:
+    sources = [Source("common", [Item("0")] * 2, 1000.0), Source("rare", [Item("1")] * 2, 1.0)]
+    stream = PromptStream(sources, lambda item: (1,) if item.text == "1" else None, seed=0, num_epochs=None)
+    assert [prompt.item.text for _ in range(3) if (prompt := stream.take()) is not None] == ["1"] * 3
+
+
+def test_a_prompt_that_became_too_long_for_a_resumed_run_is_told() -> None:
+    sources = [Source("all", [Item("a"), Item("b")])]
+    stream = PromptStream(sources, lambda item: None, seed=0, num_epochs=None)
+    with pytest.raises(DataError, match="a prompt that the checkpoint holds is longer; resume with what the run had"):
+        stream.prompt(0, 1)
+
+
 def test_a_checkpoint_of_other_data_is_refused() -> None:
+    same_size = [Source("s0", [Item(text) for text in "abc"]), Source("s1", [Item(text) for text in "abcd"])]
+    with pytest.raises(DataError, match="resume with the config and the data it was made with"):
+        PromptStream(same_size, lambda item: (1,), seed=0, num_epochs=1).restore(
+            _stream([3, 4], [None, None], num_epochs=1).state()
+        )
     state = _stream([3, 4], [None, None], num_epochs=1).state()
-    with pytest.raises(
-        DataError, match=r"data\.train: the checkpoint was made with sources of \[3, 4\] items, got \[3\]"
-    ):
+    with pytest.raises(DataError, match=r"the checkpoint was made with s0 \(3 items, \w+\), s1 \(4 items"):
         _stream([3], [None], num_epochs=1).restore(state)
 
 
@@ -128,6 +144,9 @@ def test_a_checkpoint_of_other_data_is_refused() -> None:
             "{rewards: [{task: math, model: m}]}",
             "data.train.rewards.0: expected exactly one of task, function, url, model, got task, model",
         ),
+        ("{rewards: [{task: math, device: cpu}]}", "rewards.0.device: nothing reads it without model; leave it out"),
+        ("{rewards: [{url: 'http://x', parameters: {a: 1}}]}", "rewards.0.parameters: nothing reads it without task"),
+        ("{path: a, hub_split: test}", "data.train.hub_split: nothing reads it with a path (a); leave it out"),
         (
             "{rewards: [{task: math}, {task: math}]}",
             "data.train.rewards.1.name: two rewards are called 'math'; give one of them another name",
@@ -173,6 +192,17 @@ def test_a_source_is_cut_to_its_first_prompts(tmp_path: Path) -> None:
     assert [item.text[0] for item in source.items] == ["a", "b"]
     (held,) = load_eval(data, seed=0)
     assert len(held.items) == 3
+
+
+def test_prompts_of_an_evaluation_set_are_found_whatever_is_shown_before_them_and_however_few_are_measured(
+    tmp_path: Path,
+) -> None:
+    train = _sums(tmp_path / "train.jsonl", *(f"q{number}" for number in range(8)))
+    held = _sums(tmp_path / "test.jsonl", "x", "q5", "q6", "q7")
+    evaluation = EvalSourceConfig(task="gsm8k", path=held, few_shot=FewShotConfig(num=2), num_prompts=1)
+    data = DataConfig(train=SourceConfig(task="gsm8k", path=train), eval=evaluation, deduplicate=True)
+    (source,) = load_train(data, seed=0)
+    assert [item.text[:2] for item in source.items] == ["q0", "q1", "q2", "q3", "q4"]
 
 
 def test_few_shot_examples_stand_before_every_prompt_and_are_no_prompts_themselves(tmp_path: Path) -> None:
@@ -249,6 +279,19 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, Any], wo
     with pytest.raises(DataError) as caught:
         make_task(SourceConfig(task="rows", path=path, rewards=MINE), seed=0).items("train")
     assert words in str(caught.value)
+
+
+def test_an_answer_that_is_null_is_none_at_all(tmp_path: Path) -> None:
+    path = _rows(tmp_path / "a.jsonl", {"prompt": "p", "answer": None})
+    (item,) = make_task(SourceConfig(task="rows", path=path, rewards=MINE), seed=0).items("train")
+    assert item.answer == ""
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, str(2**70), '"\\ud800"'])
+def test_a_value_that_cannot_travel_is_named_with_its_line_when_the_file_is_read(tmp_path: Path, value: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n{"prompt": "q", "x": ' + value + "}\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: "):
+        make_task(SourceConfig(task="rows", path=str(tmp_path / "a.jsonl"), rewards=MINE), seed=0).items("train")
 
 
 def test_two_rows_with_one_id_are_named_with_both_lines(tmp_path: Path) -> None:

@@ -300,3 +300,25 @@ def test_every_prompt_of_an_epoch_is_handed_out_once_and_a_checkpoint_goes_on_th
     assert rest[0] == taken[0]
     seen = Counter((p.epoch, p.item_index) for p in [*taken[1:], *rest] if p is not None)
     assert seen == Counter((epoch, index) for epoch in range(num_epochs) for index in range(7))
+
+
+def test_a_prompt_that_comes_back_after_the_last_one_was_handed_out_is_leased_again() -> None:
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda item: (1,), seed=0, num_epochs=1)
+    config = Config(
+        algorithm=AlgorithmConfig(group_size=2, stale_tokens="drop"),
+        learner=LearnerConfig(groups_per_step=1, num_train_steps=9),
+    )
+    ledger = Ledger()
+    buffer = Buffer(ledger, algorithm=config.algorithm, groups_per_step=1, give_back=stream.give_back)
+    evaluation = Evaluation([], lambda record: None)
+    leasing = Leasing(config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation, last_version=9)
+    workers = Workers()
+    worker, _ = workers.welcome(Hello("w", "1", 99, 0, ()), "w", now_s=0.0, policy_version=0)
+    ((_, first),) = leasing.grants([worker], 5)
+    assert (len(first.leases), leasing.exhausted) == (2, True)
+    ledger.drop_group(0, "stale")
+    stream.give_back(0, 0)
+    ((_, second),) = leasing.grants([worker], 5)
+    assert [lease.item.text for lease in second.leases] == ["a"]
+    assert leasing.grants([worker], 5) == []
+    assert leasing.exhausted

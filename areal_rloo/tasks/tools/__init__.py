@@ -71,7 +71,7 @@ _CALCULATOR = Tool(
 
 def _python(limits: SandboxLimits) -> Tool:
     # Time counts from a program's start: no more of them than cores, or they would time out for each other's sake.
-    turnstile = asyncio.Semaphore(os.cpu_count() or 1)
+    turnstile = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def run(code: str) -> str:
         async with turnstile:
@@ -95,8 +95,7 @@ def make_tools(episode: EpisodeConfig) -> dict[str, Tool]:
         return {}
     chosen = episode.python
     limits = SandboxLimits(cpu_s=chosen.cpu_s, wall_s=chosen.wall_s, memory_bytes=chosen.memory_bytes)
-    every = {tool.name: tool for tool in (_CALCULATOR, _python(limits))}
-    return {name: every[name] for name in episode.tools}
+    return {name: _CALCULATOR if name == "calculator" else _python(limits) for name in episode.tools}
 
 
 def tool_schemas(episode: EpisodeConfig) -> list[dict[str, object]]:

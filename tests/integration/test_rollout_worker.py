@@ -1,0 +1,175 @@
+"""One rollout worker against a learner's end of the wire, with the real engine: what becomes of its leases."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_rloo.config import load_config
+from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.rewards.request import RewardRequest, Scored
+from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
+from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Item, SampleId, Trajectory
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Abort, Drain, Goodbye, Hello, Lease, Leases, SampleFailed, TrajectoryBatch, Welcome
+
+LIMITS = Limits()
+
+
+class _Right:
+    """Everything is worth 1."""
+
+    async def score(self, request: RewardRequest) -> Scored:
+        return Scored(reward=1.0, parts={})
+
+
+class _Learner:
+    """The learner's end, as far as a test plays it."""
+
+    def __init__(self, channel: LearnerChannel) -> None:
+        self.channel = channel
+        self.peer = ""
+        self.finished: list[SampleId] = []
+        self.failed: list[SampleFailed] = []
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.peer, message = await self.channel.receive()
+            if isinstance(message, TrajectoryBatch):
+                self.finished += [trajectory.sample_id for trajectory in message.trajectories]
+                self.channel.acknowledge(self.peer, [message.batch_id])
+            elif isinstance(message, SampleFailed):
+                self.failed.append(message)
+            elif isinstance(message, Hello | Goodbye):
+                return
+
+    def lease(self, *, sequence: int, min_version: int = 0) -> None:
+        lease = Lease(7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), "train", min_version, 3)
+        self.channel.send(self.peer, Leases(sequence, (lease,)))
+
+
+def _play(folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]]) -> BaseException | None:
+    """Run a worker against the scenario; gives the error it ended with."""
+    config = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
+
+    async def main() -> BaseException | None:
+        learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
+        engine = EmbeddedEngine(
+            folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=8, context_tokens=config.context_tokens
+        )
+        channel = WorkerChannel(
+            f"tcp://127.0.0.1:{learner.channel.port}",
+            worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None,
+        )  # fmt: skip
+        rewards: Rewards = _Right()
+        worker = RolloutWorker(
+            config,
+            worker_id="w",
+            incarnation="1",
+            channel=channel,
+            engine=engine,
+            episode=episode,
+            rewards=rewards,
+            chat=ChatFormat(load_tokenizer(str(folder)), config.data),
+            stop_token_ids=(1,),
+        )
+        running = asyncio.create_task(worker.run())
+        try:
+            async with asyncio.timeout(60):
+                await learner.until(lambda: False)  # Hello
+                learner.channel.send(learner.peer, Welcome("learner", 0))
+                await scenario(learner)
+                learner.channel.send(learner.peer, Drain(abort_running=True))
+                await asyncio.wait([running])
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            engine.close()
+            await channel.close()
+            learner.channel.close()
+        return None if running.cancelled() else running.exception()
+
+    return asyncio.run(main())
+
+
+def test_samples_that_are_aborted_and_leased_again_in_one_go_are_generated(tiny_folders: dict[str, Path]) -> None:
+    """So it is for a worker that was taken for dead and comes back."""
+
+    async def scenario(learner: _Learner) -> None:
+        learner.lease(sequence=1, min_version=99)  # waits for weights that never come
+        await asyncio.sleep(0.3)
+        learner.channel.send(learner.peer, Abort(((7, 0), (7, 1))))
+        learner.lease(sequence=2)
+        await learner.until(lambda: len(learner.finished) == 2)
+        assert sorted(learner.finished) == [(7, 0), (7, 1)]
+        assert learner.failed == []
+
+    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario) is None
+
+
+class _Odd(SingleTurn):
+    """An episode of a user's: sample 0 goes wrong in a way of its own, sample 1 is as it should be."""
+
+    def __init__(self, wrong: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]]) -> None:
+        self._wrong = wrong
+
+    async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
+        trajectories = await super().run(sample, engine, rewards, chat)
+        return await self._wrong(trajectories) if sample.sample_id[1] == 0 else trajectories
+
+
+async def _cancelled(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    inner = asyncio.ensure_future(asyncio.sleep(100))
+    inner.cancel()
+    await inner
+    return trajectories
+
+
+async def _crashed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    raise KeyError("no such thing")
+
+
+async def _unsendable(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    trajectories[0].reward_parts["mine"] = np.datetime64("now")  # type: ignore[assignment]
+    return trajectories
+
+
+def test_an_episode_that_goes_wrong_drops_its_sample_with_a_reason_and_no_other(tiny_folders: dict[str, Path]) -> None:
+    for wrong, words in ((_cancelled, "cancelled itself"), (_crashed, "no such thing"), (_unsendable, "can be sent")):
+
+        async def scenario(learner: _Learner, words: str = words) -> None:
+            learner.lease(sequence=1)
+            await learner.until(lambda: len(learner.finished) == len(learner.failed) == 1)
+            assert learner.finished == [(7, 1)]
+            (failure,) = learner.failed
+            assert (failure.sample_index, failure.reason) == (0, "episode_error")
+            assert words in failure.detail
+
+        assert _play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
+
+
+def test_a_worker_that_can_send_no_more_ends_with_the_reason(tiny_folders: dict[str, Path]) -> None:
+    class Broken(SingleTurn):
+        async def run(
+            self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat
+        ) -> Sequence[Trajectory]:
+            channel = next(
+                one for one in asyncio.all_tasks() if "_send_ready" in str(one.get_coro())
+            )  # what sends trajectories
+            channel.get_coro().cr_frame.f_locals["self"]._ready.append(("not", "a sample"))  # type: ignore[union-attr]
+            return await super().run(sample, engine, rewards, chat)
+
+    async def scenario(learner: _Learner) -> None:
+        learner.lease(sequence=1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(learner.until(lambda: False), 2)
+
+    error = _play(tiny_folders["qwen2"], Broken(), scenario)
+    assert isinstance(error, AttributeError)
