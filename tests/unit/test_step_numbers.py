@@ -48,7 +48,7 @@ def test_together_with_the_loop_s_own_they_are_all_a_record_has() -> None:
     of_the_loop = {
         *("num_train_steps", "policy_version", "wall_s", "skipped_steps", "failed_checkpoints", "wait_s"),
         *("learner_idle_s", "rollout_idle_s", "generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s"),
-        *("num_workers", "ledger", "filtered_prompts"),
+        *("num_workers", "ledger", "filtered_prompts", "truncated_prompts"),
     }
     assert given | of_the_loop == {field.name for field in msgspec.structs.fields(TrainRecord)}
     assert not given & of_the_loop
