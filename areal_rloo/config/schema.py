@@ -201,6 +201,13 @@ class Config(Section, frozen=True):
         return -(-self.samples_per_step // self.rollout.num_workers)
 
     @property
+    def warm_starts(self) -> bool:
+        """Whether the tiny model is shown sums before it is trained: where a source is of sums, or may well be, as rows
+        and tasks of the user's own."""
+        sums = any(s.task in ("arithmetic", "rows") or ":" in s.task for s in self.data.train_sources)
+        return self.model.tiny.warm_start is not None and sums
+
+    @property
     def curve(self) -> bool:
         return self.wire.curve or not is_loopback(self.wire.host)
 

@@ -25,12 +25,14 @@ class Tally:
     rewards: float = 0.0
     num_trained: int = 0
     num_without_advantage: int = 0  # trained with nothing to learn from
+    num_generated: int = 0  # whose completion is known: a sample without a reward comes without it
     num_tokens: int = 0
     num_truncated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: TrajectoryRecord) -> None:
         self.number += 1
+        self.num_generated += record.num_tokens > 0
         self.num_tokens += record.num_tokens
         self.num_truncated += record.finish_reason == "length"
         if record.reward is not None:
@@ -69,8 +71,8 @@ def table(tallies: dict[int | str, Tally], by: By) -> Table:
             f"{tally.number:,}",
             "-" if tally.reward_mean is None else number(tally.reward_mean),
             _share(tally.num_without_advantage, tally.num_trained),
-            number(tally.num_tokens / tally.number),
-            _share(tally.num_truncated, tally.number),
+            number(tally.num_tokens / tally.num_generated) if tally.num_generated else "-",
+            _share(tally.num_truncated, tally.num_generated),
             _drops(tally),
         )
     return shown

@@ -135,7 +135,9 @@ class _LocalRun:
         """The model's path, and the seconds its warm start took."""
         if self._preparation is None:
             return self._config.model.path, 0.0
-        progress.say("preparing the tiny model (once; it is cached)")
+        progress.say("preparing the tiny model (the first time that takes a minute)")
+        if not self._config.warm_starts:
+            progress.say("the tiny model has random weights: it is shown sums before the training, and nothing else")
         self._supervisor.start(self._preparation)
         while (code := self._supervisor.exit_code("warm_start")) is None:
             if self._num_signals:
@@ -180,7 +182,9 @@ class _LocalRun:
         if code != 0:
             words = self._supervisor.last_words("learner")
             progress.say(f"the learner ended with code {code}. {words}".rstrip())
-            progress.say(f"logs: {self._folder / 'logs'}; go on from the newest checkpoint with --resume")
+            saved = any((self._folder / "checkpoints").glob("step-*"))
+            remedy = "; go on from the newest checkpoint with --resume" if saved and code != 2 else ""
+            progress.say(f"logs: {self._folder / 'logs'}{remedy}")
         return code if failure is None else failure
 
     def _tend(self, workers: list[str], progress: Progress) -> int | None:

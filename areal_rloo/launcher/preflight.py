@@ -119,6 +119,8 @@ def _check_model(key: str, path: str) -> None:
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if (folder / "model" / "config.json").is_file():
+            raise ModelError(f"{key}: {path}: this is a checkpoint; its model is {folder / 'model'}") from error
         raise ModelError(f"{key}: {path}: config.json cannot be read: {error}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{key}: {path}: no .safetensors file in it; expected a Hugging Face model folder")

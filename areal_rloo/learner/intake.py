@@ -262,6 +262,9 @@ class Intake:
         self._grant()
 
     def _welcome(self, peer: str, hello: Hello) -> None:
+        before = self._workers.alive.get(hello.worker_id)
+        if self._broadcaster is not None and before is not None and before.incarnation != hello.incarnation:
+            self._broadcaster.leave(hello.worker_id)  # what was offered to the process before it nobody will take
         worker, lost = self._workers.welcome(hello, peer, now_s=time.monotonic(), policy_version=self._policy_version)
         logger.info("%s is here with version %d (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
         self._leasing.lose(lost)

@@ -56,10 +56,9 @@ class PreparedModel(msgspec.Struct, frozen=True):
 def prepare_tiny_model(config: Config) -> PreparedModel:
     """The model of `model.tiny`, from the cache or made now; safe when two processes make it at once."""
     warm_start = config.model.tiny.warm_start
-    tasks = [source.task for source in config.data.train_sources]
-    # A task of the user's own may well build on arithmetic, as the examples do; the other built-in ones do not.
-    if warm_start is not None and not any(task == "arithmetic" or ":" in task for task in tasks):
-        logger.info("no demonstrations of %s: the tiny model keeps its random weights", ", ".join(tasks))
+    if not config.warm_starts:
+        tasks = ", ".join(source.task for source in config.data.train_sources)
+        logger.info("no demonstrations of %s: the tiny model keeps its random weights", tasks)
         warm_start = None
     recipe = msgspec.structs.replace(config.model.tiny, warm_start=warm_start)
     digest = hashlib.sha256(msgspec.json.encode((recipe, _RECIPE_VERSION))).hexdigest()[:16]

@@ -75,8 +75,15 @@ class Progress:
         return (
             f"step {train.num_train_steps}/{self._num_train_steps}  reward {train.reward_mean:.3f}  "
             f"eval {accuracy}  {train.trained_tokens_per_s:,.0f} tok/s  "
-            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  ETA {eta_s // 60}:{eta_s % 60:02d}"
+            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  {_dropped(train)}"
+            f"ETA {eta_s // 60}:{eta_s % 60:02d}"
         )
+
+
+def _dropped(train: TrainRecord) -> str:
+    """The share of samples that were dropped so far, where there are any."""
+    share = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
+    return f"dropped {100 * share:.0f} %  " if share >= 0.005 else ""
 
 
 def evaluation_line(record: EvalRecord) -> str:

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
@@ -16,9 +18,12 @@ from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases, SampleFailed
+from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases, SampleFailed, WeightsNotice
 
 LIMITS = Limits()
 
@@ -144,3 +149,37 @@ def test_rewards_that_all_fail_end_the_wait_for_a_batch_with_the_reason() -> Non
     waiting.join()
     intake.close()
     assert "the first: reward_error: ValueError: no" in str(raised[0])
+
+
+def test_a_worker_that_died_with_an_offer_in_its_hands_is_not_waited_for_once_it_is_back(tmp_path: Path) -> None:
+    intake = _intake()
+    port = intake.start()
+    manifest = build_manifest([("w", torch.zeros(8))], bucket_bytes=1000)
+    broadcaster = Broadcaster(
+        manifest=manifest,
+        transport=SharedMemorySender(manifest, tmp_path),
+        timeout_s=300.0,
+        send_notice=intake.send_notice,
+    )
+    intake.attach(broadcaster)
+
+    async def offered(incarnation: str) -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation=incarnation, limits=LIMITS, max_unacked=8, keys=None
+        )
+        await worker.send(Hello("w", incarnation, 0, 0, ()))
+        while not isinstance(await worker.receive(), WeightsNotice):
+            pass
+        await worker.close()  # without a word, as a killed process
+
+    async def scenario() -> None:
+        broadcaster.publish(1, [("w", torch.ones(8))])
+        async with asyncio.timeout(60):
+            await offered("1")
+            await offered("2")
+
+    asyncio.run(scenario())
+    intake.stop_workers(0)
+    intake.close()
+    broadcaster.leave("w")
+    broadcaster.close()

@@ -412,3 +412,12 @@ def test_an_episode_that_cannot_be_is_refused_by_its_key(episode: str, words: st
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart.yaml", [f"rollout.episode={episode}"])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "warms"),
+    [("arithmetic", True), ("rows", True), ("mine.py:Task", True), ("gsm8k", False), ("reasoning_gym", False)],
+)
+def test_the_tiny_model_is_shown_sums_where_the_task_may_be_of_them(task: str, warms: bool) -> None:
+    assert load_config("quickstart.yaml", [f"data.train.task={task}"]).warm_starts == warms
+    assert not load_config("quickstart.yaml", [f"data.train.task={task}", "model.tiny.warm_start=null"]).warm_starts

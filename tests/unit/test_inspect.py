@@ -328,6 +328,16 @@ def test_the_summary_counts_rewards_and_drops(run_folder: Path) -> None:
     assert lines[-1] == "13 that match, of 13 recorded"
 
 
+def test_a_sample_whose_completion_never_came_has_no_part_in_the_mean_length(make_trajectory: MakeTrajectory) -> None:
+    nothing = {"pieces": [], "token_ids": [], "logprobs": [], "versions": [], "spans": []}
+    records = [
+        make_trajectory(pieces=["a", "b"], versions=[[0, 2]]),
+        make_trajectory(**nothing, reward=None, dropped="reward_timeout", finish_reason=""),
+    ]
+    (tally,) = tallied(records, "source").values()
+    assert (tally.number, tally.num_generated, tally.num_tokens) == (2, 1, 2)
+
+
 def test_changes_of_version_and_words_of_others_are_marked(make_trajectory: MakeTrajectory) -> None:
     pieces = ["one", " two", " [tool]", " three", " four"]
     record = make_trajectory(pieces=pieces, versions=[[7, 1], [8, 4]], spans=[2, 1, 2])

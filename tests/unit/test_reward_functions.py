@@ -109,6 +109,16 @@ def test_a_parameter_that_nothing_fills_is_named_with_what_there_is(file: Path) 
     assert "of the item's row difficulty" in caught.value.summary
 
 
+def test_an_item_without_an_answer_has_none_to_compare_with(tmp_path: Path) -> None:
+    """`completion.endswith(answer)` would find everything right."""
+    (tmp_path / "ends.py").write_text("def ends(completion, answer): return completion.endswith(answer)")
+    without = msgspec.structs.replace(REQUEST, item=Item("1+1=?", fields={"prompt": "1+1=?"}))
+    with pytest.raises(RewardError, match="ends has the parameter 'answer', which nothing fills"):
+        _score(tmp_path / "ends.py", "ends", without)
+    empty = msgspec.structs.replace(REQUEST, item=Item("1+1=?", fields={"answer": ""}))
+    assert _score(tmp_path / "ends.py", "ends", empty) == 1
+
+
 def test_a_function_that_cannot_be_had_is_told_by_its_key(file: Path) -> None:
     for name, reason in (("absent", "has no function 'absent'"), ("strange", "parameters of .* cannot be read")):
         with pytest.raises(ConfigError, match=rf"data\.train\.rewards\.0\.function: .*{reason}"):

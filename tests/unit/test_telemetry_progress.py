@@ -4,10 +4,11 @@ import io
 import re
 from collections.abc import Callable
 
+import msgspec
 from rich.console import Console
 
 from areal_rloo.telemetry.progress import Progress
-from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 
 MakeTrainRecord = Callable[..., TrainRecord]
 
@@ -26,6 +27,17 @@ def test_the_line_says_step_reward_accuracy_speed_staleness_and_time_left(
     line = out.getvalue().splitlines()[-1]
     for part in ("step 5/20", "reward 0.500", "eval 0.625@v4", "1,234 tok/s", "staleness 0.75 (max 2)", "ETA 2:30"):
         assert part in line
+
+
+def test_drops_are_in_the_line_where_there_are_any(
+    make_train_record: MakeTrainRecord, ledger_counts: LedgerCounts
+) -> None:
+    for dropped, words in (({"reward_timeout": 16}, "dropped 25 %  ETA"), ({}, "(max 2)  ETA")):
+        progress, out = plain()
+        with progress:
+            ledger = msgspec.structs.replace(ledger_counts, admitted=64, dropped=dropped)
+            progress.show([make_train_record(ledger=ledger)])
+        assert words in " ".join(out.getvalue().split("\n"))
 
 
 def test_before_the_first_evaluation_there_is_no_accuracy(make_train_record: MakeTrainRecord) -> None:
