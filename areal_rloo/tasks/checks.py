@@ -1,32 +1,43 @@
-"""The quick check of the data before anything starts: what can be told without reading it all."""
+"""The quick check of the data before anything starts: tasks, rewards, and every row of files that are not huge."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from areal_rloo.config import ConfiguredSource, DataConfig, import_function
 from areal_rloo.errors import DataError, ModelError
+from areal_rloo.tasks.base import Split
 from areal_rloo.tasks.loading import eval_sources
 from areal_rloo.tasks.registry import make_task
 from areal_rloo.tasks.scorer import RewardPart, reward_parts, task_source
 
+_READ_BYTES = 64 * 2**20  # about a second
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_data(data: DataConfig) -> None:
-    """Tasks are known and take their parameters, files are there, rewards can be imported.
+    """Tasks are known and take their parameters, files are there and their rows in order, rewards can be imported.
+
+    Files beyond `_READ_BYTES` the learner reads first: they would hold up the start twice.
 
     Raises:
         DataError: a task or a file.
         ConfigError: an import path.
         ModelError: the folder of a reward model.
     """
-    for key, sources in (("data.train", data.train_sources), ("data.eval", eval_sources(data))):
+    splits: tuple[tuple[Split, Sequence[ConfiguredSource]], ...] = (
+        ("train", data.train_sources),
+        ("eval", eval_sources(data)),
+    )
+    for split, sources in splits:
         for source in sources:
-            make_task(source, seed=0)
-            _check_files(key, source)
+            task = make_task(source, seed=0)
+            _check_files(f"data.{split}", source)
+            if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
+                task.items(split)
     for part in reward_parts(data):
         _check_reward(part)
 

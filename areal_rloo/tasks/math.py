@@ -49,11 +49,11 @@ class MathTask(Task):
 
 
 def _item(row: Row, where: str) -> Item:
-    from areal_rloo.rewards.math_answers import extract_boxed  # noqa: PLC0415 - as above
-
     problem = text_field(row, "problem", where)
     answer = row.get("answer")
     if answer is None and isinstance(row.get("solution"), str):
+        from areal_rloo.rewards.math_answers import extract_boxed  # noqa: PLC0415 - as above
+
         answer = extract_boxed(row["solution"])
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with a \boxed{{}} answer in it")

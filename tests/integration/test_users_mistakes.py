@@ -1,4 +1,4 @@
-"""Whole runs whose rewards fail: a path that does not import, and one that never works."""
+"""Whole runs with mistakes in what the user brings: rewards that do not import or never work, rows that are no rows."""
 
 import json
 import subprocess
@@ -44,6 +44,29 @@ def test_a_reward_that_does_not_import_is_told_in_one_line_before_anything_start
     assert done.stdout.startswith("error: data.train")
     assert words in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "p"}\n{"text": "q"}\n', "rows.jsonl:2: expected a text or messages in the field 'prompt'"),
+        (b'{"prompt": 3}\n', "rows.jsonl:1: expected a text or messages in the field 'prompt', got int"),
+        (b"", "rows.jsonl: no row in it"),
+        (b'{"prompt": "p"}\n{"prompt": "\xff"}\n', "rows.jsonl:2: not UTF-8"),
+        (b'{"id": 1, "prompt": "p"}\n{"id": 1, "prompt": "q"}\n', "rows.jsonl:2: the field 'id' is 1, as in"),
+        (b'{"prompt": "p"\n', "rows.jsonl:1: not valid JSON"),
+    ],
+)
+def test_bad_data_is_told_in_one_line_before_anything_starts(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    rows = ("data.train.task=rows", f"data.train.path={tmp_path / 'rows.jsonl'}")
+    for more in ((), ("--dry-run",)):
+        done = _run(tmp_path / "run", f"{tmp_path / 'mine.py'}:score", *rows, *more)
+        assert done.returncode == 2
+        assert done.stdout.count("\n") == 1
+        assert words in done.stdout
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_that_never_works_ends_the_run_with_the_first_traceback_and_what_was_dropped_can_be_seen(
