@@ -73,6 +73,16 @@ class Item(msgspec.Struct, frozen=True):
     fields: dict[str, Any] = {}
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as a conversation; a text is what a user says."""
+        return (Message("user", self.prompt),) if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def plain_messages(self) -> list[dict[str, str]]:
+        """The messages as role and content, as chat templates, endpoints and functions take them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
+
+    @property
     def text(self) -> str:
         """The prompt as one text, for records and comparisons."""
         if isinstance(self.prompt, str):

@@ -29,17 +29,15 @@ class Hints:
         """One sample of a group: as many turns as it takes. In training its reward is halved with every turn."""
         conversation = Conversation(sample.prompt_tokens)
         for turn in range(self._max_turns):
-            left = engine.max_new_tokens - conversation.num_completion_tokens
-            conversation.add(await engine.generate(conversation.tokens, max_new_tokens=left))
+            await conversation.take_turn(engine)
             request = conversation.request(sample, chat)
             scored = await rewards.score(request)  # the reward of the data source, for what the last turn says
             if scored.reward == 1 or turn + 1 == self._max_turns or conversation.last.finish_reason != "stop":
                 break
             hint = Message("user", f"{_hint(request.completion, sample.item.answer)}\n{sample.item.text}")
             said = chat.between([hint], last_token=int(conversation.last.tokens[-1]))
-            if conversation.num_completion_tokens + len(said) >= engine.max_new_tokens:
+            if not conversation.reply(said, engine):
                 break
-            conversation.add_others(said)
         # Several trajectories may be given, all with the sample's reward: sub-agents, branches, rewritten histories.
         discount = 0.5**turn if sample.purpose == "train" else 1.0
         return [conversation.trajectory(sample, msgspec.structs.replace(scored, reward=scored.reward * discount))]

@@ -42,7 +42,7 @@ def described_request(request: RewardRequest) -> dict[str, Any]:
     """The request as plain values, by their standard names, but for the item itself."""
     prompt = request.item.prompt
     return {
-        "prompt": prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt],
+        "prompt": prompt if isinstance(prompt, str) else request.item.plain_messages,
         "completion": request.completion,
         "turns": list(request.turns),
         "prompt_ids": list(request.prompt_ids),

@@ -83,14 +83,10 @@ class RewardModel:
         self._thread.join(_JOIN_S)
 
     def _ids(self, request: RewardRequest) -> list[int]:
-        prompt = request.item.prompt
         if self._tokenizer.chat_template is None:
             ids = self._tokenizer(request.item.text + request.completion, verbose=False)["input_ids"]
         else:
-            messages = [{"role": "user", "content": prompt}]
-            if not isinstance(prompt, str):
-                messages = [{"role": message.role, "content": message.content} for message in prompt]
-            messages.append({"role": "assistant", "content": request.completion})
+            messages = [*request.item.plain_messages, {"role": "assistant", "content": request.completion}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) > self._most_tokens:

@@ -33,7 +33,7 @@ from areal_rloo.rollout.chat_server import MODEL, ChatServer, ChatStatistics
 from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.trajectory import Item, Message, Trajectory
+from areal_rloo.trajectory import Item, Trajectory
 
 _JOIN_S = 1.0  # that the loop of the agents has to end; one that blocks it ends with the process
 
@@ -147,8 +147,8 @@ class Agent:
             "model": MODEL,
             "session_id": session.session_id,
             "item": item,
-            "prompt": item.prompt if isinstance(item.prompt, str) else _messages(item),
-            "messages": _messages(item),
+            "prompt": item.prompt if isinstance(item.prompt, str) else item.plain_messages,
+            "messages": item.plain_messages,
             "answer": item.answer,
         }
         arguments = self._arguments(offered)
@@ -229,9 +229,3 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: dict[st
         raise
     except BaseException as error:  # noqa: BLE001 - as above
         return _Outcome(crash=described(error))
-
-
-def _messages(item: Item) -> list[dict[str, str]]:
-    """The prompt as a chat endpoint takes it."""
-    messages = (Message("user", item.prompt),) if isinstance(item.prompt, str) else item.prompt
-    return [{"role": message.role, "content": message.content} for message in messages]

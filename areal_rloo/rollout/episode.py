@@ -96,6 +96,18 @@ class Conversation:
         """The policy's last turn."""
         return self._completions[-1]
 
+    async def take_turn(self, engine: TurnEngine) -> None:
+        """The policy's next turn, in what is left of the tokens of all."""
+        left = engine.max_new_tokens - self.num_completion_tokens
+        self.add(await engine.generate(self.tokens, max_new_tokens=left))
+
+    def reply(self, tokens: Sequence[int], engine: TurnEngine) -> bool:
+        """What others say to the policy's turn; False, and nothing is said, where no room for another would be left."""
+        if self.num_completion_tokens + len(tokens) >= engine.max_new_tokens:
+            return False
+        self.add_others(tokens)
+        return True
+
     def add(self, completion: Completion) -> None:
         """The policy's turn."""
         assert len(self._others) == len(self._completions), "two turns of the policy with nothing between them"

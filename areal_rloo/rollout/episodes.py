@@ -60,15 +60,13 @@ class MultiTurn:
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
         conversation = Conversation(sample.prompt_tokens)
         for turn in range(self._settings.max_turns):
-            left = engine.max_new_tokens - conversation.num_completion_tokens
-            conversation.add(await engine.generate(conversation.tokens, max_new_tokens=left))
+            await conversation.take_turn(engine)
             scored = await rewards.score(conversation.request(sample, chat))
             if turn + 1 == self._settings.max_turns or self._ends(conversation, scored):
                 break
             said = chat.between(self._feedback, last_token=int(conversation.last.tokens[-1]))
-            if conversation.num_completion_tokens + len(said) >= engine.max_new_tokens:
+            if not conversation.reply(said, engine):
                 break
-            conversation.add_others(said)
         discount = self._settings.turn_discount**turn if sample.purpose == "train" else 1.0
         return [conversation.trajectory(sample, msgspec.structs.replace(scored, reward=scored.reward * discount))]
 

@@ -32,17 +32,15 @@ class ToolUse:
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
         conversation = Conversation(sample.prompt_tokens)
         for turn in range(self._settings.max_turns):
-            left = engine.max_new_tokens - conversation.num_completion_tokens
-            conversation.add(await engine.generate(conversation.tokens, max_new_tokens=left))
+            await conversation.take_turn(engine)
             calls = tool_calls(chat.text(conversation.last.tokens.tolist()))
             if not calls or turn + 1 == self._settings.max_turns or conversation.last.finish_reason != "stop":
                 break
             results = await asyncio.gather(*(self._call(call) for call in calls))
             messages = [Message("tool", result) for result in results]
             said = chat.between(messages, last_token=int(conversation.last.tokens[-1]))
-            if conversation.num_completion_tokens + len(said) >= engine.max_new_tokens:
+            if not conversation.reply(said, engine):
                 break
-            conversation.add_others(said)
         return [conversation.trajectory(sample, await rewards.score(conversation.request(sample, chat)))]
 
     async def _call(self, text: str) -> str:

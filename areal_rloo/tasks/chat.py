@@ -55,8 +55,7 @@ class ChatFormat:
 
     def prompt(self, item: Item) -> tuple[int, ...]:
         """Token ids of an item's prompt, up to where the policy goes on."""
-        messages = (Message("user", item.prompt),) if isinstance(item.prompt, str) else item.prompt
-        return self.conversation(messages, self._tools)
+        return self.conversation(item.messages, self._tools)
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of messages, up to where the policy goes on; the configured system prompt comes before them."""

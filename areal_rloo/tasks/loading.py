@@ -145,11 +145,11 @@ def _prepared(
 ) -> Sequence[Item]:
     label = source.label
     before = tuple(
-        message for item, completion in examples for message in (*_messages(item), Message("assistant", completion))
+        message for item, completion in examples for message in (*item.messages, Message("assistant", completion))
     )
 
     def prepare(item: Item) -> Item:
-        prompt = (*before, *_messages(item)) if before else item.prompt
+        prompt = (*before, *item.messages) if before else item.prompt
         prepared = msgspec.structs.replace(item, prompt=prompt, source=label)
         try:
             msgspec.msgpack.encode(prepared)  # as it travels to the workers, where it is too late to say so
@@ -161,7 +161,3 @@ def _prepared(
         return prepared
 
     return LazyItems(len(items), lambda index: prepare(items[index]))
-
-
-def _messages(item: Item) -> tuple[Message, ...]:
-    return (Message("user", item.prompt),) if isinstance(item.prompt, str) else item.prompt

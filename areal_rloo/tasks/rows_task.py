@@ -25,7 +25,7 @@ class RowsTask(Task):
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
         del seed
         check_parameters(source, {})
-        if not source.rewards:
+        if not source.rewards or any(reward.task == source.task for reward in source.rewards):
             raise DataError(
                 f"data: {source.label}: the task rows has no reward of its own; name one under rewards, for example "
                 "rewards: [{function: my_rewards.py:score}]"
@@ -36,7 +36,7 @@ class RowsTask(Task):
         return [_item(row, where) for where, row in rows_of(self._source, split)]
 
     def reward(self, completion: str, item: Item) -> float:
-        raise NotImplementedError("the task rows has no reward of its own")
+        raise AssertionError("a source that asks for this is refused when the task is made")
 
 
 def _item(row: Row, where: str) -> Item:

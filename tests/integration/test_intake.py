@@ -163,13 +163,16 @@ def test_a_worker_that_died_with_an_offer_in_its_hands_is_not_waited_for_once_it
     )
     intake.attach(broadcaster)
 
+    offers: list[tuple[str, int]] = []
+
     async def offered(incarnation: str) -> None:
         worker = WorkerChannel(
             f"tcp://127.0.0.1:{port}", worker_id="w", incarnation=incarnation, limits=LIMITS, max_unacked=8, keys=None
         )
         await worker.send(Hello("w", incarnation, 0, 0, ()))
-        while not isinstance(await worker.receive(), WeightsNotice):
+        while not isinstance(message := await worker.receive(), WeightsNotice):
             pass
+        offers.append((incarnation, message.policy_version))
         await worker.close()  # without a word, as a killed process
 
     async def scenario() -> None:
@@ -183,3 +186,4 @@ def test_a_worker_that_died_with_an_offer_in_its_hands_is_not_waited_for_once_it
     intake.close()
     broadcaster.leave("w")
     broadcaster.close()
+    assert offers == [("1", 1), ("2", 1)]

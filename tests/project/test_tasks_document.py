@@ -25,7 +25,7 @@ def _first_column(heading: str) -> set[str]:
 def test_its_configs_load(block: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(block), "learner": {"microbatch_tokens": 16384}}))
-    load_config(str(path))
+    assert load_config(str(path)).data.train_sources
 
 
 def test_its_tables_are_those_of_the_code() -> None:

@@ -261,6 +261,8 @@ def test_rows_of_one_s_own_are_texts_or_conversations_with_all_their_fields(tmp_
     assert second.prompt == (Message("system", "s"), Message("user", "u"))
     with pytest.raises(DataError, match="the task rows has no reward of its own; name one under rewards"):
         make_task(SourceConfig(task="rows", path=path), seed=0)
+    with pytest.raises(DataError, match="the task rows has no reward of its own; name one under rewards"):
+        make_task(SourceConfig(task="rows", path=path, rewards=(*MINE, RewardConfig(task="rows"))), seed=0)
 
 
 @pytest.mark.parametrize(
