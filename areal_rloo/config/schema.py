@@ -200,6 +200,15 @@ class Config(Section, frozen=True):
             return self.rollout.lease_ahead_samples
         return -(-self.samples_per_step // self.rollout.num_workers)
 
+    def weights_transport(self, *, same_host: bool) -> Literal["collective", "shared_memory"]:
+        """The way the weights take, where `weights.transport` leaves it open.
+
+        SGLang servers take them from the learner directly: shared memory would be a copy more, through files.
+        """
+        if self.weights.transport != "auto":
+            return self.weights.transport
+        return "shared_memory" if same_host and self.rollout.engine == "embedded" else "collective"
+
     @property
     def warm_starts(self) -> bool:
         """Whether the tiny model is shown sums before it is trained: where a source is of sums, or may well be, as rows

@@ -257,11 +257,8 @@ def _recorder(
 def _broadcaster(config: Config, arguments: Arguments, train_step: TrainStep, intake: Intake) -> Broadcaster:
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     manifest = build_manifest(named_weights(train_step.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
-    kind = config.weights.transport
-    if kind == "auto":
-        kind = "shared_memory" if arguments.same_host else "collective"
     transport: SendTransport
-    if kind == "shared_memory":
+    if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
         transport = SharedMemorySender(manifest, arguments.segment_folder)
     else:
         transport = CollectiveSender(

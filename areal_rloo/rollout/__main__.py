@@ -90,7 +90,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
     )
     receiver = Receiver(
         worker_id=arguments.worker_id,
-        policy_version=engine.statistics().policy_version,
+        policy_version=lambda: engine.statistics().policy_version,
         load_weights=engine.load_weights,
         on_received=worker.on_weights_received,
         on_failed=worker.on_weights_failed,

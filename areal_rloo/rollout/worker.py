@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -95,11 +96,15 @@ class RolloutWorker:
 
     def on_weights_received(self, policy_version: int, checksum: int) -> None:
         """The receiver's word that the engine runs a version; callable from its thread."""
-        self._send_soon(WeightsReceived(self._worker_id, policy_version, checksum))
+        self._soon(self._tell_received(WeightsReceived(self._worker_id, policy_version, checksum)))
 
     def on_weights_failed(self, policy_version: int, detail: str) -> None:
         """The receiver's word that a version did not arrive; callable from its thread."""
-        self._send_soon(WeightsFailed(self._worker_id, policy_version, detail[:1000]))
+        self._soon(self._channel.send(WeightsFailed(self._worker_id, policy_version, detail[:1000])))
+
+    def on_weights_lost(self) -> None:
+        """The engine's word that it had to start anew, with older weights; callable from its thread."""
+        self._soon(self._hello())
 
     def stop(self) -> None:
         """Give back what runs, and end."""
@@ -260,9 +265,16 @@ class RolloutWorker:
         completion = error.completion[-_MOST_CHARACTERS:]
         await self._channel.send(SampleFailed(self._worker_id, *sample_id, error.reason, detail, completion))
 
-    def _send_soon(self, message: WeightsReceived | WeightsFailed) -> None:
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
+    async def _tell_received(self, message: WeightsReceived) -> None:
+        """Unless they are lost again: then a Hello has said so, and this would take it back."""
+        if self._engine.statistics().policy_version >= message.policy_version:
+            await self._channel.send(message)
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._loop.is_closed():
+            work.close()
+        else:
+            asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:

@@ -145,6 +145,9 @@ class Broadcaster:
             member = self._members.setdefault(worker_id, _Member(policy_version))
             if member.left_out or policy_version < member.policy_version:
                 logger.info("%s is back with version %d", worker_id, policy_version)
+            if policy_version < member.policy_version:  # its engine started anew: what was offered is not taken any more
+                self._totals.pending.discard(worker_id)
+                self._transport.lost(worker_id)
             member.policy_version, member.left_out = policy_version, False
             self._changed.notify_all()
 

@@ -3,10 +3,15 @@
 The sender is rank 0. Whoever is present forms an epoch: a process group of its own over the sender's store. When the
 set of workers changes, or a broadcast failed, the next broadcast begins a new epoch. The groups are made directly, not
 through the process-wide default group, so they collide with nobody's.
+
+A worker is one rank, this process's own `CollectiveReader`, or, where an SGLang server takes the weights itself, one
+rank for each of the server's. Such a server meets the others through torch's `_new_process_group_helper`, so `_group`
+looks for them in the store under the names that function uses.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,13 +37,17 @@ class CollectiveSender:
 
     needs_all = True
 
-    def __init__(self, manifest: Manifest, *, host: str, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, manifest: Manifest, *, host: str, device: torch.device, timeout_s: float, ranks_per_worker: int = 1
+    ) -> None:
         self._manifest = manifest
         self._host = host
+        self._ranks_per_worker = ranks_per_worker
         self._device = device
         self._timeout_s = timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._run = secrets.token_hex(4)  # a server may know the epochs of another run
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
         self._group: _Group | None = None
@@ -55,8 +64,11 @@ class CollectiveSender:
         return CollectiveOffer(
             host=self._host,
             port=self._store.port,
-            epoch=self._epoch,
-            ranks={worker_id: rank for rank, worker_id in enumerate(sorted(self._members), start=1)},
+            name=self._name,
+            ranks={
+                worker_id: 1 + index * self._ranks_per_worker for index, worker_id in enumerate(sorted(self._members))
+            },
+            world_size=self._world_size,
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
@@ -65,12 +77,12 @@ class CollectiveSender:
         try:
             if self._group is None:
                 self._group = _group(
-                    self._store, self._epoch, 0, len(self._members) + 1, self._backend, self._host, self._timeout_s
+                    self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s
                 )
-            _broadcast(self._group, buckets, self._device)
+            _broadcast(self._group, self._manifest, buckets, self._device)
         except RuntimeError as error:
             self._group = None
-            raise WeightsError(f"epoch {self._epoch}: {_first_line(error)}") from error
+            raise WeightsError(f"{self._name}: {_first_line(error)}") from error
 
     def taken(self, worker_id: str) -> None:
         """Nothing of a worker's reading is left here once the collective is done."""
@@ -86,6 +98,14 @@ class CollectiveSender:
         self._group = None
         self._free.clear()
 
+    @property
+    def _name(self) -> str:
+        return f"areal_rloo-{self._run}-{self._epoch}"
+
+    @property
+    def _world_size(self) -> int:
+        return 1 + len(self._members) * self._ranks_per_worker
+
 
 class CollectiveReader:
     """A worker's rank in the current epoch, and the second buffer it receives into."""
@@ -93,7 +113,7 @@ class CollectiveReader:
     def __init__(self, worker_id: str, device: torch.device) -> None:
         self._worker_id = worker_id
         self._device = device
-        self._epoch: tuple[str, int, int] | None = None
+        self._name: str | None = None
         self._group: _Group | None = None
         self._buckets: Sequence[Tensor] = ()
 
@@ -105,29 +125,30 @@ class CollectiveReader:
         """
         if [len(bucket) for bucket in self._buckets] != list(manifest.bucket_num_bytes):
             self._buckets = empty_buckets(manifest, self._device)
-        epoch = (offer.host, offer.port, offer.epoch)
         try:
-            if self._group is None or epoch != self._epoch:
+            if self._group is None or offer.name != self._name:
                 self._group = None
                 timeout = timedelta(seconds=offer.timeout_s)
                 store = TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
-                rank, size = offer.ranks[self._worker_id], len(offer.ranks) + 1
-                self._group = _group(store, offer.epoch, rank, size, offer.backend, offer.host, offer.timeout_s)
-                self._epoch = epoch
-            _broadcast(self._group, self._buckets, self._device)
+                rank = offer.ranks[self._worker_id]
+                self._group = _group(
+                    store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s
+                )
+                self._name = offer.name
+            _broadcast(self._group, manifest, self._buckets, self._device)
         except RuntimeError as error:
             self._group = None
-            raise WeightsError(f"epoch {offer.epoch}: {_first_line(error)}") from error
+            raise WeightsError(f"{offer.name}: {_first_line(error)}") from error
         return self._buckets
 
 
-def _broadcast(group: _Group, buckets: Sequence[Tensor], device: torch.device) -> None:
+def _broadcast(group: _Group, manifest: Manifest, buckets: Sequence[Tensor], device: torch.device) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     under_way = []
-    for bucket in buckets:
-        under_way.append(group.broadcast([bucket], options))  # type: ignore[union-attr]
+    for bucket, num_bytes in zip(buckets, manifest.filled_bytes, strict=True):
+        under_way.append(group.broadcast([bucket[:num_bytes]], options))  # type: ignore[union-attr]
         if len(under_way) == _IN_FLIGHT:
             under_way.pop(0).wait()
     for work in under_way:
@@ -136,9 +157,10 @@ def _broadcast(group: _Group, buckets: Sequence[Tensor], device: torch.device) -
         torch.cuda.synchronize(device)
 
 
-def _group(store: Store, epoch: int, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
+def _group(store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
     """Meet the others of an epoch; blocks until all are here."""
-    prefixed = PrefixStore(f"epoch-{epoch}", store)
+    device = "cuda" if backend == "nccl" else "cpu"
+    prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from CPU builds of torch

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes: of a bucket's length
 _CHECKSUM_ROW = 4096  # words under one weight
 _DTYPES = {
     "float32": torch.float32,
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor and its place: a bucket and an offset in it, aligned to 64 bytes."""
+    """One tensor and its place: a bucket and an offset in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Every tensor of a model, and the size of each bucket in bytes."""
+    """Every tensor of a model, and the size of each bucket in bytes, a multiple of 64.
+
+    A bucket's tensors have one dtype and stand one behind the other without a gap, which is also what SGLang calls a
+    flattened bucket.
+    """
 
     tensors: tuple[TensorSpec, ...]
     bucket_num_bytes: tuple[int, ...]
@@ -44,6 +48,14 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return sum(self.bucket_num_bytes)
+
+    @property
+    def filled_bytes(self) -> list[int]:
+        """Of each bucket, without what pads it."""
+        filled = [0] * len(self.bucket_num_bytes)
+        for spec in self.tensors:
+            filled[spec.bucket_index] += spec.num_bytes
+        return filled
 
 
 class SharedMemoryOffer(msgspec.Struct, frozen=True, tag="shared_memory"):
@@ -53,12 +65,13 @@ class SharedMemoryOffer(msgspec.Struct, frozen=True, tag="shared_memory"):
 
 
 class CollectiveOffer(msgspec.Struct, frozen=True, tag="collective"):
-    """Join this process group and receive every bucket from rank 0."""
+    """Join this process group and receive what each bucket is filled with from rank 0."""
 
     host: str
     port: int
-    epoch: int
-    ranks: dict[str, int]  # worker_id to rank; the sender is 0
+    name: str  # of the group; another one at every epoch
+    ranks: dict[str, int]  # worker_id to the first of its ranks; the sender is 0
+    world_size: int
     backend: str
     timeout_s: float
 
@@ -88,7 +101,7 @@ def decode_notice(body: bytes) -> Notice:
 def build_manifest(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Manifest:
-    """Lay tensors into buckets of at most `bucket_bytes`, in order; a larger tensor gets a bucket of its own.
+    """Lay tensors into buckets of one dtype and at most `bucket_bytes`, in order; a larger tensor gets one of its own.
 
     Args:
         named_tensors: names and tensors; only shapes and dtypes are read.
@@ -101,11 +114,10 @@ def build_manifest(
     for name, tensor in named_tensors:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         num_bytes = tensor.numel() * target.itemsize
-        if not sizes or _aligned(sizes[-1]) + num_bytes > bucket_bytes:
+        if not sizes or sizes[-1] + num_bytes > bucket_bytes or names[target] != tensors[-1].dtype:
             sizes.append(0)
-        offset = _aligned(sizes[-1])
-        tensors.append(TensorSpec(name, tuple(tensor.shape), names[target], len(sizes) - 1, offset, num_bytes))
-        sizes[-1] = offset + num_bytes
+        tensors.append(TensorSpec(name, tuple(tensor.shape), names[target], len(sizes) - 1, sizes[-1], num_bytes))
+        sizes[-1] += num_bytes
     return Manifest(tuple(tensors), tuple(max(_ALIGNMENT, _aligned(size)) for size in sizes))
 
 
@@ -141,8 +153,8 @@ def checksum(buckets: Sequence[Tensor]) -> int:
 
 
 def empty_buckets(manifest: Manifest, device: torch.device) -> list[Tensor]:
-    """Fresh buckets, one storage, so that a transport can send them flat."""
-    flat = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+    """Fresh buckets in one storage. What pads them is 0 everywhere, and never sent."""
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device)
     return list(flat.split(list(manifest.bucket_num_bytes)))
 
 

@@ -1,7 +1,8 @@
 """A rollout worker's end of the weights: takes what is offered in the background, and hands it to the engine.
 
 `offer` (event loop) returns at once. A thread of the receiver's own takes the buckets, checks their sum, and waits for
-the engine to swap them in between two decode steps; generation goes on all the while.
+the engine to swap them in between two decode steps; generation goes on all the while. An engine that has processes of
+its own (an SGLang server) joins the collective itself, through `join_group`: then no bucket comes through here.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ class ReceiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receiver:
-    """One per rollout worker. The callbacks are called on the receiver's thread."""
+    """One per rollout worker. The callbacks are called on the receiver's thread.
+
+    `policy_version` is what the engine runs: less than it was, where the engine had to start anew.
+    """
 
     def __init__(
         self,
         *,
         worker_id: str,
-        policy_version: int,
+        policy_version: Callable[[], int],
         load_weights: Callable[[int, Iterable[tuple[str, Tensor]]], Future[int]],
+        join_group: Callable[[Notice, CollectiveOffer], Future[int]] | None = None,
         on_received: Callable[[int, int], None],
         on_failed: Callable[[int, str], None],
         device: torch.device,
     ) -> None:
         self._load_weights = load_weights
+        self._join_group = join_group
         self._on_received = on_received
         self._on_failed = on_failed
         self._policy_version = policy_version
@@ -69,7 +75,7 @@ class Receiver:
 
     def statistics(self) -> ReceiveStatistics:
         return ReceiveStatistics(
-            policy_version=self._policy_version,
+            policy_version=self._policy_version(),
             received=self._received,
             failed=self._failed,
             received_bytes=self._received_bytes,
@@ -92,20 +98,26 @@ class Receiver:
                 self._on_failed(notice.policy_version, str(error))
 
     def _take(self, notice: Notice) -> None:
-        buckets = self._buckets(notice)
-        if notice.policy_version > self._policy_version:
-            found = checksum(buckets)
-            if found != notice.checksum:
-                raise ChecksumError(f"version {notice.policy_version}: expected {notice.checksum}, got {found}")
-            self._load_weights(notice.policy_version, views(notice.manifest, buckets)).result()
-            self._policy_version = notice.policy_version
-            self._received += 1
-            self._received_bytes += notice.manifest.total_bytes
+        if self._join_group is not None and isinstance(notice.offer, CollectiveOffer):
+            self._join_group(notice, notice.offer).result()
+            self._took(notice)
+        else:
+            buckets = self._buckets(notice)
+            if notice.policy_version > self._policy_version():
+                found = checksum(buckets)
+                if found != notice.checksum:
+                    raise ChecksumError(f"version {notice.policy_version}: expected {notice.checksum}, got {found}")
+                self._load_weights(notice.policy_version, views(notice.manifest, buckets)).result()
+                self._took(notice)
         self._on_received(notice.policy_version, notice.checksum)
+
+    def _took(self, notice: Notice) -> None:
+        self._received += 1
+        self._received_bytes += notice.manifest.total_bytes
 
     def _buckets(self, notice: Notice) -> Sequence[Tensor]:
         if isinstance(notice.offer, CollectiveOffer):
             return self._collective.take(notice.offer, notice.manifest)  # also a known version: the group needs all
-        if notice.policy_version <= self._policy_version:
+        if notice.policy_version <= self._policy_version():
             return ()
         return self._shared_memory.take(notice.offer, notice.manifest)

@@ -23,6 +23,7 @@ from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
 TIMEOUT_S = 2.0
+START_ANEW = b"start anew"  # instead of an offer: the engine is back at its first weights
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -33,8 +34,11 @@ def _tensors(version: int) -> list[tuple[str, torch.Tensor]]:
 def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tuple[Any, ...]]", device: str) -> None:
     """A rollout worker's half: loads what is offered, and says when something is not wholly of one version."""
 
+    running = [0]  # version
+
     def load(version: int, weights: Any) -> Future[int]:
         future: Future[int] = Future()
+        running[0] = version
         torn = [name for name, tensor in weights if not bool((tensor == version).all())]
         if torn:
             answers.put(("torn", worker_id, version, torn))
@@ -43,7 +47,7 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
 
     receiver = Receiver(
         worker_id=worker_id,
-        policy_version=0,
+        policy_version=lambda: running[0],
         load_weights=load,
         on_received=lambda version, total: answers.put(("received", worker_id, version, total)),
         on_failed=lambda version, detail: answers.put(("failed", worker_id, version, detail)),
@@ -51,7 +55,10 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
     )
     answers.put(("ready", worker_id))
     while (body := offers.get()) is not None:
-        receiver.offer(body)
+        if body == START_ANEW:
+            running[0] = 0
+        else:
+            receiver.offer(body)
     receiver.close()
 
 
@@ -173,6 +180,18 @@ def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
     cluster.pump(cluster.at("b", 3))
 
 
+def test_an_engine_that_started_anew_gets_the_version_it_had_again(cluster: Cluster) -> None:
+    for worker_id in ("a", "b"):
+        cluster.start(worker_id)
+    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.pump(lambda: cluster.at("a", 3)() and cluster.at("b", 3)())
+    cluster.offers["a"].put(START_ANEW)
+    cluster.broadcaster.join("a", 0)
+    assert cluster.broadcaster.statistics().versions["a"] == 0
+    cluster.pump(cluster.at("a", 3))
+    assert cluster.torn == []
+
+
 def test_a_killed_receiver_holds_nobody_up(cluster: Cluster) -> None:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
@@ -236,7 +255,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
 
     receiver = Receiver(
         worker_id="a",
-        policy_version=0,
+        policy_version=lambda: max(loaded, default=0),
         load_weights=load,
         on_received=lambda version, total: broadcaster.acknowledge("a", version, total),
         on_failed=lambda version, detail: failures.append(detail),

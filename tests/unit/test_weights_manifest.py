@@ -22,7 +22,7 @@ shapes = st.lists(st.integers(0, 7), max_size=3)
 
 
 @given(st.lists(st.tuples(shapes, dtypes), max_size=8), st.integers(1, 600))
-def test_tensors_come_back_from_aligned_places_that_do_not_overlap(
+def test_tensors_come_back_from_places_one_behind_the_other_in_buckets_of_one_dtype(
     kinds: list[tuple[list[int], torch.dtype]], bucket_bytes: int
 ) -> None:
     tensors = [(str(i), torch.randint(0, 99, shape).to(dtype)) for i, (shape, dtype) in enumerate(kinds)]
@@ -34,11 +34,17 @@ def test_tensors_come_back_from_aligned_places_that_do_not_overlap(
         assert view.dtype == tensor.dtype
         assert torch.equal(view, tensor)
     ends: dict[int, int] = {}
+    dtypes_of: dict[int, set[str]] = {}
     for spec in manifest.tensors:
-        assert spec.offset_bytes % 64 == 0
-        assert spec.offset_bytes >= ends.get(spec.bucket_index, 0)
+        assert spec.offset_bytes == ends.get(spec.bucket_index, 0)
         ends[spec.bucket_index] = spec.offset_bytes + spec.num_bytes
-        assert ends[spec.bucket_index] <= manifest.bucket_num_bytes[spec.bucket_index]
+        dtypes_of.setdefault(spec.bucket_index, set()).add(spec.dtype)
+    assert manifest.filled_bytes == [ends[index] for index in range(len(manifest.bucket_num_bytes))]
+    assert all(
+        filled <= size and size % 64 == 0 and size > 0
+        for filled, size in zip(manifest.filled_bytes, manifest.bucket_num_bytes, strict=True)
+    )
+    assert all(len(kinds) == 1 for kinds in dtypes_of.values())
 
 
 def test_floats_are_cast_to_the_dtype_they_travel_in_and_integers_are_not() -> None:

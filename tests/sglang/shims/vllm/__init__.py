@@ -1,0 +1,1 @@
+"""SGLang takes one function from vLLM where it runs on a CPU."""
