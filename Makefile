@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check extras bench bench-learning clean
+.PHONY: quickstart test check extras sglang bench bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -22,6 +22,9 @@ check: $(STAMP)
 extras: $(STAMP)  # what the tests of the hub and of reasoning-gym need beside the rest; they skip without it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,rg]'
 
+sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
+	PYTHON=$(PYTHON) tests/sglang/install.sh
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/wire.py
@@ -33,7 +36,7 @@ bench-learning: $(STAMP)
 	$(BIN)/python benchmarks/algorithms.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

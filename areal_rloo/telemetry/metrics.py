@@ -14,9 +14,12 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PrometheusMetric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from areal_rloo.errors import DataError
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, Record, TrainRecord
 from areal_rloo.telemetry.tables import (
     BEHAVIOUR_KL,
@@ -35,6 +38,8 @@ from areal_rloo.telemetry.tables import (
     Metric,
     Table,
 )
+
+logger = get_logger(__name__)
 
 
 class LearnerMetrics:
@@ -93,6 +98,15 @@ class RolloutMetrics:
 def watch(registry: CollectorRegistry, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
     """Serve a table from what `read` gives at each scrape, on the thread of the scrape; other keys are ignored."""
     registry.register(_Watch(table, read))
+
+
+def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
+    """Serve another process's metrics beside our own: what `scrape` gives of its /metrics, at each scrape of ours.
+
+    Metrics about the process itself stay behind, where they have the names that our own have. Text that cannot be read
+    is a scrape without the other's metrics.
+    """
+    registry.register(_Relay(scrape))
 
 
 def serve_metrics(
@@ -212,6 +226,23 @@ class _Watch(Collector):
         for metric in self._table.values():
             family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             yield family(PREFIX + metric.name, metric.text)
+
+
+class _Relay(Collector):
+    def __init__(self, scrape: Callable[[], str]) -> None:
+        self._scrape = scrape
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        try:
+            families = list(text_string_to_metric_families(self._scrape()))
+        except ValueError as error:
+            logger.warning("metrics of another process cannot be read: %s", error)
+            return
+        yield from (family for family in families if not family.name.startswith(("python_", "process_")))
+
+    def describe(self) -> Iterator[PrometheusMetric]:
+        """No name is known before the first scrape."""
+        return iter(())
 
 
 def _gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:

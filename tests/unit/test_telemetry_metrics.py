@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.errors import DataError
@@ -21,6 +21,7 @@ from areal_rloo.telemetry.metrics import (
     RecordTail,
     RolloutMetrics,
     read_records,
+    relay,
     serve_metrics,
     watch,
 )
@@ -154,6 +155,38 @@ def test_watching_reads_nothing_before_the_first_scrape() -> None:
         raise AssertionError("read before a scrape")
 
     watch(CollectorRegistry(), WIRE, read)
+
+
+OTHERS = """# HELP sglang:num_running_reqs The number of running requests.
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m"} 3.0
+# HELP sglang:wait_seconds Waiting.
+# TYPE sglang:wait_seconds histogram
+sglang:wait_seconds_bucket{le="1.0"} 2.0
+sglang:wait_seconds_bucket{le="+Inf"} 4.0
+sglang:wait_seconds_count 4.0
+sglang:wait_seconds_sum 7.5
+# TYPE python_info gauge
+python_info{version="3"} 1.0
+"""
+
+
+def test_another_processs_metrics_are_served_beside_our_own_but_for_those_about_the_process() -> None:
+    registry = CollectorRegistry()
+    Gauge("areal_rloo_own", "Ours.", registry=registry).set(1)
+    relay(registry, lambda: OTHERS)
+    served = generate_latest(registry).decode()
+    assert "areal_rloo_own 1.0" in served
+    for line in OTHERS.splitlines():
+        assert (line in served) == ("python_info" not in line)
+
+
+@pytest.mark.parametrize("text", ["", "no metrics at all {", "<html>502</html>"])
+def test_metrics_of_another_process_that_is_down_or_speaks_otherwise_cost_only_themselves(text: str) -> None:
+    registry = CollectorRegistry()
+    Gauge("areal_rloo_own", "Ours.", registry=registry).set(1)
+    relay(registry, lambda: text)
+    assert "areal_rloo_own 1.0" in generate_latest(registry).decode()
 
 
 def test_metrics_are_served_on_a_free_port_until_stopped(make_train_record: MakeTrainRecord) -> None:
