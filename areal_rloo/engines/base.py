@@ -60,9 +60,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of an engine; counts are since its start, times in seconds of a monotonic clock.
 
     `idle_s` is time without any request running; `swap_s` the time the decode loop stood still to take weights.
+    `ready` is False while the engine can take no weights, because it is being started.
     """
 
     policy_version: int
+    ready: bool = True
     num_running: int
     num_waiting: int
     num_finished: int

@@ -266,7 +266,7 @@ class Intake:
         if self._broadcaster is not None and before is not None and before.incarnation != hello.incarnation:
             self._broadcaster.leave(hello.worker_id)  # what was offered to the process before it nobody will take
         worker, lost = self._workers.welcome(hello, peer, now_s=time.monotonic(), policy_version=self._policy_version)
-        logger.info("%s is here with version %d (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
+        logger.info("%s is here with version %s (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
         self._leasing.lose(lost)
         self._channel.send(peer, Welcome(self._learner_id, self._policy_version))
         nobody_wants = tuple(sample_id for sample_id in hello.held if sample_id not in worker.held)

@@ -21,7 +21,7 @@ class Worker:
     peer: str
     capacity_samples: int
     last_heard_s: float
-    policy_version: int
+    policy_version: int | None  # None: its engine is being started
     held: set[SampleId] = field(default_factory=set)
     held_train: int = 0
     joined_version: int = 0

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config
-from areal_rloo.engines.base import Engine, SamplingParameters
+from areal_rloo.engines.base import Engine, EngineStatistics, SamplingParameters
 from areal_rloo.errors import ArealRlooError, DecodeError, EpisodeError, SampleError, described, shortened
 from areal_rloo.rollout.episode import Episode, Rewards, Sample
 from areal_rloo.rollout.turns import SampleEngine, Turns
@@ -167,7 +167,7 @@ class RolloutWorker:
                 worker_id=self._worker_id,
                 incarnation=self._incarnation,
                 capacity_samples=self._config.rollout.num_slots + self._config.lease_ahead_samples,
-                policy_version=self._engine.statistics().policy_version,
+                policy_version=_runs(self._engine.statistics()),
                 held=tuple(held),
             )
         )
@@ -179,7 +179,7 @@ class RolloutWorker:
             await self._channel.send(
                 Heartbeat(
                     worker_id=self._worker_id,
-                    policy_version=statistics.policy_version,
+                    policy_version=_runs(statistics),
                     idle_s=statistics.idle_s,
                     elapsed_s=time.monotonic() - self._started_s,
                     generated_tokens=statistics.generated_tokens,
@@ -275,6 +275,11 @@ class RolloutWorker:
             work.close()
         else:
             asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _runs(statistics: EngineStatistics) -> int | None:
+    """The version an engine runs; None where it is being started."""
+    return statistics.policy_version if statistics.ready else None
 
 
 def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:

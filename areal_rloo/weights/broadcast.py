@@ -139,23 +139,31 @@ class Broadcaster:
                 self._transport.release(replaced.buckets)
             self._changed.notify_all()
 
-    def join(self, worker_id: str, policy_version: int) -> None:
-        """A worker is here and runs this version; if that is behind, it is offered the newest."""
+    def join(self, worker_id: str, policy_version: int | None) -> None:
+        """A worker is here and runs this version; if that is behind, it is offered the newest.
+
+        None: its engine takes no weights for now, as a server does not that is being started.
+        """
+        if policy_version is None:
+            self.leave(worker_id)
+            return
         with self._changed:
             member = self._members.setdefault(worker_id, _Member(policy_version))
             if member.left_out or policy_version < member.policy_version:
                 logger.info("%s is back with version %d", worker_id, policy_version)
-            if policy_version < member.policy_version:  # its engine started anew: what was offered is not taken any more
+            if (
+                policy_version < member.policy_version
+            ):  # its engine started anew: what was offered is not taken any more
                 self._totals.pending.discard(worker_id)
                 self._transport.lost(worker_id)
             member.policy_version, member.left_out = policy_version, False
             self._changed.notify_all()
 
-    def heard(self, worker_id: str, policy_version: int) -> None:
+    def heard(self, worker_id: str, policy_version: int | None) -> None:
         """A sign of life: one that was left out takes part again. Says nothing new about anybody else."""
         with self._changed:
             left_out = worker_id not in self._members or self._members[worker_id].left_out
-        if left_out:
+        if left_out or policy_version is None:
             self.join(worker_id, policy_version)
 
     def leave(self, worker_id: str) -> None:
@@ -182,7 +190,7 @@ class Broadcaster:
             self._changed.notify_all()
 
     def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
-        """A worker could not take this version; it is offered again."""
+        """A worker could not take this version; it is offered again when it is next heard of."""
         with self._changed:
             self._failed(worker_id, policy_version, detail)
 
@@ -216,6 +224,9 @@ class Broadcaster:
         logger.warning("%s could not take version %d: %s", worker_id, policy_version, detail)
         self._totals.failures += 1
         self._totals.pending.discard(worker_id)
+        if worker_id in self._members:
+            self._members[worker_id].left_out = True  # not at once: what it lacks may take a moment
+            self._transport.lost(worker_id)
         self._changed.notify_all()
 
     def _behind(self) -> list[str]:

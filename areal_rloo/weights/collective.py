@@ -1,8 +1,9 @@
 """Weights through torch.distributed: one broadcast a bucket, Gloo on CPU and NCCL on GPU, on one code path.
 
-The sender is rank 0. Whoever is present forms an epoch: a process group of its own over the sender's store. When the
-set of workers changes, or a broadcast failed, the next broadcast begins a new epoch. The groups are made directly, not
-through the process-wide default group, so they collide with nobody's.
+The sender is rank 0. Whoever is present forms an epoch: a process group of its own over a store of its own. When the
+set of workers changes, or a broadcast failed, the next broadcast begins a new epoch. A store that closes lets go those
+who still wait in it for somebody who will not come. The groups are made directly, not through the process-wide default
+group, so they collide with nobody's.
 
 A worker is one rank, this process's own `CollectiveReader`, or, where an SGLang server takes the weights itself, one
 rank for each of the server's. Such a server meets the others through torch's `_new_process_group_helper`, so `_group`
@@ -46,7 +47,7 @@ class CollectiveSender:
         self._device = device
         self._timeout_s = timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._store: TCPStore | None = None
         self._run = secrets.token_hex(4)  # a server may know the epochs of another run
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
@@ -57,10 +58,12 @@ class CollectiveSender:
         return self._free.pop() if self._free else empty_buckets(self._manifest, self._device)
 
     def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
-        if self._group is None or frozenset(worker_ids) != self._members:
+        if self._group is None or self._store is None or frozenset(worker_ids) != self._members:
             self._epoch += 1
             self._group = None
             self._members = frozenset(worker_ids)
+            timeout = timedelta(seconds=self._timeout_s)
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return CollectiveOffer(
             host=self._host,
             port=self._store.port,
@@ -74,6 +77,7 @@ class CollectiveSender:
         )
 
     def send(self, buckets: Sequence[Tensor]) -> None:
+        assert self._store is not None, "what is sent was offered"
         try:
             if self._group is None:
                 self._group = _group(
@@ -81,7 +85,7 @@ class CollectiveSender:
                 )
             _broadcast(self._group, self._manifest, buckets, self._device)
         except RuntimeError as error:
-            self._group = None
+            self._group = self._store = None
             raise WeightsError(f"{self._name}: {_first_line(error)}") from error
 
     def taken(self, worker_id: str) -> None:
@@ -95,7 +99,7 @@ class CollectiveSender:
         self._free.append(buckets)
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._store = None
         self._free.clear()
 
     @property

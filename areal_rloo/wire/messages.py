@@ -28,7 +28,7 @@ import msgspec
 
 from areal_rloo.trajectory import Item, SampleId, Trajectory
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 Purpose = Literal["train", "eval"]
 
@@ -62,22 +62,25 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         worker_id: stable over restarts of the worker, e.g. `rollout-0`.
         incarnation: differs at every start of the process.
         capacity_samples: how many unfinished samples the worker wants to hold, train and eval together.
-        policy_version: version of the weights its engine runs.
+        policy_version: version of the weights its engine runs; None while it can take none, for it is being started.
         held: samples it holds or has not had acknowledged; others the learner leased to it are lost.
     """
 
     worker_id: str
     incarnation: str
     capacity_samples: int
-    policy_version: int
+    policy_version: int | None
     held: tuple[SampleId, ...]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Worker to learner, every `wire.heartbeat_s`. Times are seconds since the engine's start, counts likewise."""
+    """Worker to learner, every `wire.heartbeat_s`. Times are seconds since the engine's start, counts likewise.
+
+    `policy_version` as in Hello.
+    """
 
     worker_id: str
-    policy_version: int
+    policy_version: int | None
     idle_s: float
     elapsed_s: float
     generated_tokens: int

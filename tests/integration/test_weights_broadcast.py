@@ -110,6 +110,7 @@ class Cluster:
                 self.broadcaster.acknowledge(worker_id, version, detail)
             case "failed":
                 self.broadcaster.fail(worker_id, version, detail)
+                self.broadcaster.heard(worker_id, self.broadcaster.statistics().versions[worker_id])  # its heartbeat
             case "torn":
                 self.torn.append((worker_id, version, detail))
 
@@ -190,6 +191,20 @@ def test_an_engine_that_started_anew_gets_the_version_it_had_again(cluster: Clus
     assert cluster.broadcaster.statistics().versions["a"] == 0
     cluster.pump(cluster.at("a", 3))
     assert cluster.torn == []
+
+
+def test_a_worker_whose_engine_is_being_started_is_offered_nothing_until_it_is_there(cluster: Cluster) -> None:
+    for worker_id in ("a", "b"):
+        cluster.start(worker_id)
+    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.pump(lambda: cluster.at("a", 1)() and cluster.at("b", 1)())
+    cluster.offers["b"].put(START_ANEW)
+    cluster.broadcaster.heard("b", None)
+    cluster.broadcaster.publish(2, _tensors(2))
+    cluster.pump(cluster.at("a", 2))
+    assert "b" not in cluster.broadcaster.statistics().versions
+    cluster.broadcaster.heard("b", 0)
+    cluster.pump(cluster.at("b", 2))
 
 
 def test_a_killed_receiver_holds_nobody_up(cluster: Cluster) -> None:
@@ -276,6 +291,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     with segment.open("r+b") as file:
         file.write(good)
     broadcaster.fail("a", 1, failures[0])
+    broadcaster.heard("a", 0)  # its next heartbeat
     _wait(lambda: bodies)
     receiver.offer(bodies.pop()[1])
     assert broadcaster.flush(10)

@@ -312,11 +312,11 @@ def test_an_open_address_without_keys_and_a_taken_port_are_refused() -> None:
 def test_a_message_the_learner_cannot_read_is_answered_with_why() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)
-        await worker._socket.send_multipart([b"\x92\x03\x80"])  # wire version 3
+        await worker._socket.send_multipart([b"\x92\x04\x80"])  # wire version 4
         receiving = asyncio.create_task(_ignored_for_ever(learner))
         message = await worker.receive()
         assert isinstance(message, Refusal)
-        assert "wire version 3" in message.detail
+        assert "wire version 4" in message.detail
         receiving.cancel()
         await worker.close()
 

@@ -239,8 +239,8 @@ def test_too_many_trajectories_and_missing_columns_are_refused() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 3, this process speaks 2; run the same"):
-        decode_worker([msgspec.msgpack.encode((3, {}))], LIMITS)
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 3; run the same"):
+        decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
 def test_too_large_a_message_is_refused() -> None:

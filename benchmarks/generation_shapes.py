@@ -1,0 +1,216 @@
+"""Tokens per second of the embedded engine at the shapes of real models, and how near that is to the memory's limit.
+
+    python benchmarks/generation_shapes.py [--shapes 0.5b 1.5b] [--batches 1 64 256] [--device cpu]
+        [--output benchmarks/results/generation_shapes.json]
+
+Random weights in the shapes of Qwen2.5 0.5B and 1.5B; every request has another prompt of 4 tokens and the same number
+of tokens to make. Against transformers' `generate` and its continuous batching, as `generate_batch` runs it (a manager
+a call). One system at a time has its weights in memory; each makes a short warm-up and then the median of the repeats.
+
+The limit is what the memory can move: a decode step reads all weights once and every row's keys and values,
+
+    limit = batch * bandwidth / (weight bytes + batch * mean context * key/value bytes of a token)
+
+with the bandwidth of a plain copy (bytes read and written), measured in the same run on the same threads. At large
+batches a CPU is bound by arithmetic instead, and the share says by how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hardware
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen2Config
+from transformers.utils import logging
+
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.embedded import EmbeddedEngine
+
+SHAPES = {  # of Qwen2.5: hidden size, intermediate size, layers, heads, key/value heads
+    "0.5b": (896, 4864, 24, 14, 2),
+    "1.5b": (1536, 8960, 28, 12, 2),
+}
+VOCABULARY = 151_936
+PROMPT_TOKENS = 4
+Generate = Callable[[int, int], None]  # of a batch, so many tokens each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    bandwidth = _bandwidth(device)
+    result: dict[str, object] = {
+        **{name: getattr(arguments, name) for name in ("device", "dtype", "threads", "new_tokens", "repeats")},
+        "bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
+    }
+    for shape in arguments.shapes:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config = _config(shape)
+            weight_bytes = _save(config, folder, dtype)
+            rates = {
+                name: _rates(make, folder, device, dtype, arguments)
+                for name, make in (("embedded", _embedded), ("generate", _generate), ("generate_batch", _batching))
+            }
+        head_dim = config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+        result[shape] = rows = {}
+        for batch in arguments.batches:
+            context = PROMPT_TOKENS + arguments.new_tokens / 2
+            limit = batch * bandwidth / (weight_bytes + batch * context * token_bytes)
+            measured = {name: rates[name][batch] for name in rates}
+            rows[f"batch_{batch}"] = row = {
+                "tokens_per_s": {name: round(rate, 2) for name, rate in measured.items()},
+                "embedded_over": {n: round(measured["embedded"] / measured[n], 2) for n in rates if n != "embedded"},
+                "embedded_share_of_bandwidth_limit": round(measured["embedded"] / limit, 3),
+            }
+            print(shape, batch, row, flush=True)
+    hardware.write(arguments.output, result)
+
+
+def _rates(
+    make: Callable[..., object], folder: Path, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace
+) -> dict[int, float]:
+    """Tokens per second by batch size, of a system that lives only in here."""
+    rates = {}
+    with make(folder, device, dtype, max(arguments.batches), arguments.new_tokens) as generate:  # type: ignore[attr-defined]
+        for batch in arguments.batches:
+            generate(batch, 2)
+            seconds = []
+            for _ in range(arguments.repeats):
+                started = time.perf_counter()
+                generate(batch, arguments.new_tokens)
+                seconds.append(time.perf_counter() - started)
+            rates[batch] = batch * arguments.new_tokens / statistics.median(seconds)
+    gc.collect()
+    return rates
+
+
+@contextmanager
+def _embedded(
+    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
+) -> Iterator[Generate]:
+    engine = EmbeddedEngine(
+        folder, device=device, dtype=dtype, num_slots=slots, context_tokens=PROMPT_TOKENS + new_tokens
+    )
+
+    def generate(batch: int, num_tokens: int) -> None:
+        requests = [
+            GenerationRequest(str(index), tuple(prompt), SamplingParameters(max_new_tokens=num_tokens, seed=index))
+            for index, prompt in enumerate(_prompts(batch))
+        ]
+        for future in engine.submit(requests):
+            assert len(future.result().tokens) == num_tokens
+
+    yield generate
+    engine.close()
+
+
+@contextmanager
+def _generate(
+    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
+) -> Iterator[Generate]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+    def generate(batch: int, num_tokens: int) -> None:
+        prompts = torch.tensor(_prompts(batch), device=device)
+        with torch.inference_mode():
+            made = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert made.shape == (batch, PROMPT_TOKENS + num_tokens)
+
+    yield generate
+
+
+@contextmanager
+def _batching(
+    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
+) -> Iterator[Generate]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+    def generate(batch: int, num_tokens: int) -> None:
+        made = model.generate_batch(
+            _prompts(batch),
+            generation_config=GenerationConfig(
+                do_sample=True, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                return_logprobs=True, num_blocks=2 * slots, max_batch_tokens=1024
+            ),
+            progress_bar=False,
+        )
+        assert sum(len(output.generated_tokens) for output in made.values()) == batch * num_tokens
+
+    yield generate
+
+
+def _prompts(batch: int) -> list[list[int]]:
+    return [[(7919 * index + 31 * place) % VOCABULARY for place in range(PROMPT_TOKENS)] for index in range(batch)]
+
+
+def _config(shape: str) -> Qwen2Config:
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
+    return Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
+    )
+
+
+def _save(config: Qwen2Config, folder: Path, dtype: torch.dtype) -> int:
+    """Random weights in the shape's own format; gives their bytes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of 512 MiB reads and writes, best of several."""
+    source = torch.ones(2**27, device=device)
+    copy = torch.empty_like(source)
+    best = 0.0
+    for _ in range(10):
+        started = time.perf_counter()
+        copy.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
+    return best
+
+
+if __name__ == "__main__":
+    main()
