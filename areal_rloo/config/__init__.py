@@ -19,6 +19,7 @@ from areal_rloo.config.data import (
     SourceConfig,
     source_key,
 )
+from areal_rloo.config.engines import SGLangConfig, argument_name
 from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.imports import import_function
 from areal_rloo.config.load import dump_config, load_config
@@ -70,6 +71,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
+    "SGLangConfig",
     "SamplingConfig",
     "SourceConfig",
     "TelemetryConfig",
@@ -77,6 +79,7 @@ __all__ = [
     "WarmStartConfig",
     "WeightsConfig",
     "WireConfig",
+    "argument_name",
     "dump_config",
     "import_function",
     "is_loopback",

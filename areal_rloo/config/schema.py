@@ -13,6 +13,7 @@ import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
+from areal_rloo.config.engines import SGLangConfig, validate_engines
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
 from areal_rloo.config.section import (
     NonNegativeFloat,
@@ -100,6 +101,8 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when it begins
     max_reward_failure_share: Share = 0.5  # of the last completions; with more the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
+    tensor_parallel: PositiveInt = 1  # devices that share one copy of the model
+    sglang: SGLangConfig = SGLangConfig()
 
 
 class OptimizerConfig(Section, frozen=True):
@@ -241,6 +244,7 @@ def validate(config: Config) -> None:
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
     validate_data(config.data)
     validate_episode(config.rollout.episode)
+    validate_engines(config.rollout)
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
         raise ConfigError(
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="

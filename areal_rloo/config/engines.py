@@ -1,0 +1,95 @@
+"""Options of the engines that a rollout worker can drive, one section each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from areal_rloo.config.section import NonNegativeInt, PositiveFloat, Section
+from areal_rloo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_rloo.config.schema import RolloutConfig
+
+# What we set ourselves, by every spelling SGLang knows, and where the user says it instead.
+_OWNED = {
+    "host": "it is 127.0.0.1",
+    "port": "it is a free one",
+    "api-key": "it is made for each start",
+    "admin-api-key": "the api key opens all",
+    "config": "it carries the api key; write its options here instead",
+    "model": "set model.path",
+    "model-path": "set model.path",
+    "device": "set rollout.device",
+    "tp": "set rollout.tensor_parallel",
+    "tp-size": "set rollout.tensor_parallel",
+    "tensor-parallel-size": "set rollout.tensor_parallel",
+    "dp": "raise rollout.num_workers: each has a server of its own",
+    "dp-size": "raise rollout.num_workers: each has a server of its own",
+    "data-parallel-size": "raise rollout.num_workers: each has a server of its own",
+    "weight-version": "it is the policy version",
+    "skip-tokenizer-init": "minimum lengths need the tokenizer",
+}
+
+
+class SGLangConfig(Section, frozen=True):
+    """An SGLang server for each rollout worker: started by the worker, or running already at one of `urls`."""
+
+    python: str | None = None  # that has sglang; null: ours where it has, else .venv-sglang/bin/python of this folder
+    # More of the server's own options, by their names: true is a bare flag, false and null leave one of ours out.
+    arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
+    urls: tuple[str, ...] = ()  # of servers that run already, one for each rollout worker; empty: we start them
+    api_key_env: str | None = None  # name of the environment variable that has the key of these servers
+    pause: Literal["in_place", "retract"] = "in_place"  # while weights load: keep the cache, or compute it again after
+    start_timeout_s: PositiveFloat = 600.0  # until a server answers; large models take minutes
+    health_every_s: PositiveFloat = 5.0
+    health_timeout_s: PositiveFloat = 30.0  # without a good answer for so long a server counts as hung
+    max_server_restarts: NonNegativeInt = 3  # in a row; then the worker ends, and its launcher decides
+
+
+def argument_name(written: str) -> str:
+    """An option as SGLang's command line spells it: `--tp_size`, `tp_size` and `tp-size` are one."""
+    return written.lstrip("-").replace("_", "-")
+
+
+def validate_engines(rollout: RolloutConfig) -> None:
+    """Check what no single field can check.
+
+    Raises:
+        ConfigError: names the key, what came, what was expected and what to do.
+    """
+    sglang = rollout.sglang
+    if rollout.engine != "sglang":
+        if rollout.tensor_parallel != 1:
+            raise ConfigError(
+                f"rollout.tensor_parallel: expected 1 with rollout.engine=embedded, got {rollout.tensor_parallel}; "
+                "set rollout.engine=sglang"
+            )
+        return
+    for written in sglang.arguments:
+        name = argument_name(written)
+        if name in _OWNED:
+            raise ConfigError(f"rollout.sglang.arguments.{written}: not an option here: {_OWNED[name]}")
+    _validate_urls(rollout)
+
+
+def _validate_urls(rollout: RolloutConfig) -> None:
+    sglang = rollout.sglang
+    if not sglang.urls:
+        if sglang.api_key_env is not None:
+            raise ConfigError("rollout.sglang.api_key_env: nothing reads it without urls; leave it out")
+        return
+    if len(sglang.urls) != rollout.num_workers:
+        raise ConfigError(
+            f"rollout.sglang.urls: expected one for each of rollout.num_workers={rollout.num_workers}, "
+            f"got {len(sglang.urls)}"
+        )
+    if len(set(sglang.urls)) != len(sglang.urls):
+        raise ConfigError(f"rollout.sglang.urls: expected different servers, got {list(sglang.urls)}")
+    for url in sglang.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"rollout.sglang.urls: expected http://HOST:PORT, got '{url}'")
+    for key in ("python", "arguments"):
+        if getattr(sglang, key) != getattr(SGLangConfig(), key):
+            raise ConfigError(f"rollout.sglang.{key}: nothing reads it with urls; leave it out")

@@ -1,0 +1,200 @@
+"""A server of our own: the Python that has SGLang, the command line, and a process that never outlives its engine.
+
+The server gets a session of its own, so that one signal ends it with its scheduler and detokenizer, stopped ones too.
+Should this process be killed, Linux kills the server, and SGLang its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_rloo.config import SGLangConfig, argument_name
+from areal_rloo.engines.sglang.capabilities import TESTED_VERSION
+from areal_rloo.errors import ConfigError
+
+_BESIDE = Path(".venv-sglang/bin/python")
+_VERSION_TIMEOUT_S = 60.0
+_KILL_TIMEOUT_S = 30.0
+_TAIL_BYTES = 64 * 1024
+# Asked of Linux by the server itself, before it becomes SGLang: kill me when the thread that started me is gone.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
+_CPU: dict[str, str | float | bool | None] = {
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-cuda-graph": True,
+    "disable-overlap-schedule": True,
+    "sleep-on-idle": True,  # its loop would otherwise keep a core busy that others need
+    "mem-fraction-static": 0.3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """What a server of ours is started for.
+
+    Attributes:
+        model_path: folder of the weights it starts with, which are version 0.
+        model_context_tokens: the longest context the model was made for; None where its config does not say.
+        device: cpu or cuda.
+        dtype: float32 or bfloat16.
+        tensor_parallel: devices it runs on.
+        num_slots: completions under way at a time.
+        context_tokens: longest prompt and completion together.
+        num_threads: CPU threads; 0 leaves it to torch.
+        radix_cache: False where the cache of two versions cannot be kept apart.
+    """
+
+    model_path: Path
+    model_context_tokens: int | None
+    device: str
+    dtype: str
+    tensor_parallel: int
+    num_slots: int
+    context_tokens: int
+    num_threads: int
+    radix_cache: bool = True
+
+
+class ServerProcess:
+    """One run of a server. Everything it prints goes to `log`, behind what is there."""
+
+    def __init__(self, python: str, config: SGLangConfig, plan: ServerPlan, log: Path) -> None:
+        """Start it. The thread that calls this must live as long as the server is to."""
+        self.port = _free_port()
+        self.api_key = secrets.token_hex(16)
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
+        descriptor, name = tempfile.mkstemp(prefix="areal_rloo-sglang-", suffix=".yaml")  # owner-only
+        self._secrets = Path(name)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"api-key: {self.api_key}\n")
+        command = [python, "-m", "sglang.launch_server", "--config", name]
+        command += command_line(config.arguments, plan, port=self.port)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                env={**os.environ, **environment(plan)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def forget_secrets(self) -> None:
+        """Remove the file with the api key, once the server has read it."""
+        self._secrets.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """End the server and its children now."""
+        self.forget_secrets()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=_KILL_TIMEOUT_S)
+
+    def last_words(self) -> str:
+        """The last line this run wrote that says something: an error where there is one."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        spoken = [line for line in lines if line]
+        errors = [line for line in spoken if "Error" in line or "error:" in line]
+        return (errors or spoken or ["nothing"])[-1][:500]
+
+
+def find_python(config: SGLangConfig) -> str:
+    """The Python that runs the server.
+
+    Raises:
+        ConfigError: there is none, or it has no sglang.
+    """
+    if config.python is None and find_spec("sglang") is not None:
+        return sys.executable
+    python = config.python or str(_BESIDE.absolute())
+    remedy = (
+        f"run make sglang, or pip install 'sglang>={TESTED_VERSION}' in an environment of its own and name its "
+        "bin/python there"
+    )
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"rollout.sglang.python: expected a Python that has sglang, found none at {python}; {remedy}")
+    ask = "from importlib.metadata import version; version('sglang')"
+    asked = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False)
+    if asked.returncode != 0:
+        raise ConfigError(f"rollout.sglang.python: {python} has no sglang; {remedy}")
+    return python
+
+
+def command_line(arguments: Mapping[str, str | float | bool | None], plan: ServerPlan, *, port: int) -> list[str]:
+    """The server's options: ours, those of the user over them, and those nobody may change."""
+    chosen: dict[str, str | float | bool | None] = {
+        "dtype": plan.dtype,
+        "max-running-requests": plan.num_slots,
+        "enable-metrics": True,
+        "skip-server-warmup": True,
+        "disable-radix-cache": not plan.radix_cache,
+    }
+    # A little more than is used: SGLang keeps a few tokens of the context to itself.
+    context_tokens = plan.context_tokens + 16
+    if plan.model_context_tokens is None or context_tokens < plan.model_context_tokens:
+        chosen["context-length"] = context_tokens
+    if plan.device == "cpu":
+        chosen |= _CPU
+        chosen["max-total-tokens"] = plan.num_slots * context_tokens
+    chosen |= {argument_name(name): value for name, value in arguments.items()}
+    chosen |= {
+        "model-path": str(plan.model_path),
+        "device": plan.device,
+        "tp-size": plan.tensor_parallel,
+        "host": "127.0.0.1",
+        "port": port,
+        "weight-version": "0",
+    }
+    words: list[str] = []
+    for name, value in chosen.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def environment(plan: ServerPlan) -> dict[str, str]:
+    """What the server finds in its environment beside our own."""
+    if plan.device != "cpu":
+        return {}
+    threads = {"OMP_NUM_THREADS": str(plan.num_threads)} if plan.num_threads else {}
+    return {"CUDA_VISIBLE_DEVICES": "", **threads}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
