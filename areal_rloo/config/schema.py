@@ -104,6 +104,11 @@ class RolloutConfig(Section, frozen=True):
     tensor_parallel: PositiveInt = 1  # devices that share one copy of the model
     sglang: SGLangConfig = SGLangConfig()
 
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """SGLang servers that run already, one for each worker; none where the workers have engines of their own."""
+        return self.sglang.urls if self.engine == "sglang" else ()
+
 
 class OptimizerConfig(Section, frozen=True):
     learning_rate: PositiveFloat = 1e-6

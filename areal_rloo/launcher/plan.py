@@ -79,7 +79,8 @@ def plan_run(
 ) -> list[ProcessSpec]:
     """The learner first, then the rollout workers.
 
-    GPUs go one to the learner and one to each worker, in order; cores are shared evenly where the config says 0.
+    GPUs go one to the learner and `rollout.tensor_parallel` to each worker, in order, and to none whose SGLang server
+    runs already; cores are shared evenly where the config says 0.
 
     Raises:
         PreflightError: a device was asked for that the machine does not have; says by how much.
@@ -108,7 +109,7 @@ def plan_run(
     workers = [
         ProcessSpec(
             name=f"rollout-{index}",
-            role="rollout worker",
+            role=_worker_role(config, index),
             **_placement(threads, machine.gpu_ids[learner_gpus + index * worker_gpus :][:worker_gpus]),
             command=(
                 *_module("areal_rloo.rollout"),
@@ -117,6 +118,7 @@ def plan_run(
                 f"--worker-id=rollout-{index}",
                 f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
                 f"--metrics-port={addresses.metrics_ports[1 + index]}",
+                *(f"--server-url={url}" for url in config.rollout.server_urls[index : index + 1]),
             ),
             max_restarts=config.launcher.max_restarts,
         )
@@ -129,14 +131,23 @@ def _gpus_wanted(config: Config, machine: Machine) -> tuple[int, int]:
     """GPUs of the learner and of each worker; refuses more than there are."""
     num_workers = config.rollout.num_workers
     learner_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
+    worker_gpus *= 0 if config.rollout.server_urls else config.rollout.tensor_parallel
     wanted = learner_gpus + num_workers * worker_gpus
     if wanted > len(machine.gpu_ids):
         raise PreflightError(
             f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
-            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}), this machine has "
-            f"{len(machine.gpu_ids)}; lower rollout.num_workers or set a device to cpu"
+            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}, "
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel}), this machine has {len(machine.gpu_ids)}; "
+            "lower rollout.num_workers or rollout.tensor_parallel, or set a device to cpu"
         )
     return learner_gpus, worker_gpus
+
+
+def _worker_role(config: Config, index: int) -> str:
+    if config.rollout.engine == "embedded":
+        return "rollout worker"
+    urls = config.rollout.server_urls
+    return f"rollout worker of {urls[index]}" if urls else "rollout worker and its SGLang server"
 
 
 def _place_arguments(num_threads: int, num_gpus: int) -> tuple[str, str]:

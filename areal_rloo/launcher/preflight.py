@@ -10,7 +10,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from areal_rloo.config import Config, import_function, is_loopback
+from areal_rloo.config import Config, SGLangConfig, import_function, is_loopback
 from areal_rloo.errors import ModelError, PreflightError
 from areal_rloo.launcher.plan import Machine
 from areal_rloo.tasks import check_data
@@ -45,10 +45,7 @@ def check(config: Config) -> None:
         UserError: the first thing that is wrong.
     """
     if config.rollout.engine == "sglang":
-        raise PreflightError(
-            "rollout.engine: sglang cannot be driven by this version; set rollout.engine=embedded, which serves "
-            "Qwen2, Qwen3 and Llama checkpoints"
-        )
+        _check_sglang(config.rollout.sglang)
     _check_model("model.path", config.model.path)
     if config.model.reference is not None and config.model.reference.path != "initial":
         _check_model("model.reference.path", config.model.reference.path)
@@ -106,6 +103,18 @@ def free_ports(num: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+def _check_sglang(sglang: SGLangConfig) -> None:
+    if not sglang.urls:
+        from areal_rloo.engines.sglang.process import find_python  # noqa: PLC0415 - its neighbours import torch
+
+        find_python(sglang)
+    elif sglang.api_key_env is not None and not os.environ.get(sglang.api_key_env):
+        raise PreflightError(
+            f"rollout.sglang.api_key_env: expected the servers' key in the environment variable "
+            f"{sglang.api_key_env}, got nothing; set it, or leave the option out for servers without a key"
+        )
 
 
 def _check_model(key: str, path: str) -> None:

@@ -264,8 +264,9 @@ def _broadcaster(config: Config, arguments: Arguments, train_step: TrainStep, in
         transport = CollectiveSender(
             manifest,
             host=config.wire.host,
-            device=torch.device(arguments.device),
+            device=torch.device("cpu" if config.rollout.device == "cpu" else arguments.device),
             timeout_s=config.weights.timeout_s,
+            ranks_per_worker=config.rollout.tensor_parallel,
         )
     return Broadcaster(
         manifest=manifest, transport=transport, timeout_s=config.weights.timeout_s, send_notice=intake.send_notice

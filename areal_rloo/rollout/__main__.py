@@ -17,9 +17,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.engines.base import Engine
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards.scoring import Scoring
+from areal_rloo.rollout.engines import WorkerEngine, make_engine
+from areal_rloo.rollout.episode import Episode
 from areal_rloo.rollout.episodes import make_episode, serving
 from areal_rloo.rollout.scoring import make_scoring
 from areal_rloo.rollout.worker import RolloutWorker
@@ -48,6 +50,7 @@ class Arguments(argparse.Namespace):
     device: str
     num_threads: int
     metrics_port: int
+    server_url: str | None
 
 
 def main() -> int:
@@ -64,44 +67,76 @@ def main() -> int:
 
 
 async def _run(config: Config, arguments: Arguments) -> int:
-    device = torch.device(arguments.device)
     tokenizer = load_tokenizer(arguments.model_path)
-    engine = EmbeddedEngine(
-        model_folder(arguments.model_path),
-        device=device,
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
-        num_slots=config.rollout.num_slots,
-        context_tokens=config.context_tokens,
-    )
-    incarnation = uuid.uuid4().hex
-    channel = _channel(config, arguments, incarnation)
-    rewards = await make_scoring(config)
-    episode = make_episode(config)
-    worker = RolloutWorker(
+    worker: RolloutWorker | None = None
+
+    def on_weights_lost() -> None:
+        if worker is not None:
+            worker.on_weights_lost()
+
+    made = make_engine(
         config,
+        model_folder(arguments.model_path),
         worker_id=arguments.worker_id,
-        incarnation=incarnation,
-        channel=channel,
-        engine=engine,
-        episode=episode,
-        rewards=rewards,
-        chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
-        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+        device=torch.device(arguments.device),
+        num_threads=arguments.num_threads,
+        server_url=arguments.server_url,
+        logs=arguments.run_folder / "logs",
+        on_weights_lost=on_weights_lost,
     )
+    try:
+        await made.until_ready()
+        incarnation = uuid.uuid4().hex
+        channel = _channel(config, arguments, incarnation)
+        rewards = await make_scoring(config)
+        episode = make_episode(config)
+        worker = RolloutWorker(
+            config,
+            worker_id=arguments.worker_id,
+            incarnation=incarnation,
+            channel=channel,
+            engine=made.engine,
+            episode=episode,
+            rewards=rewards,
+            chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
+            stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+        )
+        await _serve(worker, made, episode, rewards, channel, arguments)
+    finally:
+        made.engine.close()
+    logger.info("done")
+    return 0
+
+
+async def _serve(
+    worker: RolloutWorker,
+    made: WorkerEngine,
+    episode: Episode,
+    rewards: Scoring,
+    channel: WorkerChannel,
+    arguments: Arguments,
+) -> None:
+    """Run the worker to its end, with weights coming in and metrics going out."""
+    engine = made.engine
     receiver = Receiver(
         worker_id=arguments.worker_id,
         policy_version=lambda: engine.statistics().policy_version,
         load_weights=engine.load_weights,
+        join_group=made.join_group,
         on_received=worker.on_weights_received,
         on_failed=worker.on_weights_failed,
-        device=device,
+        device=made.device,
     )
     worker.attach(receiver)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
-    metrics = asyncio.create_task(_publish_metrics(engine, channel, receiver, rewards, arguments.metrics_port))
-    logger.info("ready on %s with %d threads", device, arguments.num_threads)
+    registry = CollectorRegistry()
+    made.watch(registry)
+    metrics = asyncio.create_task(
+        _publish_metrics(engine, channel, receiver, rewards, registry, arguments.metrics_port)
+    )
+    logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)
     try:
         async with serving(episode):
             await worker.run()
@@ -109,10 +144,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
         metrics.cancel()
         receiver.close()
         await rewards.close()
-        engine.close()
         await channel.close()
-    logger.info("done")
-    return 0
 
 
 def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:
@@ -127,9 +159,13 @@ def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerCh
 
 
 async def _publish_metrics(
-    engine: EmbeddedEngine, channel: WorkerChannel, receiver: Receiver, rewards: Scoring, port: int
+    engine: Engine,
+    channel: WorkerChannel,
+    receiver: Receiver,
+    rewards: Scoring,
+    registry: CollectorRegistry,
+    port: int,
 ) -> None:
-    registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
     watch(registry, WIRE, lambda: msgspec.structs.asdict(channel.statistics()))
     watch(registry, RECEIVE, lambda: msgspec.structs.asdict(receiver.statistics()))
@@ -165,6 +201,7 @@ def _parse() -> Arguments:
     parser.add_argument("--device", required=True)
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--metrics-port", type=int, required=True)
+    parser.add_argument("--server-url")
     return parser.parse_args(namespace=Arguments())
 
 

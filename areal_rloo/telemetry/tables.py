@@ -152,6 +152,18 @@ ROLLOUT = {
 }
 ROLLOUT_DROPPED = Metric("rollout_dropped_completions_total", "Completions this worker dropped, by reason", "reason")
 
+# By field of the SGLangStatistics of a worker whose engine is a server; the server's own metrics stand beside them.
+ENGINE_SERVER = {
+    "restarts": Metric(
+        "engine_server_restarts_total", "Times this worker's server failed and was started or found again"
+    ),
+    "health_failures": Metric("engine_server_health_failures_total", "Times it did not answer in time that it is well"),
+    "resumed": Metric("engine_server_resumed_requests_total", "Requests that came back unfinished and were sent again"),
+    "retractions": Metric("engine_server_retractions_total", "Requests the server put off for want of cache"),
+    "weights_lost": Metric("engine_server_weights_lost_total", "Times it was found with earlier or unknown weights"),
+    "last_pause_s": Metric("engine_server_last_pause_seconds", "Seconds that the last update of its weights paused it"),
+}
+
 # By field of the wire's ChannelStatistics; either end has them.
 WIRE = {
     "messages_in": Metric("wire_received_messages_total", "Messages received"),
@@ -183,7 +195,7 @@ Table = Mapping[str, Metric]
 
 def all_metrics() -> Iterator[Metric]:
     """Every row of every table."""
-    for table in (TRAIN, EVALUATION, ROLLOUT, WIRE, BROADCAST, RECEIVE):
+    for table in (TRAIN, EVALUATION, ROLLOUT, ENGINE_SERVER, WIRE, BROADCAST, RECEIVE):
         yield from table.values()
     yield from (TRAINED_TOKENS, BEHAVIOUR_KL, REWARD_PART, SOURCE_REWARD, LEDGER, DROPPED, UNBALANCED, ROLLOUT_DROPPED)
 

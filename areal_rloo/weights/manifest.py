@@ -46,13 +46,17 @@ class Manifest(msgspec.Struct, frozen=True):
     bucket_num_bytes: tuple[int, ...]
 
     @property
+    def num_buckets(self) -> int:
+        return len(self.bucket_num_bytes)
+
+    @property
     def total_bytes(self) -> int:
         return sum(self.bucket_num_bytes)
 
     @property
     def filled_bytes(self) -> list[int]:
         """Of each bucket, without what pads it."""
-        filled = [0] * len(self.bucket_num_bytes)
+        filled = [0] * self.num_buckets
         for spec in self.tensors:
             filled[spec.bucket_index] += spec.num_bytes
         return filled

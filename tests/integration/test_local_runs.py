@@ -382,7 +382,29 @@ def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folde
         (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
         (["--config", "quickstart.yaml", "learner.device=cuda"], "the plan needs 1 GPUs"),
         (["--config", "quickstart.yaml", "--fast"], "argument '--fast'"),
-        (["--config", "gsm8k_rloo.yaml"], "rollout.engine: sglang"),
+        (
+            ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"],
+            "rollout.sglang.python: expected a Python that has sglang, found none at /nowhere/python; run make sglang",
+        ),
+        (
+            ["--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.urls=[http://a:1, http://b:1]"],
+            "rollout.sglang.urls: expected one for each of rollout.num_workers=1, got 2",
+        ),
+        (
+            [
+                *("--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.urls=[http://a:1]"),
+                "rollout.sglang.api_key_env=AREAL_RLOO_NO_SUCH_KEY",
+            ],
+            "rollout.sglang.api_key_env: expected the servers' key in the environment variable AREAL_RLOO_NO_SUCH_KEY",
+        ),
+        (
+            ["--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.arguments.port=1"],
+            "rollout.sglang.arguments.port: not an option here: it is a free one",
+        ),
+        (
+            ["--config", "quickstart.yaml", "rollout.tensor_parallel=2"],
+            "rollout.tensor_parallel: expected 1 with rollout.engine=embedded, got 2",
+        ),
         (
             ["--config", "gsm8k_rloo.yaml", "rollout.engine=embedded", "data.train.path=no.jsonl", "data.eval=null"],
             "no.jsonl",

@@ -187,7 +187,10 @@ class SGLangEngine:
     def statistics(self) -> EngineStatistics:
         state = self._state
         return self._queue.statistics(
-            policy_version=state.policy_version, weight_updates=state.weight_updates, swap_s=state.swap_s
+            ready=state.connection is not None,
+            policy_version=state.policy_version,
+            weight_updates=state.weight_updates,
+            swap_s=state.swap_s,
         )
 
     def server_statistics(self) -> SGLangStatistics:

@@ -146,13 +146,14 @@ class FlightQueue:
         """Times that a flight went back to wait."""
         return self._resumed
 
-    def statistics(self, *, policy_version: int, weight_updates: int, swap_s: float) -> EngineStatistics:
+    def statistics(self, *, ready: bool, policy_version: int, weight_updates: int, swap_s: float) -> EngineStatistics:
         """A consistent snapshot; the arguments are what others know."""
         with self._lock:
             idle_s = self._idle_s
             if self._idle_since_s is not None:
                 idle_s += time.monotonic() - self._idle_since_s
             return EngineStatistics(
+                ready=ready,
                 policy_version=policy_version,
                 num_running=len(self._under_way),
                 num_waiting=len(self._waiting),
