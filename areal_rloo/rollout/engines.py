@@ -103,16 +103,28 @@ def make_engine(
         log=logs / f"{worker_id}.sglang.log",
         on_weights_lost=on_weights_lost,
     )
+    return WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
+
+
+def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Future[int]]:
+    """What a receiver calls for a server that takes part in a collective with ranks of its own."""
 
     def join_group(notice: Notice, offer: CollectiveOffer) -> Future[int]:
-        return server.update_from_group(
-            notice.policy_version, _group_of(offer, worker_id), bucket_layouts(notice.manifest)
+        group = UpdateGroup(
+            host=offer.host,
+            port=offer.port,
+            name=offer.name,
+            rank_offset=offer.ranks[worker_id],
+            world_size=offer.world_size,
+            backend="nccl" if offer.backend == "nccl" else "gloo",
+            timeout_s=offer.timeout_s + _LEARNER_FIRST_S,
         )
+        return server.update_from_group(notice.policy_version, group, _bucket_layouts(notice.manifest))
 
-    return WorkerEngine(server, torch.device("cpu"), join_group, server)
+    return join_group
 
 
-def bucket_layouts(manifest: Manifest) -> list[BucketLayout]:
+def _bucket_layouts(manifest: Manifest) -> list[BucketLayout]:
     """What each bucket holds, in order."""
     specs = [[spec for spec in manifest.tensors if spec.bucket_index == index] for index in range(manifest.num_buckets)]
     return [
@@ -123,15 +135,3 @@ def bucket_layouts(manifest: Manifest) -> list[BucketLayout]:
         )
         for bucket in specs
     ]
-
-
-def _group_of(offer: CollectiveOffer, worker_id: str) -> UpdateGroup:
-    return UpdateGroup(
-        host=offer.host,
-        port=offer.port,
-        name=offer.name,
-        rank_offset=offer.ranks[worker_id],
-        world_size=offer.world_size,
-        backend="nccl" if offer.backend == "nccl" else "gloo",
-        timeout_s=offer.timeout_s + _LEARNER_FIRST_S,
-    )

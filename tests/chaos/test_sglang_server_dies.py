@@ -1,0 +1,90 @@
+"""A run whose SGLang server is killed or stopped at random moments, again and again: it goes on, and loses nothing.
+
+`AREAL_RLOO_CHAOS_ROUNDS` says how often (4; CI says 20). A round ends when the learner has made another step.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_support import sglang_python
+
+REPO = Path(__file__).resolve().parents[2]
+NUM_ROUNDS = int(os.environ.get("AREAL_RLOO_CHAOS_ROUNDS", "4"))
+ROUND_TIMEOUT_S = 180
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + NUM_ROUNDS * ROUND_TIMEOUT_S)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [
+        *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
+        *(f"run.folder={tmp_path / 'run'}", "rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}"),
+        *("rollout.sglang.health_every_s=1", "rollout.sglang.health_timeout_s=6", "weights.timeout_s=15"),
+        *("rollout.sglang.max_server_restarts=1000", "rollout.num_slots=8", "rollout.sampling.max_new_tokens=48"),
+        *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2", "data.eval=null"),
+        *("algorithm.group_size=4", "learner.groups_per_step=6", "learner.num_train_steps=100000"),
+        *("checkpoint.every_n_steps=0", "telemetry.progress=false"),
+    ]
+    process = subprocess.Popen(command, cwd=REPO)
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def test_a_run_outlives_its_server_whatever_happens_to_it(launcher: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    folder, chance, steps = tmp_path / "run", random.Random(NUM_ROUNDS), 0
+    seen: set[psutil.Process] = set()
+    for number in range(NUM_ROUNDS):
+        _wait_for_step(steps + 1, folder, launcher)
+        time.sleep(chance.uniform(0, 4))
+        processes = _server_processes(launcher.pid)
+        seen |= set(processes)
+        victim = chance.choice(processes)
+        blow = chance.choice([signal.SIGKILL, signal.SIGSTOP])
+        steps = _num_steps(folder) + 1  # one more may be ready already
+        print(f"round {number}, step {steps}: {blow.name} to {victim.name()}", flush=True)
+        victim.send_signal(blow)
+    _wait_for_step(steps + 1, folder, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=120) == 0
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == "drained"
+    ledger = summary["ledger"]
+    assert ledger["dropped"] == {}
+    assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+    records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_bytes().splitlines()]
+    identities = [(record["group_id"], record["sample_index"]) for record in records]
+    assert len(identities) == len(set(identities)) > 0
+    assert [process for process in seen if process.is_running()] == []
+
+
+def _num_steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b'"kind":"train"') if path.exists() else 0
+
+
+def _wait_for_step(number: int, folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
+    ends_s = time.monotonic() + ROUND_TIMEOUT_S
+    while _num_steps(folder) < number:
+        assert launcher.poll() is None, f"the run ended with {launcher.returncode} before step {number}"
+        assert time.monotonic() < ends_s, f"step {number} did not come within {ROUND_TIMEOUT_S} s"
+        time.sleep(0.1)
+
+
+def _server_processes(launcher_pid: int) -> list[psutil.Process]:
+    """The server, its scheduler and its detokenizer; a step was made, so they are there."""
+    words = {p: " ".join(p.cmdline()) for p in psutil.Process(launcher_pid).children(recursive=True)}
+    return [p for p, line in words.items() if "sglang.launch_server" in line or line.startswith("sglang::")]

@@ -1,0 +1,156 @@
+"""Two hundred versions in a row into a server that generates all the while, from the learner's own end of the weights."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_support import (
+    assert_close,
+    eventually,
+    model_of,
+    request,
+    running_engine,
+    server_processes,
+    slow_logprobs,
+    version_runs,
+)
+from transformers import PreTrainedModel
+
+from areal_rloo.engines.sglang import SGLangEngine
+from areal_rloo.rollout.engines import joins_group
+from areal_rloo.trajectory import Completion
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.receive import Receiver
+
+NUM_VERSIONS = 200
+NUM_AT_A_TIME = 12  # more than the engine's 8 slots, so that some always wait
+NEW_TOKENS = 80
+STEADY_FROM = 20  # versions
+MOST_GROWTH_BYTES = 100 * 2**20  # 180 copies of the weights would be more
+NUM_RECOMPUTED = 40
+CPU = torch.device("cpu")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+class Models(Mapping[int, PreTrainedModel]):
+    """The weights of every version: neighbours differ enough for a wrong tag to show, and no version is a trend."""
+
+    def __init__(self, folder: Path) -> None:
+        self._by_factor = {step: model_of(folder, factor=1 + step / 50) for step in range(11)}
+
+    def __getitem__(self, version: int) -> PreTrainedModel:
+        return self._by_factor[7 * version % 11]
+
+    def __len__(self) -> int:
+        return NUM_VERSIONS + 1
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self)))
+
+
+class Load:
+    """Requests without end, so many at a time; every one that was made comes back here."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self._names = itertools.count()
+        self._under_way: deque[tuple[tuple[int, ...], Future[Completion]]] = deque()
+        self.done: list[tuple[tuple[int, ...], Completion]] = []
+
+    def pump(self) -> None:
+        """Take what is done, and ask for as much again."""
+        for _ in range(len(self._under_way)):
+            prompt, future = self._under_way.popleft()
+            if future.done():
+                self.done.append((prompt, future.result()))
+            else:
+                self._under_way.append((prompt, future))
+        while len(self._under_way) < NUM_AT_A_TIME:
+            number = next(self._names)
+            prompt = tuple(range(3 + number % 5, 12 + number % 7))  # some prompts come again, in other versions too
+            asked = request(str(number), prompt=prompt, max_new_tokens=NEW_TOKENS)
+            self._under_way.append((prompt, self._engine.submit([asked])[0]))
+
+    def finish(self) -> None:
+        while self._under_way:
+            prompt, future = self._under_way.popleft()
+            self.done.append((prompt, future.result(timeout=120)))
+
+
+def test_two_hundred_updates_under_load_lose_nothing_and_tag_every_token_right(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, log = tiny_folders["qwen2"], tmp_path / "server.log"
+    models = Models(folder)
+    with running_engine(folder, log) as engine:
+        load = Load(engine)
+        sizes = _publish_all(engine, models, load, lambda: _resident_bytes(log))
+        load.finish()
+        statistics = engine.statistics()
+    assert statistics.weight_updates == NUM_VERSIONS
+    assert statistics.num_finished == len(load.done)
+    assert sizes[-1] - sizes[STEADY_FROM] < MOST_GROWTH_BYTES, f"bytes after each version: {sizes[::20]}"
+
+    assert all(len(completion.tokens) == NEW_TOKENS for _, completion in load.done)
+    assert all(completion.finish_reason == "length" for _, completion in load.done)
+    assert all(version_runs(completion) == sorted(version_runs(completion)) for _, completion in load.done)
+    spanning = [one for one in load.done if len(version_runs(one[1])) > 1]
+    assert len(spanning) > len(load.done) / 2
+    for prompt, completion in random.Random(0).sample(spanning, NUM_RECOMPUTED):
+        assert_close(completion, slow_logprobs(models, prompt, completion))
+
+
+def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
+    """Every version through a broadcaster and a receiver, as learner and worker have them; a size after each."""
+    manifest = build_manifest(models[0].named_parameters(), bucket_bytes=100_000)
+    assert manifest.num_buckets > 2, "an update is of several buckets"
+    bodies: list[bytes] = []
+    broadcaster = Broadcaster(
+        manifest=manifest,
+        transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=30),
+        timeout_s=30,
+        send_notice=lambda worker_id, version, body: bodies.append(body),
+    )
+    failures: list[str] = []
+    receiver = Receiver(
+        worker_id="w",
+        policy_version=lambda: engine.statistics().policy_version,
+        load_weights=engine.load_weights,
+        join_group=joins_group(engine, "w"),
+        on_received=lambda version, total: broadcaster.acknowledge("w", version, total),
+        on_failed=lambda version, detail: failures.append(detail),
+        device=CPU,
+    )
+    broadcaster.publish(0, models[0].named_parameters())
+    broadcaster.join("w", 0)
+    sizes = [measure()]
+    for version in range(1, NUM_VERSIONS + 1):
+        made = engine.statistics().generated_tokens
+        broadcaster.publish(version, models[version].named_parameters())
+
+        def arrived(version: int = version, made: int = made) -> bool:
+            while bodies:
+                receiver.offer(bodies.pop(0))
+            load.pump()
+            assert failures == []
+            there = broadcaster.statistics().versions["w"] == version
+            return there and engine.statistics().generated_tokens > made
+
+        eventually(arrived, f"version {version} did not arrive, or nothing is generated under it")
+        sizes.append(measure())
+    receiver.close()
+    broadcaster.close()
+    return sizes
+
+
+def _resident_bytes(log: Path) -> int:
+    return sum(process.memory_info().rss for process in server_processes(log))
