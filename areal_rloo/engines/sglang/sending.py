@@ -18,6 +18,7 @@ _MOST_FUTILE = 5  # HTTP requests in a row without a token; then a request count
 _ABORT_AGAIN_S = 0.5  # an abort that overtakes its request is lost
 _CALL_TIMEOUT_S = 10.0
 _CUT = Output((), (), (), "cut")
+_MIXED = Output((), (), (), "cut")  # see _reads_an_earlier_cache
 
 
 class Sending:
@@ -82,7 +83,7 @@ class Sending:
         except ServerRefusedError as error:
             self._queue.fail(flight, _of(flight, str(error)))
         else:
-            if epoch != self._state.epoch or (self._state.updating and not output.tokens):
+            if output is _MIXED or epoch != self._state.epoch or (self._state.updating and not output.tokens):
                 self._queue.put_back([flight])  # no fault of this request
             elif self._queue.landed(flight, output) is None and flight.futile >= _MOST_FUTILE:
                 self._queue.fail(flight, _of(flight, trouble))
@@ -118,7 +119,20 @@ class Sending:
             logger.warning("%s", _of(flight, str(error)))
             return _CUT, str(error)
         state.retractions += int(answer["meta_info"].get("num_retractions") or 0)
+        in_place = state.updates is not None and state.updates.mode == "in_place"  # else no cache outlives its weights
+        cached_tokens = int(answer["meta_info"].get("cached_tokens") or 0)
+        if in_place and _reads_an_earlier_cache(output, cached_tokens, sent_version=version):
+            return _MIXED, "it was sent again"
         return output, "it came back without a token"
+
+
+def _reads_an_earlier_cache(output: Output, cached_tokens: int, *, sent_version: int) -> bool:
+    """Whether an update overtook the request, and its prompt came from a cache that earlier weights had filled.
+
+    Between the moment we send and the moment the server takes it up, the server may be paused for an update. Then the
+    key of the cache is that of the version before, and all tokens are of the version after.
+    """
+    return cached_tokens > 0 and bool(output.versions) and output.versions[0] > sent_version
 
 
 def _of(flight: Flight, words: str) -> EngineError:
