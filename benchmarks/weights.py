@@ -1,11 +1,12 @@
 """GiB/s of each weight transport between two processes, against memcpy and one flat Gloo broadcast in the same run.
 
-    python benchmarks/weights.py [--size-mb 512] [--output benchmarks/results/weights.json]
+    python benchmarks/weights.py [--size-mb 512] [--sglang .venv-sglang/bin/python]
+        [--output benchmarks/results/weights.json]
 
 A float32 model in 133 tensors. Counted from `publish` (the gather) until the receiver holds tensors it can read:
 mapped for shared memory, in its second buffer for the collective. The checksums on both ends are counted apart, because
 they are the same for every transport. `swap` is the copy into the engine's own tensors, the only time decoding stands
-still. Interleaved repeats, medians.
+still. Interleaved repeats, medians. With a Python that has SGLang, `sglang_pause.py` adds what an update costs there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import hardware
+import sglang_pause
 import torch
 
 from areal_rloo.weights.broadcast import SendTransport
@@ -39,6 +41,8 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=512)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sglang", type=Path, default=Path(".venv-sglang/bin/python"))
+    parser.add_argument("--sglang-updates", type=int, default=20)
     parser.add_argument("--output")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -80,7 +84,12 @@ def main() -> None:
         "collective_of_flat_gloo": round(rates["collective"] / rates["gloo_flat"], 2),
     }
     print(f"{size:.2f} GiB in {NUM_TENSORS} tensors, GiB/s:", rates, ratios)
-    hardware.write(arguments.output, {"gib": round(size, 3), "gib_per_s": rates, **ratios})
+    sglang = {}
+    if arguments.sglang.exists():
+        sglang = {"sglang": sglang_pause.measure(str(arguments.sglang), num_updates=arguments.sglang_updates)}
+    else:
+        print(f"no SGLang at {arguments.sglang}; `make sglang` sets one up")
+    hardware.write(arguments.output, {"gib": round(size, 3), "gib_per_s": rates, **ratios, **sglang})
 
 
 def _transfer(

@@ -1,0 +1,218 @@
+"""How long an SGLang server stands still for new weights while it generates, and what that costs; called by weights.py.
+
+The real server on this machine, a model of some 20 M parameters in float32, 16 completions under way at any time, the
+learner's own broadcaster at the other end. Each way of updating has a server of its own and takes the same versions:
+
+    in_place   through the process group, the cache is kept
+    retract    through the process group, the cache is computed again
+    abort      through the process group; completions come back and are sent again, as servers without tags need it
+    files      in_place, through files in memory (weights.transport=shared_memory)
+
+`pause_ms` is the median from the pause to the continue. `cost_ms` is what an update costs generation: the seconds that
+the tokens made took beyond those that as many tokens take without updates, per update. Tokens lost are those of
+completions that came back short.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal_rloo.config import SGLangConfig
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.sglang import Capabilities, SGLangEngine
+from areal_rloo.rollout.engines import joins_group
+from areal_rloo.trajectory import Completion
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.receive import Receiver
+
+NUM_AT_A_TIME = 16
+PROMPT_TOKENS = 128
+NEW_TOKENS = 64
+CPU = torch.device("cpu")
+
+
+def measure(python: str, *, num_updates: int) -> dict[str, object]:
+    """Everything, by way of updating."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        model = _model()
+        model.save_pretrained(folder)
+        measured = {way: _of(way, python, folder, model, Path(name), num_updates) for way in ("in_place", "retract")}
+        measured["abort"] = _of("abort", python, folder, model, Path(name), num_updates)
+        measured["files"] = _of("files", python, folder, model, Path(name), num_updates)
+    megabytes = sum(tensor.numel() * 4 for tensor in model.parameters()) / 2**20
+    return {
+        "model_mb": round(megabytes, 1),
+        "num_updates": num_updates,
+        **measured,
+        "abort_over_in_place_cost": round(measured["abort"]["cost_ms"] / measured["in_place"]["cost_ms"], 2),
+    }
+
+
+def _of(way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path, num_updates: int) -> dict[str, float]:
+    engine = SGLangEngine(
+        folder,
+        config=SGLangConfig(python=python, pause="retract" if way == "retract" else "in_place"),
+        url=None,
+        device="cpu",
+        dtype="float32",
+        tensor_parallel=1,
+        num_slots=NUM_AT_A_TIME,
+        context_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        num_threads=1,
+        update_timeout_s=60.0,
+        log=logs / f"{way}.log",
+        on_weights_lost=lambda: None,
+        capabilities=_without_tags() if way == "abort" else None,
+    )
+    engine.ready.result(timeout=600)
+    load = _Load(engine)
+    publish = _Publisher(engine, model, through_files=way == "files")
+    load.run_for(3.0)
+    rate = load.run_for(15.0)
+    pauses, started, made = [], time.perf_counter(), load.made()
+    for version in range(1, num_updates + 1):
+        publish(version, load)
+        pauses.append(engine.server_statistics().last_pause_s)
+        load.run_for(0.5)
+    elapsed, tokens = time.perf_counter() - started, load.made() - made
+    publish.close()
+    lost = load.finish()
+    engine.close()
+    row = {
+        "pause_ms": round(1e3 * statistics.median(pauses), 1),
+        "longest_pause_ms": round(1e3 * max(pauses), 1),
+        "cost_ms": round(1e3 * (elapsed - tokens / rate) / num_updates, 1),
+        "tokens_per_s_without_updates": round(rate, 1),
+        "tokens_lost": lost,
+    }
+    print("sglang", way, row, flush=True)
+    return row
+
+
+class _Load:
+    """Completions of one length, so many at a time."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self._names = itertools.count()
+        self._under_way: deque[Future[Completion]] = deque()
+        self._lost = 0
+
+    def made(self) -> int:
+        return self._engine.statistics().generated_tokens
+
+    def pump(self) -> None:
+        for _ in range(len(self._under_way)):
+            future = self._under_way.popleft()
+            if future.done():
+                self._lost += NEW_TOKENS - len(future.result().tokens)
+            else:
+                self._under_way.append(future)
+        while len(self._under_way) < NUM_AT_A_TIME:
+            number = next(self._names)
+            prompt = tuple((7 * number + place) % 1000 for place in range(PROMPT_TOKENS))
+            sampling = SamplingParameters(max_new_tokens=NEW_TOKENS)
+            self._under_way += self._engine.submit([GenerationRequest(str(number), prompt, sampling)])
+
+    def run_for(self, seconds: float) -> float:
+        """Tokens a second."""
+        started, made = time.perf_counter(), self.made()
+        while time.perf_counter() - started < seconds:
+            self.pump()
+            time.sleep(0.005)
+        return (self.made() - made) / (time.perf_counter() - started)
+
+    def finish(self) -> int:
+        """Tokens lost over all."""
+        for future in self._under_way:
+            self._lost += NEW_TOKENS - len(future.result(timeout=120).tokens)
+        return self._lost
+
+
+class _Publisher:
+    """The learner's end: a version, until the engine runs it."""
+
+    def __init__(self, engine: SGLangEngine, model: Qwen2ForCausalLM, *, through_files: bool) -> None:
+        self._engine = engine
+        self._model = model
+        self._through_files = through_files
+        manifest = build_manifest(model.named_parameters(), bucket_bytes=16 * 2**20)
+        self._bodies: list[bytes] = []
+        self._broadcaster = Broadcaster(
+            manifest=manifest,
+            transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=60),
+            timeout_s=60,
+            send_notice=lambda worker_id, version, body: self._bodies.append(body),
+        )
+        self._receiver = Receiver(
+            worker_id="w",
+            policy_version=lambda: engine.statistics().policy_version,
+            load_weights=engine.load_weights,
+            join_group=joins_group(engine, "w"),
+            on_received=lambda version, total: self._broadcaster.acknowledge("w", version, total),
+            on_failed=lambda version, detail: print("failed:", detail),
+            device=CPU,
+        )
+        self._broadcaster.publish(0, model.named_parameters())
+        self._broadcaster.join("w", 0)
+
+    def __call__(self, version: int, load: _Load) -> None:
+        if self._through_files:
+            future = self._engine.load_weights(version, list(self._model.named_parameters()))
+            while not future.done():
+                load.run_for(0.01)
+            future.result()
+            return
+        self._broadcaster.publish(version, self._model.named_parameters())
+        while self._broadcaster.statistics().versions["w"] < version:
+            while self._bodies:
+                self._receiver.offer(self._bodies.pop(0))
+            load.run_for(0.01)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._broadcaster.close()
+
+
+def _model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=8192,
+            hidden_size=384,
+            intermediate_size=1024,
+            num_hidden_layers=10,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def _without_tags() -> Capabilities:
+    """Of a server like ours that does not say which weights made which tokens."""
+    return Capabilities(
+        version="0.5.23",
+        tensor_parallel=1,
+        data_parallel=1,
+        context_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        prompt_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        cache_tokens=10**6,
+        radix_cache=True,
+        cache_key="extra_key",
+        weight_versions=False,
+        update_session=True,
+        seeds=False,
+    )
