@@ -173,5 +173,6 @@ def _after_attention(hidden: Tensor, attended: Tensor, layer: Layer, parameters:
     if layer.output_bias is not None:
         hidden = hidden + layer.output_bias
     normed = _normed(hidden, layer.mlp_norm, parameters.norm_eps)
-    gate, up = torch.mm(normed, layer.gate_up.t()).chunk(2, dim=-1)
-    return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.t())
+    gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.t())
+    return hidden if layer.down_bias is None else hidden + layer.down_bias
