@@ -13,6 +13,7 @@ import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
+from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
 from areal_rloo.config.section import (
     NonNegativeFloat,
@@ -100,6 +101,7 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout_s: PositiveFloat = 30.0  # of one reward, from when it begins
     max_reward_failure_share: Share = 0.5  # of the last completions; with more the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
+    embedded: EmbeddedConfig = EmbeddedConfig()
 
 
 class OptimizerConfig(Section, frozen=True):

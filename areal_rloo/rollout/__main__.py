@@ -72,6 +72,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
         dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
         num_slots=config.rollout.num_slots,
         context_tokens=config.context_tokens,
+        options=config.rollout.embedded,
     )
     incarnation = uuid.uuid4().hex
     channel = _channel(config, arguments, incarnation)

@@ -1,4 +1,4 @@
-"""Checkpoints as transformers' own classes write them: the embedded engine serves them like the learner, or says why not."""
+"""Checkpoints as transformers' own classes write them: served with the learner's logprobs, or refused."""
 
 import json
 from pathlib import Path

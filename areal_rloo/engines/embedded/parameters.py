@@ -104,19 +104,22 @@ class Parameters:
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, device=device, dtype=dtype)
 
+        def empty_norm(*shape: int) -> Tensor:  # float32, as the learner's under autocast
+            return torch.empty(*shape, device=device, dtype=torch.float32)
+
         self.norm_eps = torch.tensor(a.norm_eps, device=device)
         self.embedding = empty(a.vocab_size, a.hidden_size)
-        self.final_norm = empty(a.hidden_size)
+        self.final_norm = empty_norm(a.hidden_size)
         self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden_size)
         self.layers = [
             Layer(
-                input_norm=empty(a.hidden_size),
+                input_norm=empty_norm(a.hidden_size),
                 qkv=empty((heads + 2 * kv) * dim, a.hidden_size),
                 qkv_bias=empty((heads + 2 * kv) * dim) if a.qkv_bias else None,
-                qk_norm=empty(heads + kv, dim) if a.qk_norm else None,
+                qk_norm=empty_norm(heads + kv, dim) if a.qk_norm else None,
                 output=empty(a.hidden_size, heads * dim),
                 output_bias=empty(a.hidden_size) if a.output_bias else None,
-                mlp_norm=empty(a.hidden_size),
+                mlp_norm=empty_norm(a.hidden_size),
                 gate_up=empty(2 * a.intermediate_size, a.hidden_size),
                 gate_up_bias=empty(2 * a.intermediate_size) if a.mlp_bias else None,
                 down=empty(a.hidden_size, a.intermediate_size),
