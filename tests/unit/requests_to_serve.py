@@ -1,6 +1,7 @@
 """Requests for an embedded engine, and the logprobs that the learner's own forward gives their completions."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,12 @@ def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: object) -
 
 def results(futures: list[Future[Completion]]) -> list[Completion]:
     return [future.result(timeout=60) for future in futures]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll it, without taking the engine's time."""
+    while not condition():
+        time.sleep(0.001)
 
 
 def mixed_requests(num: int, *, vocab_size: int = 258, longest: int = 60, **options: object) -> list[GenerationRequest]:

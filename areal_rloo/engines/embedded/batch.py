@@ -56,7 +56,7 @@ class DecodeBatch:
         parameters: the weights.
         kind: of the rows it decodes.
         running: by slot, those that are decoded.
-        generated_tokens: made so far.
+        num_generated: tokens that requests got, since somebody last took the count.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DecodeBatch:
         self.parameters = parameters
         self.kind = kind
         self.running: dict[int, Running] = {}
-        self.generated_tokens = 0
+        self.num_generated = 0
         self._cache = cache
         self._device = device
         self._steps_ahead = steps_ahead
@@ -183,7 +183,6 @@ class DecodeBatch:
             rows.longest[index] += 1
         self._positions[slots] += 1
         self._made[slots] += 1
-        self.generated_tokens += len(slots)
         if (self._made[slots] == self._minimums[slots]).any():
             self.rows_changed()  # their stop tokens are allowed from here on
         done = None
@@ -208,6 +207,7 @@ class DecodeBatch:
             self._out_tokens[slots, at] = tokens
             self._out_logprobs[slots, at] = launched.logprobs.numpy()[alive]
             self._collected[slots] += 1
+            self.num_generated += len(slots)
             stopped = self._stops[slots, tokens]
             for index in np.flatnonzero(stopped | (at + 1 >= self._limits[slots])).tolist():
                 running = self.running[int(slots[index])]

@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self._aborts: set[str] = set()
         self._live: set[str] = set()
         self._num_submitted = 0
-        self._counts = dict.fromkeys(("finished", "generated", "steps", "updates"), 0)
+        self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
         self._idle_s = 0.0
         self._idle_since_s: float | None = time.monotonic()
         self._swap_s = 0.0
@@ -138,7 +138,7 @@ class EmbeddedEngine:
                 num_waiting=sum(len(waiting) for waiting in self._waiting.values()),
                 num_finished=self._counts["finished"],
                 num_preempted=self._scheduler.num_preempted,
-                generated_tokens=self._counts["generated"],
+                generated_tokens=self._scheduler.generated_tokens,
                 prefill_tokens=self._scheduler.prefill_tokens,
                 cached_tokens=self._scheduler.cached_tokens,
                 decode_steps=self._counts["steps"],
@@ -216,9 +216,7 @@ class EmbeddedEngine:
         self._make_room()
         for admitted in list(self._scheduler.batches.values()):
             if admitted.batch.running:
-                num_generated = admitted.batch.generated_tokens
-                ended = self._scheduler.step(admitted)
-                self._count(ended, admitted.batch.generated_tokens - num_generated)
+                self._count(self._scheduler.step(admitted), num_steps=1)
         return True
 
     def _has_work(self) -> bool:
@@ -244,12 +242,10 @@ class EmbeddedEngine:
             for running in preempted:  # the latest first, so that the earliest is in front in the end
                 self._waiting[RowKind.PINNED if running.request.pinned else RowKind.RUNNING].appendleft(running)
 
-    def _count(self, ended: Ended, num_generated: int | None = None) -> None:
-        """Give completions to those who wait for them; `num_generated` tokens came of a step."""
+    def _count(self, ended: Ended, num_steps: int = 0) -> None:
+        """Give completions to those who wait for them."""
         with self._changed:
-            if num_generated is not None:
-                self._counts["generated"] += num_generated
-                self._counts["steps"] += 1
+            self._counts["steps"] += num_steps
             self._counts["finished"] += sum(reason != "abort" for _, reason in ended)
             self._live -= {running.request.request_id for running, _ in ended}
         for running, reason in ended:

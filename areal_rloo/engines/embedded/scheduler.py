@@ -57,6 +57,7 @@ class Scheduler:
         batches: by kind; that of pinned requests comes and goes.
         prefill_tokens: computed for prompts, and again for rows that were taken away.
         cached_tokens: of prompts that were in the cache already.
+        generated_tokens: that requests got.
         num_preempted: rows taken away.
     """
 
@@ -64,6 +65,7 @@ class Scheduler:
         self.batches: dict[RowKind, Admitted] = {}
         self.prefill_tokens = 0
         self.cached_tokens = 0
+        self.generated_tokens = 0
         self.num_preempted = 0
         self._cache = cache
         self._rope = rope
@@ -233,6 +235,8 @@ class Scheduler:
 
     def _released(self, admitted: Admitted, ended: Ended) -> Ended:
         """Take requests that ended out of their batch; what they computed stays in the cache while there is room."""
+        self.generated_tokens += admitted.batch.num_generated
+        admitted.batch.num_generated = 0
         for running, _ in ended:
             row = running.row
             assert row is not None, "a request ends in a row"
