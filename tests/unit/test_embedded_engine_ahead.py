@@ -12,9 +12,9 @@ from areal_rloo.config.engines import EmbeddedConfig
 STOPS = tuple(range(2, 14))  # of 258, so that completions end by themselves now and then
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("stop_token_ids", [(), STOPS])
-@pytest.mark.parametrize("steps_ahead", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "stop_token_ids", "steps_ahead"), [("qwen2", (), 1), ("qwen3", STOPS, 1), ("llama", STOPS, 3)]
+)
 def test_completions_are_the_same(
     name: str, stop_token_ids: tuple[int, ...], steps_ahead: int, tiny_folders: dict[str, Path]
 ) -> None:
@@ -31,8 +31,8 @@ def test_completions_are_the_same(
 
 
 def test_completions_are_the_same_where_memory_is_short(tiny_folders: dict[str, Path]) -> None:
-    requests = mixed_requests(12, longest=180, stop_token_ids=STOPS[:3])
-    options = {"context_tokens": 256, "options": EmbeddedConfig(cache_tokens=320)}
+    requests = mixed_requests(10, longest=230, stop_token_ids=(2,))
+    options = {"context_tokens": 512, "options": EmbeddedConfig(cache_tokens=512)}
     with serving(tiny_folders["qwen2"], **options, steps_ahead=0) as engine:
         expected = results(engine.submit(requests))
     with serving(tiny_folders["qwen2"], **options, steps_ahead=1) as engine:

@@ -3,7 +3,7 @@
 A row has a capacity: the longest context halved a few times. A row that is full moves to the next capacity, one copy of
 what it holds. Rows lie without gaps, largest capacities first, and within one by kind:
 
-    [640 running][640 pinned][640 idle][320 running][320 pinned][320 idle] ... [40 running][40 pinned][40 idle] free
+    [640 running][640 pinned][640 prefilled][640 kept][320 running][320 pinned] ... [160 prefilled][160 kept] free
 
 So the rows of one kind and capacity are one block, which a batched matrix product reads in place and only as far as its
 longest row. To make or fill a gap, each block behind it moves as many rows as the gap holds from its one end to its
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from areal_rloo.engines.embedded.parameters import Architecture
 
-_SMALLEST_CAPACITY = 64  # tokens, at least; smaller ones would be more blocks, and each block is three calls a layer
+_SMALLEST_CAPACITY = 128  # tokens, at least; smaller ones would be more blocks, and each block is three calls a layer
 
 
 class RowKind(IntEnum):
@@ -30,7 +30,8 @@ class RowKind(IntEnum):
 
     RUNNING = 0
     PINNED = 1
-    IDLE = 2  # a prompt under computation, or what a finished request left
+    PREFILLED = 2  # the prompt is under computation
+    KEPT = 3  # what a finished request left, for those that begin alike
 
 
 @dataclass(slots=True, eq=False)

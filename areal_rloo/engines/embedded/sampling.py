@@ -40,6 +40,8 @@ class Shaping:
         cls, rows: Sequence[SamplingParameters], banned: npt.NDArray[np.bool_] | None, device: torch.device
     ) -> Shaping:
         """From the parameters of each row."""
+        if banned is None and not any(map(_shapes, rows)):
+            return cls(None, None, None, None, None)
         greedy = torch.tensor([row.greedy for row in rows])
         temperatures = torch.tensor([1.0 if row.greedy else row.temperature for row in rows])
         top_k = torch.tensor([0 if row.greedy else row.top_k for row in rows])
@@ -62,6 +64,10 @@ class Shaping:
         if self.top_k is not None and self.top_p is not None:
             logits = truncate(logits, self.top_k, self.top_p)
         return logits
+
+
+def _shapes(row: SamplingParameters) -> bool:
+    return row.greedy or row.temperature != 1 or row.top_p < 1 or row.top_k > 0
 
 
 def uniforms(seed: int, num: int) -> Tensor:

@@ -165,13 +165,15 @@ class Scheduler:
             self._prefixes.withdraw(donor)
             if donor.capacity < needed:
                 self._resize(donor, needed, num)
+            self._cache.turn_into(donor, RowKind.PREFILLED)
             self._cache.mark_written(donor, num)
+            self._rows_moved()
             running.row, running.num_prefilled = donor, num
             self.cached_tokens += num
         else:
             if not self._has_room(needed):
                 return False
-            running.row, running.num_prefilled = self._cache.add(needed, RowKind.IDLE), 0
+            running.row, running.num_prefilled = self._cache.add(needed, RowKind.PREFILLED), 0
             self._rows_moved()
         running.prefill_version = policy_version
         return True
@@ -243,7 +245,7 @@ class Scheduler:
             admitted.batch.leave(running)
             running.row = None
             if row.policy_version == admitted.policy_version:
-                self._cache.turn_into(row, RowKind.IDLE)
+                self._cache.turn_into(row, RowKind.KEPT)
                 self._prefixes.offer(row, running.known_tokens[:-1], admitted.policy_version)
                 self._prefixes.keep(row)
             else:

@@ -88,12 +88,8 @@ def decode(parameters: Parameters, cache: Cache, rows: Rows, rotations: Rotation
         if len(reads) == 1:
             attended = reads[0].attend(index, q)
         else:
-            attended = torch.empty_like(q)
-            begin = 0
-            for read in reads:
-                end = begin + read.num_heads
-                attended[begin:end] = read.attend(index, q[begin:end])
-                begin = end
+            parts = zip(reads, q.split([read.num_heads for read in reads]), strict=True)
+            attended = torch.cat([read.attend(index, part) for read, part in parts])
         hidden = after_attention(hidden, attended.view(num, -1), layer, parameters)
     last = normed(hidden, parameters.final_norm, parameters.norm_eps).to(parameters.head.dtype)
     return torch.mm(last, parameters.head.t())
