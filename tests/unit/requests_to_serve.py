@@ -22,7 +22,7 @@ PROMPT = (7, 12, 33, 40, 9)
 
 @contextmanager
 def serving(folder: Path, **options: object) -> Iterator[EmbeddedEngine]:
-    """An engine on the CPU, closed afterwards. One thread: tiny products are slower on more, above all on a busy CPU."""
+    """An engine on the CPU, closed afterwards. One thread: tiny products wait for a second one, on a busy CPU long."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     given = {"dtype": torch.float32, "num_slots": 8, "context_tokens": 128, **options}

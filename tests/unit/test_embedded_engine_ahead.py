@@ -1,13 +1,16 @@
 """Steps launched before the host has seen the tokens of the last: the same completions, and nothing more."""
 
+from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from requests_to_serve import assert_same, mixed_requests, request, results, serving, wait_until
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config.engines import EmbeddedConfig
+from areal_rloo.engines.embedded.running import Running
 
 STOPS = tuple(range(2, 14))  # of 258, so that completions end by themselves now and then
 
@@ -67,3 +70,10 @@ def test_weights_and_aborts_in_between_lose_and_double_no_token(tiny_folders: di
         assert completion.versions.tolist() == sorted(completion.versions.tolist())
         assert set(completion.versions.tolist()) == set(range(8))
     assert completions[5].finish_reason == "abort"
+
+
+def test_weights_that_come_after_the_last_token_made_none_of_them() -> None:
+    running = Running(request("a"), Future(), seed=0, arrival=0)
+    running.spans = [(4, 0), (5, 2), (6, 4)]  # the token of index 3 was launched, and thrown away
+    running.keep_made(np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32))
+    assert running.completion("stop").versions.tolist() == [4, 4, 5]

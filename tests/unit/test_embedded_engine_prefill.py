@@ -119,6 +119,23 @@ def test_what_other_weights_computed_is_computed_again(when: str, tiny_folders: 
     np.testing.assert_allclose(later[0].behaviour_logprobs, expected[0].behaviour_logprobs, rtol=0, atol=1e-5)
 
 
+def test_a_prompt_computed_by_two_versions_is_nobodys_beginning(tiny_folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(prefill_chunk_tokens=5)}
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        futures = engine.submit([request("beside", max_new_tokens=1000)])
+        wait_until(lambda: engine.statistics().decode_steps > 0)
+        futures += engine.submit([request("first", prompt=LONG)])
+        wait_until(lambda: engine.statistics().prefill_tokens > 50)
+        engine.load_weights(1, model.named_parameters()).result(timeout=10)
+        assert engine.statistics().prefill_tokens < len(LONG)
+        futures[1].result(timeout=60)
+        results(engine.submit([request("second", prompt=LONG)]))
+        assert engine.statistics().cached_tokens == 0
+        engine.abort(["beside"])
+        results(futures)
+
+
 def test_pinned_requests_do_not_start_from_what_newer_weights_computed(tiny_folders: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
     weights = {name: parameter.detach() * 1.05 for name, parameter in model.named_parameters()}
