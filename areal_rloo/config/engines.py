@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from areal_rloo.config.section import NonNegativeInt, PositiveFloat, Section
+from areal_rloo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from areal_rloo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +31,15 @@ _OWNED = {
     "weight-version": "it is the policy version",
     "skip-tokenizer-init": "minimum lengths need the tokenizer",
 }
+
+
+class EmbeddedConfig(Section, frozen=True):
+    """The embedded engine. Evaluation takes its rows from the same cache, and beside it a copy of the weights."""
+
+    # Tokens whose keys and values fit, of all completions together; a single one may take them all. When they do not
+    # fit any more, the completion started last waits and is computed again. null: half of num_slots whole contexts.
+    cache_tokens: PositiveInt | None = None
+    prefill_chunk_tokens: PositiveInt = 512  # of prompts computed between two decode steps while others decode
 
 
 class SGLangConfig(Section, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
-from areal_rloo.config.engines import SGLangConfig, validate_engines
+from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, validate_engines
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
 from areal_rloo.config.section import (
     NonNegativeFloat,
@@ -102,6 +102,7 @@ class RolloutConfig(Section, frozen=True):
     max_reward_failure_share: Share = 0.5  # of the last completions; with more the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
     tensor_parallel: PositiveInt = 1  # devices that share one copy of the model
+    embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
     @property

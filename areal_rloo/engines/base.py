@@ -60,7 +60,9 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of an engine; counts are since its start, times in seconds of a monotonic clock.
 
     `idle_s` is time without any request running; `swap_s` the time the decode loop stood still to take weights.
-    `ready` is False while the engine can take no weights, because it is being started.
+    `prefill_tokens` were computed of prompts, and again for those of `num_preempted`, whose memory went to others for a
+    while; `cached_tokens` of prompts did not have to be. `ready` is False while the engine can take no weights, because
+    it is being started.
     """
 
     policy_version: int
@@ -68,8 +70,10 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_finished: int
+    num_preempted: int = 0
     generated_tokens: int
     prefill_tokens: int
+    cached_tokens: int = 0
     decode_steps: int
     weight_updates: int
     idle_s: float

@@ -86,7 +86,12 @@ def make_engine(
     if rollout.engine == "embedded":
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         embedded = EmbeddedEngine(
-            model_path, device=device, dtype=dtype, num_slots=rollout.num_slots, context_tokens=config.context_tokens
+            model_path,
+            device=device,
+            dtype=dtype,
+            num_slots=rollout.num_slots,
+            context_tokens=config.context_tokens,
+            options=rollout.embedded,
         )
         return WorkerEngine(embedded, device)
     server = SGLangEngine(

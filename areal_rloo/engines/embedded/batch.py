@@ -1,197 +1,246 @@
-"""Completions decoded together: rows of a key/value cache, one running request each.
+"""Completions decoded together under one set of weights.
 
-Active rows are always the first ones: a row that ends is filled with a waiting request or with the last active row, so
-that a step works on a prefix of every tensor. A row's state lives in tensors; the host sees one token a row and step.
+    launch: one token for every row, on the device  ─►  collect: its tokens on the host, and who ended with it
+
+What a launch needs is on the device already and moved on there, until the rows change. On a GPU the next step is
+launched before the tokens of the last are looked at (`steps_ahead`): the host waits for no token, and a row that turns
+out to have ended has made one more, which is thrown away.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_rloo.engines.base import GenerationRequest
+from areal_rloo.engines.embedded.cache import Cache, RowKind
 from areal_rloo.engines.embedded.parameters import Parameters
-from areal_rloo.engines.embedded.sampling import choose, truncate, uniforms
-from areal_rloo.engines.embedded.transformer import Cache, decode, prefill
-from areal_rloo.trajectory import Completion, FinishReason
-
-_PREFIXES = 64  # prompts whose keys and values are kept for the next samples of their group
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+from areal_rloo.engines.embedded.running import Running
+from areal_rloo.engines.embedded.sampling import Shaping, choose, uniforms
+from areal_rloo.engines.embedded.transformer import Rotations, Rows, decode
+from areal_rloo.trajectory import FinishReason
 
 
-@dataclass(slots=True)
-class Running:
-    """A request in a row. `spans` are (policy version, first token made by it)."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What steps need until the rows change; `counters` are all numbers that a step moves on by one."""
 
-    request: GenerationRequest
-    future: Future[Completion]
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    num_tokens: int = 0
+    slots: npt.NDArray[np.int64]
+    slots_on_device: Tensor
+    rows: Rows
+    uniform_places: Tensor
+    counters: Tensor
+    shaping: Shaping
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way to the host. `arrivals` tell a slot's request from one that had the slot before."""
+
+    slots: npt.NDArray[np.int64]
+    arrivals: npt.NDArray[np.int64]
+    tokens: Tensor
+    logprobs: Tensor
+    done: torch.cuda.Event | None
 
 
 class DecodeBatch:
-    """Up to `num_rows` requests under one set of weights."""
+    """Up to `num_slots` requests.
 
-    def __init__(self, parameters: Parameters, rope: Tensor, *, num_rows: int, context_tokens: int) -> None:
-        a = parameters.architecture
-        device, dtype = parameters.embedding.device, parameters.embedding.dtype
+    Attributes:
+        parameters: the weights.
+        kind: of the rows it decodes.
+        running: by slot, those that are decoded.
+        num_generated: tokens that requests got, since somebody last took the count.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        cache: Cache,
+        rope: Tensor,
+        *,
+        kind: RowKind,
+        num_slots: int,
+        context_tokens: int,
+        steps_ahead: int,
+    ) -> None:
+        device = parameters.embedding.device
         self.parameters = parameters
-        self.num_rows = num_rows
-        self.prefill_tokens = 0
-        self._rope = rope
+        self.kind = kind
+        self.running: dict[int, Running] = {}
+        self.num_generated = 0
+        self._cache = cache
         self._device = device
-        self._running: list[Running] = []
-        self._prefixes: OrderedDict[tuple[tuple[int, ...], int], Tensor] = OrderedDict()
-        self._cache = Cache(a, num_rows=num_rows, context_tokens=context_tokens, device=device, dtype=dtype)
-        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._uniforms = torch.zeros(num_rows, context_tokens, device=device)
-        self._out_tokens = torch.zeros(num_rows, context_tokens, dtype=torch.int64, device=device)
-        self._out_logprobs = torch.zeros(num_rows, context_tokens, device=device)
-        self._stops = np.zeros((num_rows, a.vocab_size), dtype=np.bool_)
-        self._positions = np.zeros(num_rows, dtype=np.int64)
-        self._made = np.zeros(num_rows, dtype=np.int64)
-        self._limits = np.zeros(num_rows, dtype=np.int64)
-        self._minimums = np.zeros(num_rows, dtype=np.int64)
-        self._temperatures = np.ones(num_rows, dtype=np.float32)
-        self._greedy = np.zeros(num_rows, dtype=np.bool_)
-        self._top_p = np.ones(num_rows, dtype=np.float32)
-        self._top_k = np.zeros(num_rows, dtype=np.int64)
+        self._steps_ahead = steps_ahead
+        self._context_tokens = context_tokens
+        self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._launched: deque[_Launched] = deque()
+        self._plan: _Plan | None = None
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._uniforms = torch.zeros(num_slots, context_tokens, device=device)
+        self._out_tokens = np.zeros((num_slots, context_tokens), dtype=np.int32)
+        self._out_logprobs = np.zeros((num_slots, context_tokens), dtype=np.float32)
+        self._arrivals = np.full(num_slots, -1, dtype=np.int64)
+        self._positions = np.zeros(num_slots, dtype=np.int64)
+        self._capacities = np.zeros(num_slots, dtype=np.int64)
+        self._made = np.zeros(num_slots, dtype=np.int64)  # launched
+        self._collected = np.zeros(num_slots, dtype=np.int64)  # of these, on the host
+        self._limits = np.zeros(num_slots, dtype=np.int64)
+        self._minimums = np.zeros(num_slots, dtype=np.int64)
+        self._stops = np.zeros((num_slots, parameters.architecture.vocab_size), dtype=np.bool_)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def begin(self, running: Running, policy_version: int) -> None:
+        """Decode a request whose row holds all known tokens but the last; there must be a free slot."""
+        assert running.row is not None, "a request is decoded in a row"
+        self.rows_changed()
+        slot, sampling, known = self._free_slots.pop(), running.request.sampling, running.known_tokens
+        num_made = len(running.tokens)
+        running.spans.append((policy_version, num_made))
+        running.row.slot = slot
+        self.running[slot] = running
+        self._arrivals[slot] = running.arrival
+        self._tokens[slot] = int(known[-1])
+        self._positions[slot] = len(known) - 1
+        self._made[slot] = self._collected[slot] = num_made
+        self._out_tokens[slot, :num_made] = running.tokens
+        self._out_logprobs[slot, :num_made] = running.logprobs
+        self._limits[slot] = sampling.max_new_tokens
+        self._minimums[slot] = sampling.min_new_tokens
+        self._stops[slot] = False
+        self._stops[slot, list(sampling.stop_token_ids)] = True
+        if not sampling.greedy:
+            self._uniforms[slot, : sampling.max_new_tokens] = uniforms(running.seed, sampling.max_new_tokens)
 
-    @property
-    def num_free(self) -> int:
-        return self.num_rows - len(self._running)
+    def rows_changed(self) -> None:
+        """The cache moved rows, or which are decoded changed: the next launch looks again where they are."""
+        if self._plan is not None:
+            self._tokens.index_copy_(0, self._plan.slots_on_device, self._plan.rows.tokens)
+            self._plan = None
 
-    def start(self, requests: Sequence[tuple[GenerationRequest, Future[Completion]]], policy_version: int) -> None:
-        """Put requests into free rows; prompts that are not known at this version are computed, each once."""
-        self._compute_prefixes([request.prompt_tokens for request, _ in requests], policy_version)
-        for request, future in requests:
-            row, sampling = len(self._running), request.sampling
-            self._running.append(Running(request, future, [(policy_version, 0)]))
-            prefix = self._prefixes[(request.prompt_tokens, policy_version)]
-            self._prefixes.move_to_end((request.prompt_tokens, policy_version))
-            num_cached = len(request.prompt_tokens) - 1
-            self._cache.tensor[:, :, row, :, :num_cached] = prefix
-            self._tokens[row] = request.prompt_tokens[-1]
-            self._positions[row] = num_cached
-            if not sampling.greedy:
-                self._uniforms[row, : sampling.max_new_tokens] = uniforms(sampling.seed, sampling.max_new_tokens)
-            self._stops[row] = False
-            self._stops[row, list(sampling.stop_token_ids)] = True
-            self._made[row] = 0
-            self._limits[row] = sampling.max_new_tokens
-            self._minimums[row] = sampling.min_new_tokens
-            self._temperatures[row] = 1.0 if sampling.greedy else sampling.temperature
-            self._greedy[row] = sampling.greedy
-            self._top_p[row] = 1.0 if sampling.greedy else sampling.top_p
-            self._top_k[row] = 0 if sampling.greedy else sampling.top_k
-        while len(self._prefixes) > _PREFIXES:
-            self._prefixes.popitem(last=False)
+    def full(self) -> list[Running]:
+        """Those whose next token has no room in their row, the first submitted first."""
+        slots = np.fromiter(self.running, dtype=np.int64, count=len(self.running))
+        full = slots[self._positions[slots] >= self._capacities_of(slots)]
+        return sorted((self.running[slot] for slot in full.tolist()), key=lambda running: running.arrival)
 
-    def step(self) -> list[tuple[Running, Completion]]:
-        """One token for every row; gives the requests that ended with it, their rows free again."""
-        num = len(self._running)
-        positions = torch.from_numpy(self._positions[:num]).to(self._device)
-        longest = int(self._positions[:num].max()) + 1
-        logits = decode(self.parameters, self._cache, self._tokens[:num], positions, longest, self._rope).float()
-        made = torch.from_numpy(self._made[:num]).to(self._device)
-        uniform = self._uniforms[:num].gather(1, made[:, None]).squeeze(1)
-        greedy = torch.from_numpy(self._greedy[:num]).to(self._device) if self._greedy[:num].any() else None
-        tokens, logprobs = choose(self._shaped(logits), uniform, greedy)
-        self._tokens[:num] = tokens
-        self._out_tokens[:num].scatter_(1, made[:, None], tokens[:, None])
-        self._out_logprobs[:num].scatter_(1, made[:, None], logprobs[:, None])
-        self._positions[:num] += 1
-        self._made[:num] += 1
-        stopped = self._stops[np.arange(num), tokens.cpu().numpy()]
-        ended = np.flatnonzero(stopped | (self._made[:num] >= self._limits[:num]))
-        finished = [self._finished(row, "stop" if stopped[row] else "length") for row in ended.tolist()]
-        for row in reversed(ended.tolist()):
-            self._free(row)
-        return finished
+    def num_written(self, running: Running) -> int:
+        """Tokens whose keys and values are in its row."""
+        assert running.row is not None, "a request is decoded in a row"
+        return int(self._positions[running.row.slot])
+
+    def step(self) -> list[tuple[Running, FinishReason]]:
+        """One token for every row; gives the requests that are known to have ended."""
+        if any(self._made[slot] < self._limits[slot] for slot in self.running):
+            self._launch()
+            return self._collect(self._steps_ahead)
+        return self.drain()
+
+    def drain(self) -> list[tuple[Running, FinishReason]]:
+        """Wait for all that was launched; gives the requests that ended."""
+        return self._collect(0)
 
     def new_version(self, policy_version: int) -> None:
         """The weights were exchanged: tokens from here on are tagged with this version."""
-        for row, running in enumerate(self._running):
-            running.spans.append((policy_version, int(self._made[row])))
+        for slot, running in self.running.items():
+            running.spans.append((policy_version, int(self._made[slot])))
 
-    def abort(self, request_ids: set[str]) -> list[tuple[Running, Completion]]:
-        """End requests early; gives what they have."""
-        rows = [row for row, running in enumerate(self._running) if running.request.request_id in request_ids]
-        aborted = [self._finished(row, "abort") for row in rows]
-        for row in reversed(rows):
-            self._free(row)
-        return aborted
+    def leave(self, running: Running) -> None:
+        """Give the slot back; the request keeps what was collected."""
+        assert running.row is not None, "a request is decoded in a row"
+        self.rows_changed()
+        slot = running.row.slot
+        num = self._collected[slot]
+        running.keep_made(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
+        running.row.slot = -1
+        del self.running[slot]
+        self._arrivals[slot] = -1
+        self._free_slots.append(slot)
 
-    def futures(self) -> list[Future[Completion]]:
-        """Of everything that runs."""
-        return [running.future for running in self._running]
+    def _capacities_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if self._plan is None:
+            for slot in slots.tolist():
+                row = self.running[slot].row
+                assert row is not None, "a request is decoded in a row"
+                self._capacities[slot] = row.capacity
+        return self._capacities[slots]
 
-    def _compute_prefixes(self, prompts: Sequence[tuple[int, ...]], policy_version: int) -> None:
-        """Keys and values of all but the last token of each prompt; the last one is the first decode step's input."""
-        missing = [p for p in dict.fromkeys(prompts) if (p, policy_version) not in self._prefixes]
-        missing.sort(key=len)
-        while missing:
-            num = max(1, min(len(missing), _PREFILL_TOKENS // len(missing[-1])))
-            chosen, missing = missing[-num:], missing[:-num]
-            width = max(1, len(chosen[-1]) - 1)
-            padded = torch.tensor([(*p[:-1], *[0] * (width - len(p) + 1)) for p in chosen], device=self._device)
-            computed = prefill(self.parameters, padded, self._rope)
-            for index, prompt in enumerate(chosen):
-                self._prefixes[(prompt, policy_version)] = computed[:, :, index, :, : len(prompt) - 1]
-                self.prefill_tokens += len(prompt) - 1
+    def _launch(self) -> None:
+        plan = self._plan or self._make_plan()
+        rows, slots = plan.rows, plan.slots
+        logits = decode(self.parameters, self._cache, rows, self._rotations).float()
+        uniform = self._uniforms.view(-1).index_select(0, plan.uniform_places)
+        tokens, logprobs = choose(plan.shaping(logits), uniform, plan.shaping.greedy)
+        rows.tokens.copy_(tokens)
+        plan.counters.add_(1)
+        for index in range(len(rows.longest)):
+            rows.longest[index] += 1
+        self._positions[slots] += 1
+        self._made[slots] += 1
+        if (self._made[slots] == self._minimums[slots]).any():
+            self.rows_changed()  # their stop tokens are allowed from here on
+        done = None
+        if self._device.type == "cuda":
+            tokens, logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self._launched.append(_Launched(slots, self._arrivals[slots], tokens, logprobs, done))
 
-    def _shaped(self, logits: Tensor) -> Tensor:
-        """Logits under each row's temperature, truncation and minimum length."""
-        num = len(logits)
-        temperatures = self._temperatures[:num]
-        if (temperatures != 1).any():
-            logits = logits / torch.from_numpy(temperatures)[:, None].to(self._device)
-        early = self._made[:num] < self._minimums[:num]
-        if early.any():
-            banned = self._stops[:num] & early[:, None]
-            logits = logits.masked_fill(torch.from_numpy(banned).to(self._device), -torch.inf)
-        if (self._top_p[:num] < 1).any() or (self._top_k[:num] > 0).any():
-            top_k, top_p = torch.from_numpy(self._top_k[:num]), torch.from_numpy(self._top_p[:num])
-            logits = truncate(logits, top_k.to(self._device), top_p.to(self._device))
-        return logits
+    def _collect(self, num_left: int) -> list[tuple[Running, FinishReason]]:
+        ended: list[tuple[Running, FinishReason]] = []
+        while len(self._launched) > num_left:
+            launched = self._launched.popleft()
+            if launched.done is not None:
+                launched.done.synchronize()
+            tokens = launched.tokens.numpy()
+            alive = self._arrivals[launched.slots] == launched.arrivals
+            slots = launched.slots
+            if not alive.all():
+                slots, tokens = slots[alive], tokens[alive]
+            at = self._collected[slots]
+            self._out_tokens[slots, at] = tokens
+            self._out_logprobs[slots, at] = launched.logprobs.numpy()[alive]
+            self._collected[slots] += 1
+            self.num_generated += len(slots)
+            stopped = self._stops[slots, tokens]
+            for index in np.flatnonzero(stopped | (at + 1 >= self._limits[slots])).tolist():
+                running = self.running[int(slots[index])]
+                ended.append((running, "stop" if stopped[index] else "length"))
+                self._arrivals[slots[index]] = -1
+        return ended
 
-    def _finished(self, row: int, reason: FinishReason) -> tuple[Running, Completion]:
-        running, num = self._running[row], int(self._made[row])
-        running.num_tokens = num
-        starts = [start for _, start in running.spans]
-        counts = np.diff(starts, append=num)
-        versions = np.repeat(np.array([version for version, _ in running.spans], dtype=np.int32), counts)
-        return running, Completion(
-            tokens=self._out_tokens[row, :num].to(torch.int32).cpu().numpy().copy(),
-            behaviour_logprobs=self._out_logprobs[row, :num].cpu().numpy().copy(),
-            versions=versions,
-            finish_reason=reason,
+    def _make_plan(self) -> _Plan:
+        blocks = self._cache.blocks(self.kind)
+        rows = [row for block in blocks for row in block.rows]
+        num, num_kv_heads = len(rows), self._cache.num_kv_heads
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        positions = self._positions[slots]
+        self._capacities[slots] = [row.capacity for row in rows]
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        uniform_places = slots * self._context_tokens + self._made[slots]
+        numbers = np.stack([slots, starts, self._capacities[slots], positions, uniform_places])
+        on_device = torch.from_numpy(numbers).to(self._device)
+        places = self._cache.places(on_device[1], on_device[2], on_device[3])
+        counters = torch.cat([on_device[3], on_device[4], places[:, :num_kv_heads].flatten(), places.flatten()])
+        sizes = [num, num, num * num_kv_heads, 2 * num * num_kv_heads]
+        at, uniform_at, key_places, all_places = counters.split(sizes)
+        ends = np.cumsum([0] + [len(block.rows) for block in blocks])
+        longest = [int(positions[begin:end].max()) + 1 for begin, end in itertools.pairwise(ends)]
+        tokens = self._tokens.index_select(0, on_device[0])
+        sampled = [self.running[slot].request.sampling for slot in slots.tolist()]
+        early = self._made[slots] < self._minimums[slots]
+        self._plan = _Plan(
+            slots=slots,
+            slots_on_device=on_device[0],
+            rows=Rows(blocks, longest, tokens, at, all_places, key_places),
+            uniform_places=uniform_at,
+            counters=counters,
+            shaping=Shaping.of(sampled, self._stops[slots] & early[:, None] if early.any() else None, self._device),
         )
-
-    def _free(self, row: int) -> None:
-        """Move the last active row here."""
-        last = len(self._running) - 1
-        if row != last:
-            length = int(self._positions[last])
-            self._cache.tensor[:, :, row, :, :length] = self._cache.tensor[:, :, last, :, :length]
-            for tensor in (self._tokens, self._uniforms, self._out_tokens, self._out_logprobs):
-                tensor[row] = tensor[last]
-            state: tuple[np.ndarray[Any, Any], ...] = (
-                *(self._stops, self._positions, self._made, self._limits, self._minimums),
-                *(self._temperatures, self._greedy, self._top_p, self._top_k),
-            )
-            for array in state:
-                array[row] = array[last]
-            self._running[row] = self._running[last]
-        self._running.pop()
+        return self._plan

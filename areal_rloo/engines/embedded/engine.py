@@ -1,13 +1,17 @@
 """The engine's thread: takes requests, aborts and weights between decode steps, and gives completions.
 
-    between two steps: swap staged weights ─► aborts ─► waiting requests into free rows ─► one step of each batch
+    between two steps: swap staged weights ─► aborts ─► waiting requests into rows ─► a chunk of their prompts
+                       ─► room for the next tokens ─► one step of each batch
 
 Two batches: the running policy's, and for pinned requests (evaluation) one with a private copy of the weights it began
-with. Both make a step in turn, so neither waits for the other. Callers wait for nothing but their futures.
+with. Both make a step in turn, so neither waits for the other, and both have their rows in one arena, so that an
+evaluation takes no more memory for keys and values; what it needs beside is its copy of the weights. Callers wait for
+nothing but their futures.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -15,13 +19,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
-from areal_rloo.engines.embedded.batch import DecodeBatch, Running
-from areal_rloo.engines.embedded.parameters import load_checkpoint
+from areal_rloo.engines.embedded.batch import DecodeBatch
+from areal_rloo.engines.embedded.cache import Cache, RowKind
+from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
+from areal_rloo.engines.embedded.running import Running
+from areal_rloo.engines.embedded.scheduler import Admitted, Ended, Scheduler
 from areal_rloo.engines.embedded.transformer import signed
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
@@ -29,7 +36,6 @@ from areal_rloo.trajectory import Completion
 
 logger = get_logger(__name__)
 
-_Waiting = tuple[GenerationRequest, Future[Completion]]
 _Staged = tuple[int, Iterable[tuple[str, Tensor]], Future[int]]
 
 
@@ -45,20 +51,44 @@ class EmbeddedEngine:
         num_slots: int,
         context_tokens: int,
         policy_version: int = 0,
+        options: EmbeddedConfig | None = None,
+        steps_ahead: int | None = None,
     ) -> None:
+        """
+        Args:
+            model_path: a Hugging Face folder.
+            device: where to compute.
+            dtype: of the matrices and of the cache; everything else is float32.
+            num_slots: completions decoded together.
+            context_tokens: longest prompt and completion together.
+            policy_version: of the weights in the folder.
+            options: `rollout.embedded`.
+            steps_ahead: steps launched before the host looks at the tokens of the last; None: 1 on a GPU, where the
+                launch overlaps the computation, and 0 on a CPU, where there is nothing to overlap.
+        """
+        options = options or EmbeddedConfig()
         parameters, cos, sin = load_checkpoint(model_path, context_tokens=context_tokens, device=device, dtype=dtype)
-        self._rope = torch.stack([cos, signed(sin)]).to(dtype)
+        self._rope = torch.stack([cos, signed(sin)])
         self._context_tokens = context_tokens
+        self._num_slots = num_slots
+        self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
         self._policy_version = policy_version
-        self._batch = DecodeBatch(parameters, self._rope, num_rows=num_slots, context_tokens=context_tokens)
-        self._pinned: DecodeBatch | None = None
-        self._pinned_version = policy_version
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_pinned: deque[_Waiting] = deque()
+        num_tokens = options.cache_tokens or max(context_tokens, num_slots * context_tokens // 2)
+        self._cache = Cache(
+            parameters.architecture,
+            num_tokens=num_tokens,
+            context_tokens=min(context_tokens, num_tokens),
+            device=device,
+            dtype=dtype,
+        )
+        self._scheduler = Scheduler(self._cache, self._rope, prefill_chunk_tokens=options.prefill_chunk_tokens)
+        self._running = self._admitted(parameters, RowKind.RUNNING)
+        self._waiting: dict[RowKind, deque[Running]] = {RowKind.RUNNING: deque(), RowKind.PINNED: deque()}
         self._staged: deque[_Staged] = deque()
         self._aborts: set[str] = set()
         self._live: set[str] = set()
-        self._counts = dict.fromkeys(("finished", "generated", "prefill", "steps", "updates"), 0)
+        self._num_submitted = 0
+        self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
         self._idle_s = 0.0
         self._idle_since_s: float | None = time.monotonic()
         self._swap_s = 0.0
@@ -76,7 +106,10 @@ class EmbeddedEngine:
             self._check(requests)
             for request, future in zip(requests, futures, strict=True):
                 self._live.add(request.request_id)
-                (self._waiting_pinned if request.pinned else self._waiting).append((request, future))
+                seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+                kind = RowKind.PINNED if request.pinned else RowKind.RUNNING
+                self._waiting[kind].append(Running(request, future, seed, self._num_submitted))
+                self._num_submitted += 1
             self._changed.notify()
         return futures
 
@@ -101,11 +134,13 @@ class EmbeddedEngine:
                 idle_s += time.monotonic() - self._idle_since_s
             return EngineStatistics(
                 policy_version=self._policy_version,
-                num_running=self._num_running(),
-                num_waiting=len(self._waiting) + len(self._waiting_pinned),
+                num_running=self._scheduler.num_admitted,
+                num_waiting=sum(len(waiting) for waiting in self._waiting.values()),
                 num_finished=self._counts["finished"],
-                generated_tokens=self._counts["generated"],
-                prefill_tokens=self._counts["prefill"] + self._batch.prefill_tokens,
+                num_preempted=self._scheduler.num_preempted,
+                generated_tokens=self._scheduler.generated_tokens,
+                prefill_tokens=self._scheduler.prefill_tokens,
+                cached_tokens=self._scheduler.cached_tokens,
                 decode_steps=self._counts["steps"],
                 weight_updates=self._counts["updates"],
                 idle_s=idle_s,
@@ -127,12 +162,28 @@ class EmbeddedEngine:
                 raise EngineError(f"request {name}: the prompt has no token")
             if needed > self._context_tokens:
                 raise EngineError(f"request {name}: needs {needed} tokens, the context holds {self._context_tokens}")
+            if needed > self._cache.capacities[-1]:
+                raise EngineError(
+                    f"request {name}: needs {needed} tokens, the cache holds {self._cache.capacities[-1]}; "
+                    "raise rollout.embedded.cache_tokens"
+                )
             if name in self._live or name in seen:
                 raise EngineError(f"request {name}: this id is in use")
             seen.add(name)
 
-    def _num_running(self) -> int:
-        return self._batch.num_running + (self._pinned.num_running if self._pinned is not None else 0)
+    def _admitted(self, parameters: Parameters, kind: RowKind) -> Admitted:
+        batch = DecodeBatch(
+            parameters,
+            self._cache,
+            self._rope,
+            kind=kind,
+            num_slots=self._num_slots,
+            context_tokens=self._context_tokens,
+            steps_ahead=self._steps_ahead,
+        )
+        admitted = Admitted(batch, self._policy_version, num_slots=self._num_slots)
+        self._scheduler.batches[kind] = admitted
+        return admitted
 
     def _run(self) -> None:
         try:
@@ -152,39 +203,53 @@ class EmbeddedEngine:
                 return False
             self._swap_staged()
             self._end_aborted()
-            self._start_waiting()
+            self._admit_waiting()
             now_s = time.monotonic()
-            idle = self._num_running() == 0
+            idle = self._scheduler.num_admitted == 0
             if self._idle_since_s is not None and not idle:
                 self._idle_s += now_s - self._idle_since_s
                 self._idle_since_s = None
             elif self._idle_since_s is None and idle:
                 self._idle_since_s = now_s
-        for batch in (self._batch, self._pinned):
-            if batch is not None and batch.num_running:
-                self._step(batch)
+        for admitted in list(self._scheduler.batches.values()):
+            self._scheduler.prefill(admitted)
+        self._make_room()
+        for admitted in list(self._scheduler.batches.values()):
+            if admitted.batch.running:
+                self._count(self._scheduler.step(admitted), num_steps=1)
         return True
 
     def _has_work(self) -> bool:
-        if self._closing or self._staged or self._aborts or self._num_running():
+        if self._closing or self._staged or self._aborts or self._scheduler.num_admitted:
             return True
         self._note_idle()
-        startable = any(request.min_version <= self._policy_version for request, _ in self._waiting)
-        return startable or any(request.min_version <= self._policy_version for request, _ in self._waiting_pinned)
+        return any(
+            running.request.min_version <= self._policy_version
+            for waiting in self._waiting.values()
+            for running in waiting
+        )
 
     def _note_idle(self) -> None:
         if self._idle_since_s is None:
             self._idle_since_s = time.monotonic()
 
-    def _step(self, batch: DecodeBatch) -> None:
-        num = batch.num_running
-        finished = batch.step()
+    def _make_room(self) -> None:
+        ended, preempted = self._scheduler.make_room()
+        if not ended and not preempted:
+            return
+        self._count(ended)
         with self._changed:
-            self._counts["generated"] += num
-            self._counts["steps"] += 1
-            self._counts["finished"] += len(finished)
-            self._live -= {running.request.request_id for running, _ in finished}
-        _resolve(finished)
+            for running in preempted:  # the latest first, so that the earliest is in front in the end
+                self._waiting[RowKind.PINNED if running.request.pinned else RowKind.RUNNING].appendleft(running)
+
+    def _count(self, ended: Ended, num_steps: int = 0) -> None:
+        """Give completions to those who wait for them."""
+        with self._changed:
+            self._counts["steps"] += num_steps
+            self._counts["finished"] += sum(reason != "abort" for _, reason in ended)
+            self._live -= {running.request.request_id for running, _ in ended}
+        for running, reason in ended:
+            running.future.set_result(running.completion(reason))
 
     def _swap_staged(self) -> None:
         while self._staged:
@@ -192,12 +257,12 @@ class EmbeddedEngine:
             started_s = time.perf_counter()
             if policy_version > self._policy_version:
                 try:
-                    self._batch.parameters.copy_from(weights)
+                    self._running.batch.parameters.copy_from(weights)
                 except EngineError as error:
                     future.set_exception(error)
                     continue
                 self._policy_version = policy_version
-                self._batch.new_version(policy_version)
+                self._scheduler.new_version(policy_version)
                 self._counts["updates"] += 1
             self._swap_s += time.perf_counter() - started_s
             future.set_result(self._policy_version)
@@ -205,48 +270,27 @@ class EmbeddedEngine:
     def _end_aborted(self) -> None:
         if not self._aborts:
             return
-        for batch in (self._batch, self._pinned):
-            if batch is not None:
-                _resolve(batch.abort(self._aborts))
-        for queue in (self._waiting, self._waiting_pinned):
-            for waiting in [w for w in queue if w[0].request_id in self._aborts]:
-                queue.remove(waiting)
-                waiting[1].set_result(_nothing())
-        self._live -= self._aborts
+        ended = self._scheduler.abort(self._aborts)
+        for waiting in self._waiting.values():
+            for running in [r for r in waiting if r.request.request_id in self._aborts]:
+                waiting.remove(running)
+                ended.append((running, "abort"))
         self._aborts = set()
+        self._count(ended)
 
-    def _start_waiting(self) -> None:
-        started = self._taken(self._waiting, self._batch.num_free)
-        if started:
-            self._batch.start(started, self._policy_version)
-        if self._pinned is not None and self._pinned.num_running == 0 and self._pinned_version != self._policy_version:
-            self._counts["prefill"] += self._pinned.prefill_tokens
-            self._pinned = None
-        if not self._waiting_pinned:
+    def _admit_waiting(self) -> None:
+        self._scheduler.admit(self._running, self._waiting[RowKind.RUNNING])
+        pinned = self._scheduler.batches.get(RowKind.PINNED)
+        if pinned is not None and pinned.num == 0 and pinned.policy_version != self._policy_version:
+            del self._scheduler.batches[RowKind.PINNED]
+            self._scheduler.forget_unused_versions()
+            pinned = None
+        if not self._waiting[RowKind.PINNED]:
             return
-        if self._pinned is None:
-            self._pinned = DecodeBatch(
-                self._batch.parameters.clone(),
-                self._rope,
-                num_rows=self._batch.num_rows,
-                context_tokens=self._context_tokens,
-            )
-            self._pinned_version = self._policy_version
+        if pinned is None:
+            pinned = self._admitted(self._running.batch.parameters.clone(), RowKind.PINNED)
         # A request for weights newer than the pinned ones waits until the batch is empty and its copy is renewed.
-        started = self._taken(self._waiting_pinned, self._pinned.num_free, self._pinned_version)
-        if started:
-            self._pinned.start(started, self._pinned_version)
-
-    def _taken(self, queue: deque[_Waiting], num: int, policy_version: int | None = None) -> list[_Waiting]:
-        """The first requests that may start at this version; those that may not stay in their places."""
-        version = self._policy_version if policy_version is None else policy_version
-        taken: list[_Waiting] = []
-        kept: list[_Waiting] = []
-        while queue and len(taken) < num:
-            waiting = queue.popleft()
-            (taken if waiting[0].min_version <= version else kept).append(waiting)
-        queue.extendleft(reversed(kept))
-        return taken
+        self._scheduler.admit(pinned, self._waiting[RowKind.PINNED])
 
     def _end_all(self) -> None:
         self._aborts = set(self._live)
@@ -258,21 +302,10 @@ class EmbeddedEngine:
     def _die(self, error: EngineError) -> None:
         with self._changed:
             self._death = error
-            futures: list[Future[Completion]] = [future for _, future in (*self._waiting, *self._waiting_pinned)]
-            for batch in (self._batch, self._pinned):
-                futures += batch.futures() if batch is not None else []
+            futures = [running.future for waiting in self._waiting.values() for running in waiting]
+            futures += [running.future for a in self._scheduler.batches.values() for running in a.all()]
             for _, _, staged in self._staged:
                 staged.set_exception(error)
         for future in futures:
             if not future.done():
                 future.set_exception(error)
-
-
-def _resolve(finished: Sequence[tuple[Running, Completion]]) -> None:
-    for running, completion in finished:
-        running.future.set_result(completion)
-
-
-def _nothing() -> Completion:
-    empty = np.zeros(0, dtype=np.int32)
-    return Completion(empty, np.zeros(0, dtype=np.float32), empty, "abort")

@@ -21,6 +21,7 @@ from areal_rloo.errors import EngineError, ModelError
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
+_WAY_OUT = "use rollout.engine=sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Architecture:
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
+    mlp_bias: bool
     qk_norm: bool
     tied: bool
 
@@ -50,12 +52,12 @@ class Architecture:
         if config.model_type not in SUPPORTED:
             raise ModelError(
                 f"{path}: architecture {config.model_type!r} is not served by the embedded engine, which knows "
-                f"{', '.join(SUPPORTED)}; use rollout.engine=sglang"
+                f"{', '.join(SUPPORTED)}; {_WAY_OUT}"
             )
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ModelError(f"{path}: sliding-window attention is not served by the embedded engine; use sglang")
+            raise ModelError(f"{path}: sliding-window attention is not served by the embedded engine; {_WAY_OUT}")
         if config.hidden_act != "silu":
-            raise ModelError(f"{path}: activation {config.hidden_act!r} is not served; expected silu")
+            raise ModelError(f"{path}: activation {config.hidden_act!r} is not served, expected 'silu'; {_WAY_OUT}")
         heads = config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
@@ -69,6 +71,7 @@ class Architecture:
             norm_eps=config.rms_norm_eps,
             qkv_bias=config.model_type == "qwen2" or attention_bias,
             output_bias=config.model_type != "qwen2" and attention_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=config.model_type == "qwen3",
             tied=bool(config.tie_word_embeddings),
         )
@@ -86,7 +89,9 @@ class Layer:
     output_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: Tensor
+    down_bias: Tensor | None
 
 
 class Parameters:
@@ -99,21 +104,26 @@ class Parameters:
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, device=device, dtype=dtype)
 
+        def empty_norm(*shape: int) -> Tensor:  # float32, as the learner's under autocast
+            return torch.empty(*shape, device=device, dtype=torch.float32)
+
         self.norm_eps = torch.tensor(a.norm_eps, device=device)
         self.embedding = empty(a.vocab_size, a.hidden_size)
-        self.final_norm = empty(a.hidden_size)
+        self.final_norm = empty_norm(a.hidden_size)
         self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden_size)
         self.layers = [
             Layer(
-                input_norm=empty(a.hidden_size),
+                input_norm=empty_norm(a.hidden_size),
                 qkv=empty((heads + 2 * kv) * dim, a.hidden_size),
                 qkv_bias=empty((heads + 2 * kv) * dim) if a.qkv_bias else None,
-                qk_norm=empty(heads + kv, dim) if a.qk_norm else None,
+                qk_norm=empty_norm(heads + kv, dim) if a.qk_norm else None,
                 output=empty(a.hidden_size, heads * dim),
                 output_bias=empty(a.hidden_size) if a.output_bias else None,
-                mlp_norm=empty(a.hidden_size),
+                mlp_norm=empty_norm(a.hidden_size),
                 gate_up=empty(2 * a.intermediate_size, a.hidden_size),
+                gate_up_bias=empty(2 * a.intermediate_size) if a.mlp_bias else None,
                 down=empty(a.hidden_size, a.intermediate_size),
+                down_bias=empty(a.hidden_size) if a.mlp_bias else None,
             )
             for _ in range(a.num_layers)
         ]
@@ -174,6 +184,11 @@ class Parameters:
             yield prefix + "mlp.gate_proj.weight", gate
             yield prefix + "mlp.up_proj.weight", up
             yield prefix + "mlp.down_proj.weight", layer.down
+            if layer.gate_up_bias is not None and layer.down_bias is not None:
+                gate, up = layer.gate_up_bias.chunk(2)
+                yield prefix + "mlp.gate_proj.bias", gate
+                yield prefix + "mlp.up_proj.bias", up
+                yield prefix + "mlp.down_proj.bias", layer.down_bias
 
 
 def load_checkpoint(
@@ -215,7 +230,7 @@ def _rotary_tables(
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
-        raise ModelError(f"{path}: rotary scaling {kind!r} is not served by the embedded engine; use sglang")
+        raise ModelError(f"{path}: rotary scaling {kind!r} is not served by the embedded engine; {_WAY_OUT}")
     scale = 1.0
     if kind == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim

@@ -6,14 +6,73 @@ distribution. So a completion does not depend on which others it was decoded wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_rloo.engines.base import SamplingParameters
 
-def uniforms(seed: int | None, num: int) -> Tensor:
-    """[num] float32 in [0, 1), a function of the seed; without one, fresh."""
-    bits = np.random.Philox(seed) if seed is None else np.random.Philox(key=seed & (2**64 - 1))
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """What is done to the logits of some rows before a token is chosen; None where no row asks for it.
+
+    Attributes:
+        greedy: [num_rows] bool, rows that take the most likely token, of the untempered distribution.
+        temperatures: [num_rows, 1] float32.
+        banned: [num_rows, vocab_size] bool, stop tokens of rows that may not end yet.
+        top_k: [num_rows] int64; 0 keeps all.
+        top_p: [num_rows] float32; 1 keeps all.
+    """
+
+    greedy: Tensor | None
+    temperatures: Tensor | None
+    banned: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[SamplingParameters], banned: npt.NDArray[np.bool_] | None, device: torch.device
+    ) -> Shaping:
+        """From the parameters of each row."""
+        if banned is None and not any(map(_shapes, rows)):
+            return cls(None, None, None, None, None)
+        greedy = torch.tensor([row.greedy for row in rows])
+        temperatures = torch.tensor([1.0 if row.greedy else row.temperature for row in rows])
+        top_k = torch.tensor([0 if row.greedy else row.top_k for row in rows])
+        top_p = torch.tensor([1.0 if row.greedy else row.top_p for row in rows])
+        truncated = bool(((top_k > 0) | (top_p < 1)).any())
+        return cls(
+            greedy=greedy.to(device) if greedy.any() else None,
+            temperatures=temperatures[:, None].to(device) if (temperatures != 1).any() else None,
+            banned=None if banned is None else torch.from_numpy(banned).to(device),
+            top_k=top_k.to(device) if truncated else None,
+            top_p=top_p.to(device) if truncated else None,
+        )
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[num_rows, vocab_size] float32 in and out."""
+        if self.temperatures is not None:
+            logits = logits / self.temperatures
+        if self.banned is not None:
+            logits = logits.masked_fill(self.banned, -torch.inf)
+        if self.top_k is not None and self.top_p is not None:
+            logits = truncate(logits, self.top_k, self.top_p)
+        return logits
+
+
+def _shapes(row: SamplingParameters) -> bool:
+    return row.greedy or row.temperature != 1 or row.top_p < 1 or row.top_k > 0
+
+
+def uniforms(seed: int, num: int) -> Tensor:
+    """[num] float32 in [0, 1), a function of the seed."""
+    bits = np.random.Philox(key=seed & (2**64 - 1))
     return torch.from_numpy(np.random.Generator(bits).random(num, dtype=np.float32))
 
 

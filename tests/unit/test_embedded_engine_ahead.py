@@ -1,0 +1,79 @@
+"""Steps launched before the host has seen the tokens of the last: the same completions, and nothing more."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from requests_to_serve import assert_same, mixed_requests, request, results, serving, wait_until
+from transformers import AutoModelForCausalLM
+
+from areal_rloo.config.engines import EmbeddedConfig
+from areal_rloo.engines.embedded.running import Running
+
+STOPS = tuple(range(2, 14))  # of 258, so that completions end by themselves now and then
+
+
+@pytest.mark.parametrize(
+    ("name", "stop_token_ids", "steps_ahead"), [("qwen2", (), 1), ("qwen3", STOPS, 1), ("llama", STOPS, 3)]
+)
+def test_completions_are_the_same(
+    name: str, stop_token_ids: tuple[int, ...], steps_ahead: int, tiny_folders: dict[str, Path]
+) -> None:
+    requests = mixed_requests(17, stop_token_ids=stop_token_ids)
+    with serving(tiny_folders[name], num_slots=5, steps_ahead=0) as engine:
+        expected = results(engine.submit(requests))
+    with serving(tiny_folders[name], num_slots=5, steps_ahead=steps_ahead) as engine:
+        completions = results(engine.submit(requests))
+        assert engine.statistics().num_finished == 17
+        assert engine.statistics().generated_tokens == sum(len(completion.tokens) for completion in completions)
+    assert_same(completions, expected)
+    if stop_token_ids:
+        assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+
+
+def test_completions_are_the_same_where_memory_is_short(tiny_folders: dict[str, Path]) -> None:
+    requests = mixed_requests(10, longest=230, stop_token_ids=(2,))
+    options = {"context_tokens": 512, "options": EmbeddedConfig(cache_tokens=512)}
+    with serving(tiny_folders["qwen2"], **options, steps_ahead=0) as engine:
+        expected = results(engine.submit(requests))
+    with serving(tiny_folders["qwen2"], **options, steps_ahead=1) as engine:
+        completions = results(engine.submit(requests))
+        assert engine.statistics().num_preempted > 0
+    assert_same(completions, expected)
+
+
+def test_a_completion_that_ends_in_the_context_s_last_place_writes_nothing_behind_it(
+    tiny_folders: dict[str, Path],
+) -> None:
+    requests = [request(str(i), seed=i, max_new_tokens=123) for i in range(4)]
+    with serving(tiny_folders["qwen2"], steps_ahead=0) as engine:
+        expected = results(engine.submit(requests))
+    with serving(tiny_folders["qwen2"], steps_ahead=2) as engine:
+        completions = results(engine.submit(requests))
+    assert_same(completions, expected)
+
+
+def test_weights_and_aborts_in_between_lose_and_double_no_token(tiny_folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
+    with serving(tiny_folders["qwen2"], context_tokens=1024, steps_ahead=1) as engine:
+        futures = engine.submit([request(str(i), seed=i, max_new_tokens=300 + i) for i in range(6)])
+        for version in range(1, 8):
+            wait_until(lambda version=version: engine.statistics().decode_steps > 30 * version)  # type: ignore[misc]
+            engine.load_weights(version, model.named_parameters()).result(timeout=10)
+        engine.abort(["5"])
+        completions = results(futures)
+    assert [len(completion.tokens) for completion in completions[:5]] == [300 + i for i in range(5)]
+    for completion in completions:
+        assert len(completion.tokens) == len(completion.behaviour_logprobs) == len(completion.versions)
+        assert completion.versions.tolist() == sorted(completion.versions.tolist())
+        assert set(completion.versions.tolist()) == set(range(8))
+    assert completions[5].finish_reason == "abort"
+
+
+def test_weights_that_come_after_the_last_token_made_none_of_them() -> None:
+    running = Running(request("a"), Future(), seed=0, arrival=0)
+    running.spans = [(4, 0), (5, 2), (6, 4)]  # the token of index 3 was launched, and thrown away
+    running.keep_made(np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32))
+    assert running.completion("stop").versions.tolist() == [4, 4, 5]

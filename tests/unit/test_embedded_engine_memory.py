@@ -1,0 +1,157 @@
+"""Memory of the embedded engine: bounded in tokens, shared by all, taken back from whom it costs least."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from requests_to_serve import (
+    PROMPT,
+    assert_agree,
+    assert_same,
+    learner_logprobs,
+    mixed_requests,
+    request,
+    results,
+    serving,
+    wait_until,
+)
+from transformers import AutoModelForCausalLM
+
+from areal_rloo.config.engines import EmbeddedConfig
+from areal_rloo.engines.base import GenerationRequest
+from areal_rloo.errors import EngineError
+from areal_rloo.trajectory import Completion
+
+
+def _together_and_alone(
+    folder: Path, requests: list[GenerationRequest], **options: object
+) -> tuple[list[Completion], list[Completion], int]:
+    """Completions under the options, those of an engine with memory for all, and how many rows were taken away."""
+    with serving(folder, **options) as engine:
+        together = results(engine.submit(requests))
+        num_preempted = engine.statistics().num_preempted
+    with serving(folder, context_tokens=options["context_tokens"]) as engine:
+        alone = [results(engine.submit([one]))[0] for one in requests]
+    return together, alone, num_preempted
+
+
+def test_one_long_completion_may_use_all_memory_and_64_slots_do_not_reserve_it(tiny_folders: dict[str, Path]) -> None:
+    options = {"num_slots": 64, "context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    requests = [request("long", max_new_tokens=1000), *(request(str(i), seed=i) for i in range(8))]
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        completions = results(engine.submit(requests))
+    assert [len(completion.tokens) for completion in completions] == [1000, *[20] * 8]
+    assert_agree(completions, learner_logprobs(tiny_folders["qwen2"], requests, completions), 1e-5)
+
+
+@pytest.mark.parametrize(("name", "pinned"), [("qwen2", False), ("qwen3", False), ("llama", True)])
+def test_a_row_taken_away_changes_no_completion(name: str, pinned: bool, tiny_folders: dict[str, Path]) -> None:
+    requests = mixed_requests(10, longest=230, pinned=pinned)
+    options = {"num_slots": 8, "context_tokens": 512, "options": EmbeddedConfig(cache_tokens=512)}
+    together, alone, num_preempted = _together_and_alone(tiny_folders[name], requests, **options)
+    assert num_preempted > 0
+    assert_same(together, alone)
+    assert_agree(together, learner_logprobs(tiny_folders[name], requests, together), 1e-5)
+
+
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    cache_tokens=st.integers(256, 700),
+    chunk_tokens=st.integers(1, 40),
+    pinned=st.integers(0, 3),
+)
+def test_whatever_the_load_and_the_memory_every_request_gets_all_its_tokens(
+    tiny_folders: dict[str, Path], lengths: list[int], cache_tokens: int, chunk_tokens: int, pinned: int
+) -> None:
+    requests = [
+        request(str(i), prompt=PROMPT[: 1 + i % 5], seed=i, max_new_tokens=num, pinned=pinned > 0 and i % pinned == 0)
+        for i, num in enumerate(lengths)
+    ]
+    options = EmbeddedConfig(cache_tokens=cache_tokens, prefill_chunk_tokens=chunk_tokens)
+    with serving(tiny_folders["llama"], num_slots=4, context_tokens=256, options=options) as engine:
+        completions = results(engine.submit(requests))
+        statistics = engine.statistics()
+    assert [len(completion.tokens) for completion in completions] == lengths
+    assert statistics.generated_tokens == sum(lengths)
+    assert statistics.num_finished == len(lengths)
+    assert_agree(completions, learner_logprobs(tiny_folders["llama"], requests, completions), 1e-5)
+
+
+def test_the_first_submitted_is_never_the_one_to_wait(tiny_folders: dict[str, Path]) -> None:
+    requests = [request(str(i), seed=i, max_new_tokens=200) for i in range(4)]
+    ended: list[int] = []
+    options = {"context_tokens": 256, "options": EmbeddedConfig(cache_tokens=640)}
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        futures = engine.submit(requests)
+        for index, future in enumerate(futures):
+            future.add_done_callback(lambda _, index=index: ended.append(index))  # type: ignore[misc]
+        results(futures)
+        assert engine.statistics().num_preempted > 0
+    assert ended == sorted(ended)
+
+
+def test_tokens_before_and_after_a_row_was_taken_away_carry_the_versions_that_made_them(
+    tiny_folders: dict[str, Path],
+) -> None:
+    folder = tiny_folders["qwen2"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    with serving(folder, **options) as engine:
+        first, second = engine.submit([request(str(i), seed=i, max_new_tokens=1000) for i in range(2)])
+        wait_until(lambda: engine.statistics().num_preempted > 0)
+        weights = {name: parameter.detach() * 1.02 for name, parameter in model.named_parameters()}
+        engine.load_weights(1, weights.items()).result(timeout=10)
+        one, other = results([first, second])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    for completion in (one, other):
+        assert set(completion.versions.tolist()) == {0, 1}
+        assert (np.diff(completion.versions) >= 0).all()
+        assert len(completion.tokens) == len(completion.versions) == 1000
+    # The one that waited was computed again under version 1 from its beginning, so these tokens are exactly of it.
+    repeated = learner_logprobs(_as_policy(folder, 1.02), [request("1", max_new_tokens=1000)], [other])[0]
+    later = other.versions == 1
+    np.testing.assert_allclose(other.behaviour_logprobs[later], repeated[later], rtol=0, atol=1e-5)
+
+
+def _as_policy(folder: Path, factor: float) -> torch.nn.Module:
+    from areal_rloo.models.loading import load_policy
+
+    model = load_policy(str(folder), device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+def test_a_request_that_could_never_fit_is_refused_with_the_key_to_raise(tiny_folders: dict[str, Path]) -> None:
+    options = EmbeddedConfig(cache_tokens=256)
+    with serving(tiny_folders["qwen2"], context_tokens=1024, options=options) as engine:
+        with pytest.raises(
+            EngineError,
+            match=r"request a: needs 305 tokens, the cache holds 256; raise rollout\.embedded\.cache_tokens",
+        ):
+            engine.submit([request("a", max_new_tokens=300)])
+        (completion,) = results(engine.submit([request("a", max_new_tokens=251)]))
+    assert len(completion.tokens) == 251
+
+
+def test_a_request_whose_row_was_taken_away_can_be_aborted_with_what_it_had(tiny_folders: dict[str, Path]) -> None:
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        futures: list[Future[Completion]] = engine.submit(
+            [request(str(i), seed=i, max_new_tokens=1000) for i in range(2)]
+        )
+        wait_until(lambda: engine.statistics().num_preempted > 0)
+        engine.abort(["1"])
+        aborted = futures[1].result(timeout=10)
+        engine.abort(["0"])
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.tokens) == len(aborted.behaviour_logprobs) == len(aborted.versions) > 100
+    assert len(set(aborted.versions.tolist())) == 1

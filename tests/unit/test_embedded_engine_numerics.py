@@ -1,0 +1,78 @@
+"""Logprobs of the embedded engine are the learner's, whatever a completion was decoded with."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from requests_to_serve import (
+    assert_agree,
+    assert_same,
+    learner_logprobs,
+    mixed_requests,
+    request,
+    results,
+    serving,
+)
+
+from areal_rloo.config import TinyModelConfig
+from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
+
+NAMES = ["qwen2", "qwen3", "llama"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_are_the_learners_within_1e5(name: str, tiny_folders: dict[str, Path]) -> None:
+    requests = mixed_requests(17, temperature=0.7)
+    with serving(tiny_folders[name], num_slots=17) as engine:
+        completions = results(engine.submit(requests))
+    assert_agree(completions, learner_logprobs(tiny_folders[name], requests, completions), 1e-5)
+
+
+def _bfloat16_errors(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logprobs in bfloat16: engine less learner, and each less the learner's in float32."""
+    requests = mixed_requests(17)
+    with serving(folder, num_slots=17, dtype=torch.bfloat16) as engine:
+        completions = results(engine.submit(requests))
+    made = np.concatenate([completion.behaviour_logprobs for completion in completions])
+    learner, exact = (
+        np.concatenate(learner_logprobs(folder, requests, completions, dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    return made - learner, made - exact, learner - exact
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bfloat16_logprobs_are_the_learners_within_2e2(name: str, tmp_path: Path) -> None:
+    recipe = TinyModelConfig(architecture=name, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
+    model = make_tiny_model(recipe)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(2)
+    save_tiny_model(model, tmp_path)
+    difference, _, _ = _bfloat16_errors(tmp_path)
+    assert np.abs(difference).max() < 2e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_no_farther_from_float32_than_the_learners(name: str, tiny_folders: dict[str, Path]) -> None:
+    # Logits of these models reach 8, which bfloat16 rounds by up to 2^-6: nobody's logprobs are within 2e-2 of exact.
+    _, of_engine, of_learner = _bfloat16_errors(tiny_folders[name])
+    assert np.abs(of_engine).mean() < 1.25 * np.abs(of_learner).mean()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_17_mixed_lengths_changes_no_completion(name: str, tiny_folders: dict[str, Path]) -> None:
+    requests = mixed_requests(17)
+    with serving(tiny_folders[name], num_slots=17) as engine:
+        together = results(engine.submit(requests))
+        alone = [results(engine.submit([one]))[0] for one in requests]
+    assert_same(together, alone)
+
+
+def test_long_completions_are_the_learners_too(tiny_folders: dict[str, Path]) -> None:
+    requests = [request(str(i), seed=i, max_new_tokens=200 + 300 * i) for i in range(4)]
+    with serving(tiny_folders["qwen2"], context_tokens=1200) as engine:
+        completions = results(engine.submit(requests))
+    assert_agree(completions, learner_logprobs(tiny_folders["qwen2"], requests, completions), 1e-5)
