@@ -22,7 +22,7 @@ from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
 from areal_rloo.trajectory import Completion
 
 PROMPT = (7, 12, 33, 40, 9)
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0  # a server takes 20 s to start, minutes where the machine is busy
 
 
 def sglang_python() -> str:
@@ -143,7 +143,7 @@ def named(log: Path, title: str) -> psutil.Process:
 
 def _output_of(process: psutil.Process) -> str | None:
     try:
-        return os.readlink(f"/proc/{process.pid}/fd/1")
+        return str(Path(f"/proc/{process.pid}/fd/1").readlink())
     except OSError:
         return None
 
