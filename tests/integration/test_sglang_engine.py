@@ -43,10 +43,6 @@ def _load(engine: SGLangEngine, factor: float, folder: Path) -> int:
     return version
 
 
-def _models(folder: Path, factors: dict[int, float]) -> dict[int, object]:
-    return {version: model_of(folder, factor=factor) for version, factor in factors.items()}
-
-
 def test_logprobs_agree_with_transformers(engine: SGLangEngine, folder: Path) -> None:
     assert engine.statistics().policy_version == 0
     requests = [request(f"a{i}", prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
@@ -107,10 +103,11 @@ def test_an_abort_gives_what_there_is_and_leaves_its_neighbours_alone(engine: SG
 
 def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engine: SGLangEngine, folder: Path) -> None:
     before = engine.statistics()
-    futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
-    after(0.7, engine)
-    version = _load(engine, 1.02, folder)
+    version = before.policy_version + 1
     models = {before.policy_version: model_of(folder), version: model_of(folder, factor=1.02)}
+    futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
+    after(0.3, engine)
+    assert engine.load_weights(version, models[version].named_parameters()).result(timeout=PATIENCE_S) == version
     for completion in results(futures):
         assert len(completion.tokens) == 900
         assert version_runs(completion) == [version - 1, version]

@@ -33,7 +33,7 @@ from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError, EngineError
 
-HEALTH = {"health_every_s": 1.0, "health_timeout_s": 4.0, "max_server_restarts": 3}
+HEALTH = {"health_every_s": 1.0, "health_timeout_s": 8.0, "max_server_restarts": 3}
 
 
 @pytest.fixture(scope="module")

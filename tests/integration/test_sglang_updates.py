@@ -20,8 +20,9 @@ from sglang_support import (
     slow_logprobs,
     version_runs,
 )
+from torch import Tensor
 
-from areal_rloo.engines.sglang import SGLangEngine
+from areal_rloo.engines.sglang import BucketLayout, SGLangEngine
 from areal_rloo.errors import EngineError
 
 
@@ -36,8 +37,15 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield running
 
 
-def _in_group(engine: SGLangEngine, sender: Sender, version: int, folder: Path, factor: float, *, meet: bool) -> None:
-    layouts, flat = in_buckets(model_of(folder, factor=factor))
+Buckets = tuple[list[BucketLayout], list[Tensor]]
+
+
+def _buckets(folder: Path, *factors: float) -> list[Buckets]:
+    return [in_buckets(model_of(folder, factor=factor)) for factor in factors]
+
+
+def _in_group(engine: SGLangEngine, sender: Sender, version: int, buckets: Buckets, *, meet: bool) -> None:
+    layouts, flat = buckets
     loaded = engine.update_from_group(version, sender.group, layouts)
     if meet:
         sender.meet()
@@ -47,13 +55,16 @@ def _in_group(engine: SGLangEngine, sender: Sender, version: int, folder: Path, 
 
 def test_versions_arrive_in_flight_through_one_group_after_another(engine: SGLangEngine, folder: Path) -> None:
     base = engine.statistics().policy_version
-    futures = engine.submit([request(f"a{i}", max_new_tokens=1000) for i in range(4)])
-    after(0.5, engine)
-    first, second = Sender(f"first-{base}"), Sender(f"second-{base}")
-    _in_group(engine, first, base + 1, folder, 1.02, meet=True)
-    _in_group(engine, first, base + 2, folder, 0.98, meet=False)
-    _in_group(engine, second, base + 3, folder, 1.01, meet=True)
     models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98, 1.01))}
+    one, two, three = _buckets(folder, 1.02, 0.98, 1.01)
+    first, second = Sender(f"first-{base}"), Sender(f"second-{base}")
+    futures = engine.submit([request(f"a{i}", max_new_tokens=1000) for i in range(4)])
+    after(0.3, engine)
+    _in_group(engine, first, base + 1, one, meet=True)
+    after(0.3, engine)
+    _in_group(engine, first, base + 2, two, meet=False)
+    after(0.3, engine)
+    _in_group(engine, second, base + 3, three, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2, base + 3]
         assert_close(completion, slow_logprobs(models, PROMPT, completion))
@@ -69,7 +80,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_stops(engine: SGL
 
 
 def _fails(engine: SGLangEngine, sender: Sender, version: int, folder: Path, send: Callable[[Sender], None]) -> str:
-    layouts, _ = in_buckets(model_of(folder))
+    ((layouts, _),) = _buckets(folder, 1.0)
     loaded = engine.update_from_group(version, sender.group, layouts)
     sender.meet()
     send(sender)
@@ -81,8 +92,8 @@ def test_a_sender_that_dies_before_its_first_bucket_changes_nothing(engine: SGLa
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=1.03).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
-    futures = engine.submit([request(f"b{i}", max_new_tokens=700) for i in range(3)])
-    after(0.5, engine)
+    futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(3)])
+    after(0.2, engine)
     words = _fails(engine, Sender(f"early-{base}"), base + 2, folder, lambda sender: None)
     assert "did not arrive" in words
     assert engine.statistics().policy_version == base + 1
@@ -97,16 +108,16 @@ def test_after_an_update_that_ended_in_its_middle_nothing_is_made_until_the_next
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=0.97).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
-    futures = engine.submit([request(f"c{i}", max_new_tokens=700) for i in range(3)])
-    after(0.5, engine)
-    _, flat = in_buckets(model_of(folder, factor=5.0))
+    ((_, flat),) = _buckets(folder, 5.0)
+    futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(3)])
+    after(0.2, engine)
     words = _fails(engine, Sender(f"middle-{base}"), base + 2, folder, lambda sender: sender.send(flat[:1]))
     assert "in its middle" in words
     assert engine.statistics().policy_version == -1
     assert not any(future.done() for future in futures)
-    _in_group(engine, Sender(f"again-{base}"), base + 3, folder, 1.0, meet=True)
+    _in_group(engine, Sender(f"again-{base}"), base + 3, *_buckets(folder, 1.0), meet=True)
     for completion in results(futures):
-        assert len(completion.tokens) == 700
+        assert len(completion.tokens) == 900
         assert version_runs(completion) == [base + 3]
         assert_close(completion, slow_logprobs({base + 3: model_of(folder)}, PROMPT, completion))
 
@@ -114,10 +125,12 @@ def test_after_an_update_that_ended_in_its_middle_nothing_is_made_until_the_next
 def test_in_mode_retract_the_cache_is_computed_again(folder: Path, tmp_path: Path) -> None:
     models = {v: model_of(folder, factor=f) for v, f in enumerate((1.0, 1.02, 0.98))}
     with running_engine(folder, tmp_path / "server.log", pause="retract") as engine:
+        (second,) = _buckets(folder, 0.98)
         futures = engine.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
-        after(0.5, engine)
+        after(0.3, engine)
         assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
-        _in_group(engine, Sender("retract"), 2, folder, 0.98, meet=True)
+        after(0.3, engine)
+        _in_group(engine, Sender("retract"), 2, second, meet=True)
         for completion in results(futures):
             assert version_runs(completion) == [0, 1, 2]
             assert_close(completion, fresh_logprobs(models, PROMPT, completion))
