@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,19 @@ def model_of(folder: Path, *, factor: float = 1.0) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def slow_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
-    """Token by token on one growing cache, each with the weights of the version that tagged it: mode in_place."""
-    cache, fed, logprobs = None, list(prompt), []
-    for token, version in zip(completion.tokens.tolist(), completion.versions.tolist(), strict=True):
-        output = models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True)
+def cached_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
+    """On one growing cache, each stretch by the weights of the version that tagged what they gave: mode in_place."""
+    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
+    read_by = [versions[0]] * len(prompt) + versions[1:]
+    fed = iter([*prompt, *tokens[:-1]])
+    cache, logits = None, []
+    for version, stretch in groupby(read_by):
+        ids = torch.tensor([[next(fed) for _ in stretch]])
+        output = models[version](ids, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        logprobs.append(output.logits[0, -1].log_softmax(-1)[token])
-        fed = [token]
-    return torch.stack(logprobs)
+        logits.append(output.logits[0])
+    logprobs = torch.cat(logits)[len(prompt) - 1 :].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
 
 
 @torch.no_grad()

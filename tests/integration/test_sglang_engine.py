@@ -11,12 +11,12 @@ from sglang_support import (
     PROMPT,
     after,
     assert_close,
+    cached_logprobs,
     fresh_logprobs,
     model_of,
     request,
     results,
     running_engine,
-    slow_logprobs,
     version_runs,
 )
 
@@ -49,7 +49,7 @@ def test_logprobs_agree_with_transformers(engine: SGLangEngine, folder: Path) ->
     for asked, completion in zip(requests, results(engine.submit(requests)), strict=True):
         assert completion.finish_reason == "length"
         assert completion.versions.tolist() == [0] * 20
-        assert_close(completion, slow_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
+        assert_close(completion, cached_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
 
 
 def test_greedy_tokens_are_those_of_transformers_and_stop_tokens_end_them(engine: SGLangEngine, folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engi
     for completion in results(futures):
         assert len(completion.tokens) == 900
         assert version_runs(completion) == [version - 1, version]
-        assert_close(completion, slow_logprobs(models, PROMPT, completion))
+        assert_close(completion, cached_logprobs(models, PROMPT, completion))
     after_it = engine.statistics()
     assert after_it.weight_updates == before.weight_updates + 1
     assert 0 < after_it.swap_s - before.swap_s == pytest.approx(engine.server_statistics().last_pause_s)

@@ -14,6 +14,7 @@ from sglang_support import (
     PROMPT,
     after,
     assert_close,
+    cached_logprobs,
     eventually,
     fresh_logprobs,
     make_engine,
@@ -23,7 +24,6 @@ from sglang_support import (
     running_engine,
     server_processes,
     sglang_python,
-    slow_logprobs,
     version_runs,
 )
 
@@ -79,7 +79,7 @@ def test_nothing_is_generated_before_the_learners_weights_are_there(
         assert engine.load_weights(0, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 0
         completion = future.result(timeout=PATIENCE_S)
         assert version_runs(completion) == [0]
-        assert_close(completion, slow_logprobs({0: model_of(folder)}, PROMPT, completion))
+        assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
     assert server.exit_code() is None, "it is not ours to end"
 
 
@@ -99,7 +99,7 @@ def test_a_server_that_was_away_and_kept_its_weights_goes_on(
         for completion in results(futures):
             assert len(completion.tokens) == 900
             assert version_runs(completion) == [3]
-            assert_close(completion, slow_logprobs({3: model_of(folder)}, PROMPT, completion))
+            assert_close(completion, cached_logprobs({3: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
     assert not lost
     assert server.exit_code() is None

@@ -16,6 +16,7 @@ from sglang_support import (
     PROMPT,
     after,
     assert_close,
+    cached_logprobs,
     eventually,
     make_engine,
     model_of,
@@ -25,7 +26,6 @@ from sglang_support import (
     running_engine,
     server_processes,
     sglang_python,
-    slow_logprobs,
     version_runs,
 )
 
@@ -76,7 +76,7 @@ def test_a_server_that_dies_or_hangs_is_replaced_and_loses_nothing(
         for asked, completion in zip(requests, results(futures), strict=True):
             assert len(completion.tokens) == asked.sampling.max_new_tokens
             assert version_runs(completion) == [1]
-            assert_close(completion, slow_logprobs(models, PROMPT, completion))
+            assert_close(completion, cached_logprobs(models, PROMPT, completion))
         assert set(done.values()) == {1}
         assert engine.server_statistics().restarts == 1
         assert not [process for process in former if process.is_running()]

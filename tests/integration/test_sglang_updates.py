@@ -11,13 +11,13 @@ from sglang_support import (
     Sender,
     after,
     assert_close,
+    cached_logprobs,
     fresh_logprobs,
     in_buckets,
     model_of,
     request,
     results,
     running_engine,
-    slow_logprobs,
     version_runs,
 )
 from torch import Tensor
@@ -67,7 +67,7 @@ def test_versions_arrive_in_flight_through_one_group_after_another(engine: SGLan
     _in_group(engine, second, base + 3, three, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2, base + 3]
-        assert_close(completion, slow_logprobs(models, PROMPT, completion))
+        assert_close(completion, cached_logprobs(models, PROMPT, completion))
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_stops(engine: SGLangEngine, folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_sender_that_dies_before_its_first_bucket_changes_nothing(engine: SGLa
     assert engine.statistics().policy_version == base + 1
     for completion in results(futures):
         assert version_runs(completion) == [base + 1]
-        assert_close(completion, slow_logprobs({base + 1: model_of(folder, factor=1.03)}, PROMPT, completion))
+        assert_close(completion, cached_logprobs({base + 1: model_of(folder, factor=1.03)}, PROMPT, completion))
 
 
 def test_after_an_update_that_ended_in_its_middle_nothing_is_made_until_the_next(
@@ -119,7 +119,7 @@ def test_after_an_update_that_ended_in_its_middle_nothing_is_made_until_the_next
     for completion in results(futures):
         assert len(completion.tokens) == 900
         assert version_runs(completion) == [base + 3]
-        assert_close(completion, slow_logprobs({base + 3: model_of(folder)}, PROMPT, completion))
+        assert_close(completion, cached_logprobs({base + 3: model_of(folder)}, PROMPT, completion))
 
 
 def test_in_mode_retract_the_cache_is_computed_again(folder: Path, tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def test_a_sender_that_never_comes_is_not_waited_for(folder: Path, tmp_path: Pat
         assert "no answer within 3 s" in str(update.exception(timeout=PATIENCE_S))
         for completion in results(futures):
             assert len(completion.tokens) == 300
-            assert_close(completion, slow_logprobs({0: model_of(folder)}, PROMPT, completion))
+            assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
         assert not lost.is_set(), "version 0 is what a server starts with"
