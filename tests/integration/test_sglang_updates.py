@@ -150,3 +150,15 @@ def test_a_sender_that_never_comes_is_not_waited_for(folder: Path, tmp_path: Pat
             assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
         assert not lost.is_set(), "version 0 is what a server starts with"
+
+
+def test_a_server_on_two_devices_takes_its_parts_of_the_weights(folder: Path, tmp_path: Path) -> None:
+    models = {0: model_of(folder), 1: model_of(folder, factor=1.02)}
+    (later,) = _buckets(folder, 1.02)
+    with running_engine(folder, tmp_path / "server.log", tensor_parallel=2) as engine:
+        for version in (0, 1):
+            if version:
+                _in_group(engine, Sender("two-devices", world_size=3), version, later, meet=True)
+            (completion,) = results(engine.submit([request(f"f{version}")]))
+            assert version_runs(completion) == [version]
+            assert_close(completion, cached_logprobs(models, PROMPT, completion))

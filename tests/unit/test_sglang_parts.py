@@ -320,6 +320,7 @@ def test_a_server_is_started_for_its_device() -> None:
     assert "--attention-backend" not in on_cuda
     assert (on_cuda["--tp-size"], on_cuda["--weight-version"]) == ("2", "0")
     assert environment(_plan()) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    assert environment(_plan(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert environment(_plan(device="cuda")) == {}
 
 
