@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
 from areal_rloo.trajectory import Completion
 
 PROMPT = (7, 12, 33, 40, 9)
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0  # a server takes 20 s to start, minutes where the machine is busy
 
 
 def sglang_python() -> str:
@@ -94,15 +95,19 @@ def model_of(folder: Path, *, factor: float = 1.0) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def slow_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
-    """Token by token on one growing cache, each with the weights of the version that tagged it: mode in_place."""
-    cache, fed, logprobs = None, list(prompt), []
-    for token, version in zip(completion.tokens.tolist(), completion.versions.tolist(), strict=True):
-        output = models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True)
+def cached_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
+    """On one growing cache, each stretch by the weights of the version that tagged what they gave: mode in_place."""
+    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
+    read_by = [versions[0]] * len(prompt) + versions[1:]
+    fed = iter([*prompt, *tokens[:-1]])
+    cache, logits = None, []
+    for version, stretch in groupby(read_by):
+        ids = torch.tensor([[next(fed) for _ in stretch]])
+        output = models[version](ids, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        logprobs.append(output.logits[0, -1].log_softmax(-1)[token])
-        fed = [token]
-    return torch.stack(logprobs)
+        logits.append(output.logits[0])
+    logprobs = torch.cat(logits)[len(prompt) - 1 :].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
 
 
 @torch.no_grad()
@@ -143,7 +148,7 @@ def named(log: Path, title: str) -> psutil.Process:
 
 def _output_of(process: psutil.Process) -> str | None:
     try:
-        return os.readlink(f"/proc/{process.pid}/fd/1")
+        return str(Path(f"/proc/{process.pid}/fd/1").readlink())
     except OSError:
         return None
 

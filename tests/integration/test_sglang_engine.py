@@ -11,12 +11,12 @@ from sglang_support import (
     PROMPT,
     after,
     assert_close,
+    cached_logprobs,
     fresh_logprobs,
     model_of,
     request,
     results,
     running_engine,
-    slow_logprobs,
     version_runs,
 )
 
@@ -43,17 +43,13 @@ def _load(engine: SGLangEngine, factor: float, folder: Path) -> int:
     return version
 
 
-def _models(folder: Path, factors: dict[int, float]) -> dict[int, object]:
-    return {version: model_of(folder, factor=factor) for version, factor in factors.items()}
-
-
 def test_logprobs_agree_with_transformers(engine: SGLangEngine, folder: Path) -> None:
     assert engine.statistics().policy_version == 0
     requests = [request(f"a{i}", prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
     for asked, completion in zip(requests, results(engine.submit(requests)), strict=True):
         assert completion.finish_reason == "length"
         assert completion.versions.tolist() == [0] * 20
-        assert_close(completion, slow_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
+        assert_close(completion, cached_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
 
 
 def test_greedy_tokens_are_those_of_transformers_and_stop_tokens_end_them(engine: SGLangEngine, folder: Path) -> None:
@@ -107,14 +103,15 @@ def test_an_abort_gives_what_there_is_and_leaves_its_neighbours_alone(engine: SG
 
 def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engine: SGLangEngine, folder: Path) -> None:
     before = engine.statistics()
-    futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
-    after(0.7, engine)
-    version = _load(engine, 1.02, folder)
+    version = before.policy_version + 1
     models = {before.policy_version: model_of(folder), version: model_of(folder, factor=1.02)}
+    futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
+    after(0.3, engine)
+    assert engine.load_weights(version, models[version].named_parameters()).result(timeout=PATIENCE_S) == version
     for completion in results(futures):
         assert len(completion.tokens) == 900
         assert version_runs(completion) == [version - 1, version]
-        assert_close(completion, slow_logprobs(models, PROMPT, completion))
+        assert_close(completion, cached_logprobs(models, PROMPT, completion))
     after_it = engine.statistics()
     assert after_it.weight_updates == before.weight_updates + 1
     assert 0 < after_it.swap_s - before.swap_s == pytest.approx(engine.server_statistics().last_pause_s)

@@ -31,7 +31,7 @@ from areal_rloo.engines.sglang.flight_queue import FlightQueue
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
 from areal_rloo.engines.sglang.process import ServerPlan
 from areal_rloo.engines.sglang.sending import Sending
-from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Server
+from areal_rloo.engines.sglang.server import make_server
 from areal_rloo.engines.sglang.state import ServerState
 from areal_rloo.engines.sglang.supervision import Supervision
 from areal_rloo.engines.sglang.swapping import Staged, Swapping
@@ -85,51 +85,40 @@ class SGLangEngine:
         Args:
             model_path: folder of the weights that are version 0.
             config: rollout.sglang.
-            url: of a server that runs already; None: one of our own.
-            device: cpu or cuda, of our own server, as are dtype, num_threads and log.
+            url: of a server that runs already; None: one of our own, on this device, its output going to `log`.
+            device: cpu or cuda.
             dtype: float32 or bfloat16.
             tensor_parallel: devices of the server.
             num_slots: completions under way at a time.
             context_tokens: longest prompt and completion together.
             num_threads: CPU threads; 0 leaves it to torch.
             update_timeout_s: of loading weights through files.
-            log: where the server's output goes.
+            log: a file.
             on_weights_lost: called on the engine's thread when the server turns out to have earlier or unknown weights.
                 Nothing is generated before it was given those it had, or later ones.
             capabilities: what the server can do; None asks it.
         """
         self.ready: Future[None] = Future()  # the server answers; a UserError says why it never will
-        self._facts = read_model(model_path)
-        self._num_threads = num_threads
+        self._facts = facts = read_model(model_path)
         self._update_timeout_s = update_timeout_s
-        self._server: Server
-        if url is None:
-            plan = ServerPlan(
-                model_path=model_path,
-                model_context_tokens=self._facts.context_tokens,
-                device=device,
-                dtype=dtype,
-                tensor_parallel=tensor_parallel,
-                num_slots=num_slots,
-                context_tokens=context_tokens,
-                num_threads=num_threads,
-            )
-            self._server = ManagedServer(config, plan, log, capabilities)
-        else:
-            self._server = ExternalServer(
-                url,
-                config,
-                tensor_parallel=tensor_parallel,
-                context_tokens=context_tokens,
-                capabilities=capabilities,
-            )
-        self._queue = FlightQueue(num_slots=num_slots, context_tokens=context_tokens, vocab_size=self._facts.vocab_size)
+        plan = ServerPlan(
+            model_path=model_path,
+            model_context_tokens=facts.context_tokens,
+            device=device,
+            dtype=dtype,
+            tensor_parallel=tensor_parallel,
+            num_slots=num_slots,
+            context_tokens=context_tokens,
+            num_threads=num_threads,
+        )
+        self._server = make_server(config, url, plan, log, capabilities)
+        self._queue = FlightQueue(num_slots=num_slots, context_tokens=context_tokens, vocab_size=facts.vocab_size)
         self._folder: WeightsFolder | None = None
         self._death: EngineError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._state = ServerState(on_weights_lost)
-        self._sending = Sending(self._state, self._queue, vocab_size=self._facts.vocab_size)
+        self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -103,8 +103,9 @@ class WeightsFolder:
         """
         tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
         check_shapes(self._facts, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for former in self._path.glob("version-*"):  # of an update that never began to load
+            self.remove(former)
         folder = self._path / f"version-{policy_version}"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         try:
             save_file(tensors, folder / "model.safetensors")

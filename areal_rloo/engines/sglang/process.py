@@ -32,6 +32,7 @@ _DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
 )
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of each rank, on CPU
 _CPU: dict[str, str | float | bool | None] = {
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
@@ -189,8 +190,13 @@ def environment(plan: ServerPlan) -> dict[str, str]:
     """What the server finds in its environment beside our own."""
     if plan.device != "cpu":
         return {}
-    threads = {"OMP_NUM_THREADS": str(plan.num_threads)} if plan.num_threads else {}
-    return {"CUDA_VISIBLE_DEVICES": "", **threads}
+    changes = {"CUDA_VISIBLE_DEVICES": ""}
+    if plan.num_threads:
+        changes["OMP_NUM_THREADS"] = str(plan.num_threads)
+    if plan.tensor_parallel > 1 and _CORES not in os.environ:  # it refuses to start without
+        cores = sorted(os.sched_getaffinity(0))
+        changes[_CORES] = "|".join(str(cores[rank % len(cores)]) for rank in range(plan.tensor_parallel))
+    return changes
 
 
 def _free_port() -> int:

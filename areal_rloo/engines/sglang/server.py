@@ -62,6 +62,15 @@ class Server(Protocol):
         """End it, if it is ours to end."""
 
 
+def make_server(
+    config: SGLangConfig, url: str | None, plan: ServerPlan, log: Path, capabilities: Capabilities | None
+) -> Server:
+    """Somebody else's at `url`, or one of ours. What it can do is asked where `capabilities` is None."""
+    if url is None:
+        return ManagedServer(config, plan, log, capabilities)
+    return ExternalServer(url, config, plan, capabilities)
+
+
 class ManagedServer:
     """Started by us. `open` must be called on the thread that lives as long as the server is to."""
 
@@ -147,19 +156,10 @@ class ExternalServer:
 
     managed = False
 
-    def __init__(
-        self,
-        url: str,
-        config: SGLangConfig,
-        *,
-        tensor_parallel: int,
-        context_tokens: int,
-        capabilities: Capabilities | None,
-    ) -> None:
+    def __init__(self, url: str, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None) -> None:
         self._url = url
         self._config = config
-        self._tensor_parallel = tensor_parallel
-        self._context_tokens = context_tokens
+        self._plan = plan
         self._given = capabilities
         self._was_open = False
 
@@ -171,8 +171,8 @@ class ExternalServer:
             check_capabilities(
                 capabilities,
                 key=f"rollout.sglang.urls: {self._url}",
-                tensor_parallel=self._tensor_parallel,
-                context_tokens=self._context_tokens,
+                tensor_parallel=self._plan.tensor_parallel,
+                context_tokens=self._plan.context_tokens,
                 pause=self._config.pause,
             )
         except BaseException:

@@ -119,8 +119,8 @@ class Swapping:
             self._state.swap_s += self._state.last_pause_s
 
     async def _load_paused(self, updates: ServerUpdates, staged: Staged) -> None:
-        await updates.pause(timeout_s=staged.timeout_s)
         try:
+            await updates.pause(timeout_s=staged.timeout_s)
             await staged.load(updates)
         except ServerGoneError:
             self._state.forget_version()

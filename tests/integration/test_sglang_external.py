@@ -1,0 +1,153 @@
+"""The SGLang engine on a server that is not ours: its key, its unknown weights, its absences; and one without tags."""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_support import (
+    PATIENCE_S,
+    PROMPT,
+    after,
+    assert_close,
+    cached_logprobs,
+    eventually,
+    fresh_logprobs,
+    make_engine,
+    model_of,
+    request,
+    results,
+    running_engine,
+    server_processes,
+    sglang_python,
+    version_runs,
+)
+
+from areal_rloo.config import SGLangConfig
+from areal_rloo.engines.sglang import Capabilities
+from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.errors import ConfigError
+
+KEY = "AREAL_RLOO_TEST_SGLANG_KEY"
+UNTAGGED = Capabilities(
+    version="0.4",
+    tensor_parallel=1,
+    data_parallel=1,
+    context_tokens=1216,
+    prompt_tokens=1210,
+    cache_tokens=9728,
+    radix_cache=True,
+    cache_key=None,
+    weight_versions=False,
+    update_session=True,
+    seeds=False,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folders: dict[str, Path]) -> Path:
+    return tiny_folders["qwen2"]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    plan = ServerPlan(folder, 4096, "cpu", "float32", 1, 8, 1200, 1)
+    process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
+    os.environ[KEY] = process.api_key
+    yield process
+    del os.environ[KEY]
+    process.kill()
+
+
+def _options(server: ServerProcess, **changes: Any) -> dict[str, Any]:
+    options = {"url": server.url, "urls": (server.url,), "api_key_env": KEY, "health_every_s": 1.0}
+    return {**options, "health_timeout_s": 6.0, **changes}
+
+
+def test_nothing_is_generated_before_the_learners_weights_are_there(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
+        assert engine.statistics().policy_version == -1
+        (future,) = engine.submit([request("a")])
+        time.sleep(1.0)
+        assert not future.done()
+        assert engine.load_weights(0, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 0
+        completion = future.result(timeout=PATIENCE_S)
+        assert version_runs(completion) == [0]
+        assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
+    assert server.exit_code() is None, "it is not ours to end"
+
+
+def test_a_server_that_was_away_and_kept_its_weights_goes_on(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    lost: list[str] = []
+    with running_engine(
+        folder, tmp_path / "no.log", on_weights_lost=lambda: lost.append("lost"), **_options(server)
+    ) as engine:
+        assert engine.load_weights(3, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 3
+        futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(10)])
+        after(0.3, engine)
+        os.killpg(server.pid, signal.SIGSTOP)
+        eventually(lambda: engine.statistics().num_running == 0, "it is noticed")
+        os.killpg(server.pid, signal.SIGCONT)
+        for completion in results(futures):
+            assert len(completion.tokens) == 900
+            assert version_runs(completion) == [3]
+            assert_close(completion, cached_logprobs({3: model_of(folder)}, PROMPT, completion))
+        assert engine.server_statistics().restarts == 1
+    assert not lost
+    assert server.exit_code() is None
+
+
+def test_a_server_that_does_not_tag_its_tokens_is_updated_with_nothing_under_way(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    models = {v: model_of(folder, factor=f) for v, f in ((5, 1.0), (6, 1.02), (7, 0.98))}
+    with running_engine(folder, tmp_path / "no.log", capabilities=UNTAGGED, **_options(server)) as engine:
+        assert engine.load_weights(5, models[5].named_parameters()).result(timeout=PATIENCE_S) == 5
+        futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(12)])
+        for version in (6, 7):
+            after(0.3, engine)
+            weights = models[version].named_parameters()
+            assert engine.load_weights(version, weights).result(timeout=PATIENCE_S) == version
+        completions = results(futures)
+        for completion in completions:
+            assert len(completion.tokens) == 900
+            assert_close(completion, fresh_logprobs(models, PROMPT, completion))
+        assert version_runs(completions[0]) == [5, 6, 7]
+        assert engine.server_statistics().resumed > 0
+
+
+def test_a_wrong_key_is_refused_with_the_option_to_mend(
+    server: ServerProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_RLOO_TEST_WRONG_KEY", "wrong")
+    for name, message in (
+        ("AREAL_RLOO_TEST_WRONG_KEY", "refuses the key"),
+        ("AREAL_RLOO_TEST_NO_KEY", "no variable AREAL_RLOO_TEST_NO_KEY"),
+    ):
+        engine = make_engine(folder, tmp_path / "no.log", **_options(server, api_key_env=name))
+        with pytest.raises(ConfigError, match=f"rollout.sglang.api_key_env: .*{message}"):
+            engine.ready.result(timeout=PATIENCE_S)
+        engine.close()
+
+
+def test_a_server_that_does_not_fit_or_answer_is_refused(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+    nobody = {"url": "http://127.0.0.1:9", "urls": ("http://127.0.0.1:9",), "start_timeout_s": 1.0}
+    small = dataclasses.replace(UNTAGGED, context_tokens=100)
+    for changes, message in (
+        ({"tensor_parallel": 2}, "tp_size 2"),
+        ({"capabilities": small}, "expected room for 1200 tokens"),
+        (nobody, "did not answer within rollout.sglang.start_timeout_s=1 s"),
+    ):
+        engine = make_engine(folder, tmp_path / "no.log", **_options(server, **changes))
+        with pytest.raises(ConfigError, match=f"rollout.sglang.urls: .*{message}"):
+            engine.ready.result(timeout=PATIENCE_S)
+        engine.close()
+    assert server_processes(server.log), "it is left alone"

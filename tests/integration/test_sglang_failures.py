@@ -1,0 +1,159 @@
+"""A real SGLang server that is killed, stopped or restarted under its engine, and what an engine leaves behind."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_support import (
+    PATIENCE_S,
+    PROMPT,
+    after,
+    assert_close,
+    cached_logprobs,
+    eventually,
+    make_engine,
+    model_of,
+    named,
+    request,
+    results,
+    running_engine,
+    server_processes,
+    sglang_python,
+    version_runs,
+)
+
+from areal_rloo.config import SGLangConfig
+from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.errors import ConfigError, EngineError
+
+HEALTH = {"health_every_s": 1.0, "health_timeout_s": 8.0, "max_server_restarts": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folders: dict[str, Path]) -> Path:
+    return tiny_folders["qwen2"]
+
+
+@pytest.mark.parametrize(
+    ("title", "number"),
+    [
+        ("sglang.launch_server", signal.SIGKILL),
+        ("sglang::scheduler", signal.SIGKILL),
+        ("sglang.launch_server", signal.SIGSTOP),
+        ("sglang::scheduler", signal.SIGSTOP),
+        ("sglang::detokenizer", signal.SIGSTOP),
+    ],
+)
+def test_a_server_that_dies_or_hangs_is_replaced_and_loses_nothing(
+    title: str, number: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
+    lost = threading.Event()
+    models = {0: model_of(folder), 1: model_of(folder, factor=1.02)}
+    done: Counter[str] = Counter()
+    with running_engine(folder, log, on_weights_lost=lost.set, **HEALTH) as engine:
+        assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
+        requests = [request(f"r{i}", max_new_tokens=400 + 10 * i) for i in range(12)]
+        futures = engine.submit(requests)
+        for asked, future in zip(requests, futures, strict=True):
+            future.add_done_callback(lambda _, name=asked.request_id: done.update([name]))
+        after(0.5, engine)
+        former = server_processes(log)
+        named(log, title).send_signal(number)
+        assert lost.wait(PATIENCE_S)
+        assert engine.statistics().policy_version == 0
+        finished = sum(done.values())
+        time.sleep(1.0)
+        assert sum(done.values()) == finished, "nothing is generated before the weights are back"
+        assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
+        for asked, completion in zip(requests, results(futures), strict=True):
+            assert len(completion.tokens) == asked.sampling.max_new_tokens
+            assert version_runs(completion) == [1]
+            assert_close(completion, cached_logprobs(models, PROMPT, completion))
+        assert set(done.values()) == {1}
+        assert engine.server_statistics().restarts == 1
+        assert not [process for process in former if process.is_running()]
+    assert not server_processes(log)
+
+
+def test_a_server_that_keeps_dying_ends_the_engine_with_its_last_words(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with running_engine(folder, log, max_server_restarts=0) as engine:
+        (future,) = engine.submit([request("a", max_new_tokens=1000)])
+        after(0.2, engine)
+        named(log, "sglang.launch_server").kill()
+        error = future.exception(timeout=PATIENCE_S)
+        assert isinstance(error, EngineError)
+        assert "gave up after 0 restarts" in str(error)
+        assert str(log) in str(error)
+        with pytest.raises(EngineError, match="the engine stopped"):
+            engine.submit([request("b")])
+        with pytest.raises(EngineError, match="the engine stopped"):
+            engine.load_weights(1, [])
+
+
+def test_close_ends_what_runs_with_what_there_is(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with running_engine(folder, log) as engine:
+        futures = engine.submit([request(f"c{i}", max_new_tokens=1000) for i in range(10)])
+        after(0.3, engine)
+    assert [future.result(timeout=0).finish_reason for future in futures] == ["abort"] * 10
+    assert not server_processes(log)
+
+
+def test_no_server_outlives_a_worker_that_was_killed(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from sglang_support import make_engine
+        engine = make_engine(Path({str(folder)!r}), Path({str(log)!r}))
+        engine.ready.result(timeout=100)
+        engine.load_weights(1, []).exception(timeout=30)
+        print("ready", flush=True)
+        time.sleep(100)
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    processes = server_processes(log)
+    assert len(processes) >= 3
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def test_a_python_without_sglang_is_refused_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+    engine = make_engine(folder, tmp_path / "server.log", python=sys.executable)
+    with pytest.raises(ConfigError, match=r"rollout.sglang.python: .* has no sglang; run make sglang"):
+        engine.ready.result(timeout=PATIENCE_S)
+    engine.close()
+
+
+def test_a_server_that_cannot_start_is_one_line_with_its_words(folder: Path, tmp_path: Path) -> None:
+    engine = make_engine(folder, tmp_path / "server.log", arguments={"no-such-option": True})
+    with pytest.raises(ConfigError, match=r"the server ended with code .*no-such-option.*its log is .*server.log"):
+        engine.ready.result(timeout=PATIENCE_S)
+    engine.close()
+
+
+def test_the_key_is_in_no_command_line_and_in_no_file_that_others_read(folder: Path, tmp_path: Path) -> None:
+    plan = ServerPlan(folder, 4096, "cpu", "float32", 1, 2, 64, 1)
+    process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path / "server.log")
+    try:
+        eventually(lambda: server_processes(tmp_path / "server.log"), "it starts")
+        words = server_processes(tmp_path / "server.log")[0].cmdline()
+        assert process.api_key not in " ".join(words)
+        assert Path(words[words.index("--config") + 1]).stat().st_mode & 0o777 == 0o600
+    finally:
+        process.kill()
