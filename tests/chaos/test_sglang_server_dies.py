@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -54,7 +54,7 @@ def test_a_run_outlives_its_server_whatever_happens_to_it(launcher: "subprocess.
         victim = chance.choice(processes)
         blow = chance.choice([signal.SIGKILL, signal.SIGSTOP])
         steps = _num_steps(folder) + 1  # one more may be ready already
-        print(f"round {number}, step {steps}: {blow.name} to {victim.name()}", flush=True)
+        sys.stdout.write(f"round {number}, step {steps}: {blow.name} to {victim.name()}\n")
         victim.send_signal(blow)
     _wait_for_step(steps + 1, folder, launcher)
     launcher.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Two hundred versions in a row into a server that generates all the while, from the learner's own end of the weights."""
+"""Two hundred versions in a row, from the learner's own end of the weights, into a server that generates meanwhile."""
 
 import itertools
 import random
