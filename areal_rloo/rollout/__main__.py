@@ -180,6 +180,8 @@ async def _publish_metrics(
                 "unacknowledged": channel.statistics().unacknowledged,
                 "generated_tokens": statistics.generated_tokens,
                 "prefill_tokens": statistics.prefill_tokens,
+                "cached_tokens": statistics.cached_tokens,
+                "num_preempted": statistics.num_preempted,
                 "weight_updates": statistics.weight_updates,
                 "idle_s": statistics.idle_s,
                 "swap_s": statistics.swap_s,

@@ -143,6 +143,8 @@ ROLLOUT = {
     "unacknowledged": Metric("rollout_unacknowledged_trajectories", "Trajectories sent and not acknowledged yet"),
     "generated_tokens": Metric("rollout_generated_tokens_total", "Completion tokens this worker generated"),
     "prefill_tokens": Metric("rollout_prefill_tokens_total", "Prompt tokens this worker computed"),
+    "cached_tokens": Metric("rollout_cached_prompt_tokens_total", "Prompt tokens that had been computed before"),
+    "num_preempted": Metric("rollout_preemptions_total", "Completions put off for want of cache, and computed again"),
     "weight_updates": Metric("rollout_weight_updates_total", "Versions this worker took"),
     "idle_s": Metric("rollout_worker_idle_seconds_total", "Seconds this worker had nothing to generate"),
     "swap_s": Metric("rollout_swap_seconds_total", "Seconds decoding stood still to take weights"),

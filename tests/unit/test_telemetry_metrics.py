@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from areal_rloo.engines.base import EngineStatistics
+from areal_rloo.engines.sglang import SGLangStatistics
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.metrics import (
     LearnerMetrics,
@@ -28,6 +29,7 @@ from areal_rloo.telemetry.metrics import (
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 from areal_rloo.telemetry.tables import (
     BROADCAST,
+    ENGINE_SERVER,
     EVALUATION,
     PREFIX,
     RECEIVE,
@@ -76,6 +78,7 @@ def test_tables_name_fields_that_exist() -> None:
     assert WIRE.keys() <= fields(ChannelStatistics)
     assert BROADCAST.keys() <= fields(BroadcastStatistics)
     assert RECEIVE.keys() <= fields(ReceiveStatistics)
+    assert ENGINE_SERVER.keys() == fields(SGLangStatistics)
     assert ROLLOUT.keys() - {"unacknowledged", "scored", "reward_restarts", "reward_busy_s"} <= fields(EngineStatistics)
 
 
@@ -85,7 +88,7 @@ def test_what_is_served_is_what_the_table_says(make_train_record: MakeTrainRecor
     learner.train_step(make_train_record())
     learner.evaluation(eval_record)
     rollout.update(dict.fromkeys(ROLLOUT, 1), {"reward_failed": 1})
-    for table in (WIRE, BROADCAST, RECEIVE):
+    for table in (ENGINE_SERVER, WIRE, BROADCAST, RECEIVE):
         watch(registry, table, lambda table=table: dict.fromkeys(table, 2.0))
     assert served_names(registry) == set(metric_names())
 
