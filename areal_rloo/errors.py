@@ -12,8 +12,9 @@ ArealRlooError
 │   └── WireVersionError     a peer that speaks another wire version
 ├── WeightsError         a broadcast that failed
 │   └── ChecksumError        what arrived is not what was sent
-├── EngineError          an engine that cannot serve a request
+├── EngineError          an engine that cannot go on
 ├── SampleError          a sample that will not be finished, with the reason of its drop
+│   ├── GenerationError      a completion that the engine cannot make
 │   ├── RewardError          a completion that got no reward
 │   └── EpisodeError         an episode that cannot go on
 └── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
@@ -92,6 +93,13 @@ class SampleError(ArealRlooError):
     def summary(self) -> str:
         """What happened, in one line."""
         return self.detail.strip().partition("\n")[0]
+
+
+class GenerationError(SampleError):
+    """The engine cannot make this completion, and goes on with others."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("generation_failed", detail)
 
 
 class RewardError(SampleError):

@@ -28,6 +28,9 @@ _OWNED = {
     "dp": "raise rollout.num_workers: each has a server of its own",
     "dp-size": "raise rollout.num_workers: each has a server of its own",
     "data-parallel-size": "raise rollout.num_workers: each has a server of its own",
+    "pp": "spread the model with rollout.tensor_parallel",
+    "pp-size": "spread the model with rollout.tensor_parallel",
+    "pipeline-parallel-size": "spread the model with rollout.tensor_parallel",
     "weight-version": "it is the policy version",
     "skip-tokenizer-init": "minimum lengths need the tokenizer",
 }

@@ -103,8 +103,9 @@ def _run(config: Config, arguments: Arguments) -> int:
         num_truncated=lambda: tokenize.num_truncated,
     )
     broadcaster = _broadcaster(config, arguments, train_step, intake)
-    if policy_version > 0:
-        broadcaster.publish(policy_version, named_weights(train_step.model))
+    broadcaster.publish(
+        policy_version, named_weights(train_step.model)
+    )  # 0 too: a server of others may have any weights
     intake.start()
     intake.attach(broadcaster)
     _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import msgspec
 
 from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
-from areal_rloo.errors import EngineError, EpisodeError
+from areal_rloo.errors import EngineError, EpisodeError, SampleError
 from areal_rloo.trajectory import Completion
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the turns of a sample, and turns of others, draw other numbers
@@ -34,6 +34,7 @@ class Turns:
 
         Raises:
             EngineError: the engine is gone.
+            GenerationError: it goes on, without this one.
         """
         if not self._asked:
             self._loop.call_soon(self._submit)
@@ -117,6 +118,6 @@ def _hand_over(waiting: asyncio.Future[Completion], done: Future[Completion]) ->
         return
     error = done.exception()
     if error is not None:
-        waiting.set_exception(EngineError(str(error)))
+        waiting.set_exception(error if isinstance(error, SampleError) else EngineError(str(error)))
     else:
         waiting.set_result(done.result())

@@ -51,6 +51,7 @@ class CollectiveSender:
         self._run = secrets.token_hex(4)  # a server may know the epochs of another run
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
+        self._world_size = 1  # of the epoch; members may be lost while it is being formed
         self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
 
@@ -62,6 +63,7 @@ class CollectiveSender:
             self._epoch += 1
             self._group = None
             self._members = frozenset(worker_ids)
+            self._world_size = 1 + len(self._members) * self._ranks_per_worker
             timeout = timedelta(seconds=self._timeout_s)
             self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return CollectiveOffer(
@@ -105,10 +107,6 @@ class CollectiveSender:
     @property
     def _name(self) -> str:
         return f"areal_rloo-{self._run}-{self._epoch}"
-
-    @property
-    def _world_size(self) -> int:
-        return 1 + len(self._members) * self._ranks_per_worker
 
 
 class CollectiveReader:

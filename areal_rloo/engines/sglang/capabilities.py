@@ -35,6 +35,7 @@ class Capabilities:
         version: of SGLang.
         tensor_parallel: devices it runs on.
         data_parallel: copies of the model behind it; we drive one.
+        pipeline_parallel: stages that its layers are spread over; we count the ranks of one.
         context_tokens: longest prompt and completion together.
         prompt_tokens: longest prompt, a little less than the context.
         cache_tokens: how many the key/value cache holds.
@@ -43,11 +44,13 @@ class Capabilities:
         weight_versions: whether a completion says which weights made which tokens.
         update_session: whether an update is bracketed by begin_weight_update and end_weight_update.
         seeds: whether a sampling_seed has an effect (--enable-deterministic-inference).
+        overlap: whether a step is launched before the token of the last one is there.
     """
 
     version: str
     tensor_parallel: int
     data_parallel: int
+    pipeline_parallel: int
     context_tokens: int
     prompt_tokens: int
     cache_tokens: int
@@ -56,6 +59,7 @@ class Capabilities:
     weight_versions: bool
     update_session: bool
     seeds: bool
+    overlap: bool
 
 
 def read_capabilities(
@@ -90,6 +94,7 @@ def read_capabilities(
             version=version,
             tensor_parallel=int(server_info["tp_size"]),
             data_parallel=int(server_info["dp_size"]),
+            pipeline_parallel=int(server_info.get("pp_size", 1)),
             context_tokens=int(models["data"][0]["max_model_len"]),
             prompt_tokens=int(server_info["max_req_input_len"]),
             cache_tokens=int(server_info["max_total_num_tokens"]),
@@ -98,6 +103,7 @@ def read_capabilities(
             weight_versions="weight_versions" in probe.get("meta_info", {}),
             update_session={"/begin_weight_update", "/end_weight_update"} <= set(paths),
             seeds=bool(server_info.get("enable_deterministic_inference")),
+            overlap=not server_info.get("disable_overlap_schedule"),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _too_early(version, f"/server_info or /v1/models without {error}") from error
@@ -123,16 +129,22 @@ def check_capabilities(
             f"{key}: expected a server with dp_size 1, got {found.data_parallel}; start one server for each copy, and "
             "set rollout.num_workers to their number"
         )
+    if found.pipeline_parallel != 1:
+        raise ConfigError(
+            f"{key}: expected a server with pp_size 1, got {found.pipeline_parallel}; spread the model with tp_size and "
+            "rollout.tensor_parallel"
+        )
     if found.tensor_parallel != tensor_parallel:
         raise ConfigError(
             f"{key}: expected a server with tp_size {tensor_parallel}, as rollout.tensor_parallel says, got "
             f"{found.tensor_parallel}; change one of the two"
         )
-    holds = min(found.context_tokens, found.cache_tokens)
+    holds = min(found.context_tokens, found.cache_tokens, found.prompt_tokens + 1)
     if holds < context_tokens:
         raise ConfigError(
             f"{key}: expected room for {context_tokens} tokens (data.max_prompt_tokens and the longest completion), "
-            f"got a server for {holds} (context {found.context_tokens}, cache {found.cache_tokens}); ask for less, or "
+            f"got a server for {holds} (context {found.context_tokens}, cache {found.cache_tokens}, longest prompt "
+            f"{found.prompt_tokens}); ask for less, or "
             "start it with a larger --context-length or --max-total-tokens"
         )
     if pause == "in_place" and found.weight_versions and found.radix_cache and found.cache_key is None:

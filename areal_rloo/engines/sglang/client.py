@@ -95,6 +95,10 @@ class ServerClient:
             raise ServerGoneError(f"{path}: no answer within {timeout_s or _CONNECT_TIMEOUT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerGoneError(f"{path}: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:
+            if not self._session.closed:
+                raise
+            raise ServerGoneError(f"{path}: the connection was closed") from error
         if reply.status >= 400:
             raise ServerRefusedError(reply.status, f"{path}: {_words(content)}")
         return content

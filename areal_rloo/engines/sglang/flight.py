@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.sglang.capabilities import Capabilities, versions_of
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import ArealRlooError, EngineError
 from areal_rloo.trajectory import Completion, FinishReason
 
 _LARGEST_SEED = 2**63 - 1
@@ -32,12 +32,14 @@ class Output:
         logprobs: under the distribution they were sampled from.
         versions: policy version of each.
         end: why it ended; `cut` where it is to go on: it was aborted, or the weights of what came last are unknown.
+        overtaken: an update began after it was sent and before its first token.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
     end: Literal["stop", "length", "cut"]
+    overtaken: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +66,11 @@ class Flight:
     aborted: bool = False
     futile: int = 0
 
-    def next_body(self, capabilities: Capabilities, policy_version: int) -> dict[str, Any]:
+    def next_body(self, capabilities: Capabilities, cache_name: str) -> dict[str, Any]:
         """The HTTP request that makes what is still to be made.
 
         The cache of a prompt belongs to the weights that read it. In mode in_place the server's cache outlives an
-        update, so the key keeps requests of one version from going on with prompts that another version read.
+        update, so its name keeps requests of one version from going on with prompts that another version read.
         """
         if len(self.request.prompt_tokens) + len(self.tokens) > capabilities.prompt_tokens:
             self.forget()  # no prompt may be as long as the context; the few tokens left are not worth an exception
@@ -81,7 +83,7 @@ class Flight:
             "stream": False,
         }
         if capabilities.cache_key is not None:
-            body[capabilities.cache_key] = f"v{policy_version}"
+            body[capabilities.cache_key] = cache_name
         return body
 
     def add(self, output: Output) -> None:
@@ -121,7 +123,7 @@ class Flight:
         )
         self.future.set_result(completion)
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: ArealRlooError) -> None:
         """Give the caller an error."""
         if not self.future.done():
             self.future.set_exception(error)
@@ -152,8 +154,15 @@ class Flight:
         return params
 
 
-def read_output(answer: dict[str, Any], *, sent_version: int, spans: bool, vocab_size: int) -> Output:
+def read_output(
+    answer: dict[str, Any], *, sent_version: int, spans: bool, late_tokens: bool, vocab_size: int
+) -> Output:
     """Check what a server answered.
+
+    `late_tokens`: the server launches a step before it has the token of the last one, and does not wait for it when it
+    is paused in place. That token comes after the update, and the server gives it the later version although the
+    former weights sampled it. Which token it was cannot be seen, so each is tagged as the one before it: never newer
+    than its weights, and one token a version older.
 
     Without spans every token is of the version the request was sent under. Proof: such a server is updated in mode
     abort alone; there no update begins before every request under way has come back, and none is sent before it ended;
@@ -184,6 +193,9 @@ def read_output(answer: dict[str, Any], *, sent_version: int, spans: bool, vocab
         raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
     versions = versions_of(meta.get("weight_versions"), len(tokens)) if spans else [sent_version] * len(tokens)
     known = len(versions)
+    overtaken = bool(versions) and versions[0] > sent_version
+    if spans and late_tokens and versions:
+        versions = [min(sent_version, versions[0]), *versions[:-1]]
     if reason == "abort" or known < len(tokens):
-        return Output(tokens[:known], logprobs[:known], versions, "cut")
-    return Output(tokens, logprobs, versions, reason)
+        return Output(tokens[:known], logprobs[:known], versions, "cut", overtaken)
+    return Output(tokens, logprobs, versions, reason, overtaken)

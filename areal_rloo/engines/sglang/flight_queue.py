@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
 from areal_rloo.engines.sglang.flight import Flight, Output
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import ArealRlooError, EngineError
 from areal_rloo.trajectory import Completion, FinishReason
 
 
@@ -115,7 +115,7 @@ class FlightQueue:
         for flight in ended:
             flight.finish("abort")
 
-    def fail(self, flight: Flight, error: EngineError) -> None:
+    def fail(self, flight: Flight, error: ArealRlooError) -> None:
         """A flight under way ends with an error."""
         self._end(flight)
         flight.fail(error)

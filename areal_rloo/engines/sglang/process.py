@@ -87,15 +87,21 @@ class ServerProcess:
             file.write(f"api-key: {self.api_key}\n")
         command = [python, "-m", "sglang.launch_server", "--config", name]
         command += command_line(config.arguments, plan, port=self.port)
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-                env={**os.environ, **environment(plan)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        log.touch(mode=0o600)
+        log.chmod(0o600)  # SGLang writes its options into it, the key among them
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                    env={**os.environ, **environment(plan)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except BaseException:
+            self.forget_secrets()
+            raise
 
     @property
     def url(self) -> str:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import suppress
 
 from areal_rloo.engines.sglang.client import ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.flight import Flight, Output, read_output
 from areal_rloo.engines.sglang.flight_queue import FlightQueue
 from areal_rloo.engines.sglang.state import ServerState
-from areal_rloo.errors import EngineError
-from areal_rloo.telemetry.logs import get_logger
-
-logger = get_logger(__name__)
+from areal_rloo.errors import EngineError, GenerationError
 
 _MOST_FUTILE = 5  # HTTP requests in a row without a token; then a request counts as one that cannot be served
 _ABORT_AGAIN_S = 0.5  # an abort that overtakes its request is lost
 _CALL_TIMEOUT_S = 10.0
-_CUT = Output((), (), (), "cut")
-_MIXED = Output((), (), (), "cut")  # see _reads_an_earlier_cache
 
 
 class Sending:
@@ -28,6 +24,7 @@ class Sending:
         self._state = state
         self._queue = queue
         self._vocab_size = vocab_size
+        self._cache_of = secrets.token_hex(4)  # this engine: a server may have served another run's versions
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -79,61 +76,61 @@ class Sending:
         """One HTTP request, and what becomes of the flight after it."""
         epoch = self._state.epoch
         try:
-            output, trouble = await self._output(flight)
+            output = await self._output(flight)
         except ServerRefusedError as error:
             self._queue.fail(flight, _of(flight, str(error)))
+        except EngineError as error:
+            flight.futile += 1
+            if flight.futile >= _MOST_FUTILE:
+                self._queue.fail(flight, _of(flight, str(error)))
+            else:
+                self._queue.put_back([flight])
         else:
-            if output is _MIXED or epoch != self._state.epoch or (self._state.updating and not output.tokens):
+            if output is None or epoch != self._state.epoch or (self._state.updating and not output.tokens):
                 self._queue.put_back([flight])  # no fault of this request
             elif self._queue.landed(flight, output) is None and flight.futile >= _MOST_FUTILE:
-                self._queue.fail(flight, _of(flight, trouble))
+                self._queue.fail(flight, _of(flight, "it comes back without a token, again and again"))
         self._state.landed.set()
         self._state.changed.set()
 
-    async def _output(self, flight: Flight) -> tuple[Output, str]:
-        """What came, and what was wrong with it.
+    async def _output(self, flight: Flight) -> Output | None:
+        """What came; None where nothing did that can be used, and the request is to be sent again.
 
         Raises:
             ServerRefusedError: the server will never serve this request.
+            EngineError: what came is no completion.
         """
         state = self._state
         connection, version = state.connection, state.policy_version
         if connection is None or flight.aborted or not state.gate_is_open:
-            return _CUT, "it was not sent"  # something changed between the gate and here
+            return None  # something changed between the gate and here
         capabilities = connection.capabilities
-        body = flight.next_body(capabilities, version)
+        in_place = state.updates is not None and state.updates.mode == "in_place"
+        body = flight.next_body(capabilities, f"{self._cache_of}-{version}")
         self._queue.count_prompt(len(body["input_ids"]))
         try:
             answer = await connection.client.generate(body)
-            output = read_output(
-                answer, sent_version=version, spans=capabilities.weight_versions, vocab_size=self._vocab_size
-            )
+        except ServerGoneError:
+            state.suspect()
+            return None
         except ServerRefusedError as error:
             if error.status < 500:
                 raise
-            return _CUT, str(error)
-        except ServerGoneError as error:
-            state.suspect()
-            return _CUT, str(error)
-        except EngineError as error:
-            logger.warning("%s", _of(flight, str(error)))
-            return _CUT, str(error)
+            raise EngineError(str(error)) from error
+        output = read_output(
+            answer,
+            sent_version=version,
+            spans=capabilities.weight_versions,
+            late_tokens=in_place and capabilities.overlap,
+            vocab_size=self._vocab_size,
+        )
         state.retractions += int(answer["meta_info"].get("num_retractions") or 0)
-        in_place = state.updates is not None and state.updates.mode == "in_place"  # else no cache outlives its weights
-        cached_tokens = int(answer["meta_info"].get("cached_tokens") or 0)
-        if in_place and _reads_an_earlier_cache(output, cached_tokens, sent_version=version):
-            return _MIXED, "it was sent again"
-        return output, "it came back without a token"
+        # An update overtook the request between our sending it and the server's taking it up, and its prompt came from
+        # a cache under the former version's name. Where the cache does not outlive its weights, there is no such thing.
+        if in_place and output.overtaken and answer["meta_info"].get("cached_tokens"):
+            return None
+        return output
 
 
-def _reads_an_earlier_cache(output: Output, cached_tokens: int, *, sent_version: int) -> bool:
-    """Whether an update overtook the request, and its prompt came from a cache that earlier weights had filled.
-
-    Between the moment we send and the moment the server takes it up, the server may be paused for an update. Then the
-    key of the cache is that of the version before, and all tokens are of the version after.
-    """
-    return cached_tokens > 0 and bool(output.versions) and output.versions[0] > sent_version
-
-
-def _of(flight: Flight, words: str) -> EngineError:
-    return EngineError(f"request {flight.request.request_id}: {words}")
+def _of(flight: Flight, words: str) -> GenerationError:
+    return GenerationError(f"request {flight.request.request_id}: {words}")

@@ -61,10 +61,13 @@ class Swapping:
             staged = await self._staged.get()
             try:
                 policy_version = await self._update(staged)
-            except EngineError as error:
-                staged.future.set_exception(error)
+            except (EngineError, OSError) as error:  # of the files; there may be no room for them
+                staged.future.set_exception(EngineError(str(error)))
             except asyncio.CancelledError:
                 staged.future.set_exception(EngineError("the engine was closed"))
+                raise
+            except BaseException as error:
+                staged.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
                 raise
             else:
                 staged.future.set_result(policy_version)
@@ -88,6 +91,7 @@ class Swapping:
         state.updating = True
         try:
             await staged.prepare(updates)
+            self._check_is_there(updates, staged)
             await self._swap(updates, staged)
         except ServerGoneError as error:
             state.hang(updates, str(error))
@@ -104,29 +108,43 @@ class Swapping:
         self._state.paused = True
         try:
             if updates.mode == "abort":
-                await self._sending.call_back(timeout_s=staged.timeout_s)
+                await self._call_back_or_give_up(staged)
+                self._check_is_there(updates, staged)
             await self._load_paused(updates, staged)
-        except TimeoutError as error:
-            raise ServerGoneError(f"requests did not come back within {staged.timeout_s:g} s") from error
         except WeightsUnknownError:
             if self._state.updates is updates:
                 self._state.now_has(UNKNOWN)
-                await self._sending.call_back()
+                await self._call_back_or_give_up(staged)
             raise
         finally:
             self._state.paused = False
             self._state.last_pause_s = time.monotonic() - started_s
             self._state.swap_s += self._state.last_pause_s
 
+    def _check_is_there(self, updates: ServerUpdates, staged: Staged) -> None:
+        """The server this update was begun with may have failed meanwhile."""
+        if self._state.updates is not updates:
+            raise EngineError(f"version {staged.policy_version} was not loaded: the server failed before")
+
+    async def _call_back_or_give_up(self, staged: Staged) -> None:
+        """Have everything back from a server whose weights are unknown; one that does not give it is started again."""
+        try:
+            await self._sending.call_back(timeout_s=staged.timeout_s)
+        except TimeoutError as error:
+            raise ServerGoneError(f"requests did not come back within {staged.timeout_s:g} s") from error
+
     async def _load_paused(self, updates: ServerUpdates, staged: Staged) -> None:
         try:
             await updates.pause(timeout_s=staged.timeout_s)
             await staged.load(updates)
         except ServerGoneError:
-            self._state.forget_version()
+            if self._state.updates is updates:
+                self._state.forget_version()
             raise  # it cannot be told to continue; when it is back, it is
         except WeightsUnknownError:
             self._state.epoch += 1  # what comes after the continue is not used
+            if self._state.updates is updates:
+                self._state.forget_version()  # also where it cannot be told to continue
             await updates.resume()
             raise
         except BaseException:
