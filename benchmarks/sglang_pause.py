@@ -207,6 +207,7 @@ def _without_tags() -> Capabilities:
         version="0.5.23",
         tensor_parallel=1,
         data_parallel=1,
+        pipeline_parallel=1,
         context_tokens=PROMPT_TOKENS + NEW_TOKENS,
         prompt_tokens=PROMPT_TOKENS + NEW_TOKENS,
         cache_tokens=10**6,
@@ -215,4 +216,5 @@ def _without_tags() -> Capabilities:
         weight_versions=False,
         update_session=True,
         seeds=False,
+        overlap=False,
     )

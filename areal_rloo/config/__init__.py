@@ -19,7 +19,7 @@ from areal_rloo.config.data import (
     SourceConfig,
     source_key,
 )
-from areal_rloo.config.engines import SGLangConfig, argument_name
+from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, argument_name, is_loopback
 from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.imports import import_function
 from areal_rloo.config.load import dump_config, load_config
@@ -41,7 +41,6 @@ from areal_rloo.config.schema import (
     WarmStartConfig,
     WeightsConfig,
     WireConfig,
-    is_loopback,
 )
 
 __all__ = [
@@ -53,6 +52,7 @@ __all__ = [
     "Config",
     "ConfiguredSource",
     "DataConfig",
+    "EmbeddedConfig",
     "EpisodeConfig",
     "EvalSourceConfig",
     "EvaluationConfig",

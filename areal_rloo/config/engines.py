@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -60,12 +62,22 @@ class SGLangConfig(Section, frozen=True):
     max_server_restarts: NonNegativeInt = 3  # in a row; then the worker ends, and its launcher decides
 
 
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def argument_name(written: str) -> str:
     """An option as SGLang's command line spells it: `--tp_size`, `tp_size` and `tp-size` are one."""
     return written.lstrip("-").replace("_", "-")
 
 
-def validate_engines(rollout: RolloutConfig) -> None:
+def validate_engines(rollout: RolloutConfig, *, wire_host: str, transport: str) -> None:
     """Check what no single field can check.
 
     Raises:
@@ -83,10 +95,10 @@ def validate_engines(rollout: RolloutConfig) -> None:
         name = argument_name(written)
         if name in _OWNED:
             raise ConfigError(f"rollout.sglang.arguments.{written}: not an option here: {_OWNED[name]}")
-    _validate_urls(rollout)
+    _validate_urls(rollout, wire_host=wire_host, transport=transport)
 
 
-def _validate_urls(rollout: RolloutConfig) -> None:
+def _validate_urls(rollout: RolloutConfig, *, wire_host: str, transport: str) -> None:
     sglang = rollout.sglang
     if not sglang.urls:
         if sglang.api_key_env is not None:
@@ -102,6 +114,12 @@ def _validate_urls(rollout: RolloutConfig) -> None:
     for url in sglang.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"rollout.sglang.urls: expected http://HOST:PORT, got '{url}'")
-    for key in ("python", "arguments"):
-        if getattr(sglang, key) != getattr(SGLangConfig(), key):
+        if not is_loopback(urlsplit(url).hostname or "") and (is_loopback(wire_host) or transport == "shared_memory"):
+            raise ConfigError(
+                f"rollout.sglang.urls: {url} is on another machine, and weights would come from wire.host={wire_host} "
+                f"by weights.transport={transport}; set wire.host to an address it can reach, and the transport to "
+                "collective"
+            )
+    for key, given in (("python", sglang.python), ("arguments", sglang.arguments)):
+        if given:
             raise ConfigError(f"rollout.sglang.{key}: nothing reads it with urls; leave it out")

@@ -6,14 +6,13 @@ A field's comment says what it means and in which unit. Facts that follow from o
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
-from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, validate_engines
+from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, is_loopback, validate_engines
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
 from areal_rloo.config.section import (
     NonNegativeFloat,
@@ -230,16 +229,6 @@ class Config(Section, frozen=True):
         return self.wire.curve or not is_loopback(self.wire.host)
 
 
-def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def validate(config: Config) -> None:
     """Check what no single field can check.
 
@@ -250,7 +239,7 @@ def validate(config: Config) -> None:
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
     validate_data(config.data)
     validate_episode(config.rollout.episode)
-    validate_engines(config.rollout)
+    validate_engines(config.rollout, wire_host=config.wire.host, transport=config.weights.transport)
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
         raise ConfigError(
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
+from areal_rloo.errors import WeightsError
 from areal_rloo.telemetry.metrics import relay, watch
 from areal_rloo.telemetry.tables import ENGINE_SERVER
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice
 
+_CONNECT_TIMEOUT_S = 5.0
 _LEARNER_FIRST_S = 10.0  # the learner gives up before the server does, and says why
 
 
@@ -115,6 +118,10 @@ def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, Colle
     """What a receiver calls for a server that takes part in a collective with ranks of its own."""
 
     def join_group(notice: Notice, offer: CollectiveOffer) -> Future[int]:
+        try:
+            socket.create_connection((offer.host, offer.port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:  # a server would try for minutes, and generate nothing meanwhile
+            raise WeightsError(f"{offer.name} is over: its store cannot be reached: {error}") from error
         group = UpdateGroup(
             host=offer.host,
             port=offer.port,

@@ -31,11 +31,13 @@ from areal_rloo.weights.manifest import (
 
 logger = get_logger(__name__)
 
+_MOST_DOUBLINGS = 5  # of the seconds until a worker that fails again and again is offered a version: 0, 1, 3, ... 31
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class SendTransport(Protocol):
-    """How buckets reach the workers. All methods but `stage` are called on the broadcaster's thread."""
+    """How buckets reach the workers. All methods but `send` are called under the broadcaster's lock, on any thread."""
 
     needs_all: bool
     """True where every present worker takes part in every broadcast, also one that has the version already."""
@@ -90,6 +92,8 @@ class _Version:
 class _Member:
     policy_version: int
     left_out: bool = False
+    failures_in_a_row: int = 0
+    again_at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -151,10 +155,8 @@ class Broadcaster:
             member = self._members.setdefault(worker_id, _Member(policy_version))
             if member.left_out or policy_version < member.policy_version:
                 logger.info("%s is back with version %d", worker_id, policy_version)
-            if (
-                policy_version < member.policy_version
-            ):  # its engine started anew: what was offered is not taken any more
-                self._totals.pending.discard(worker_id)
+            if policy_version < member.policy_version:
+                self._totals.pending.discard(worker_id)  # its engine started anew, and takes no more what was offered
                 self._transport.lost(worker_id)
             member.policy_version, member.left_out = policy_version, False
             self._changed.notify_all()
@@ -162,7 +164,8 @@ class Broadcaster:
     def heard(self, worker_id: str, policy_version: int | None) -> None:
         """A sign of life: one that was left out takes part again. Says nothing new about anybody else."""
         with self._changed:
-            left_out = worker_id not in self._members or self._members[worker_id].left_out
+            member = self._members.get(worker_id)
+            left_out = member is None or (member.left_out and time.monotonic() >= member.again_at_s)
         if left_out or policy_version is None:
             self.join(worker_id, policy_version)
 
@@ -187,6 +190,7 @@ class Broadcaster:
                 self._transport.taken(worker_id)
                 self._totals.pending.discard(worker_id)
             member.policy_version = max(member.policy_version, policy_version)
+            member.failures_in_a_row = 0
             self._changed.notify_all()
 
     def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
@@ -224,8 +228,12 @@ class Broadcaster:
         logger.warning("%s could not take version %d: %s", worker_id, policy_version, detail)
         self._totals.failures += 1
         self._totals.pending.discard(worker_id)
-        if worker_id in self._members:
-            self._members[worker_id].left_out = True  # not at once: what it lacks may take a moment
+        member = self._members.get(worker_id)
+        if member is not None:
+            # Not at once, and ever more seldom: what it lacks may take a moment, and in a collective all take part.
+            member.again_at_s = time.monotonic() + (2.0**member.failures_in_a_row - 1)
+            member.failures_in_a_row = min(member.failures_in_a_row + 1, _MOST_DOUBLINGS)
+            member.left_out = True
             self._transport.lost(worker_id)
         self._changed.notify_all()
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     _Group = ProcessGroupGloo | ProcessGroupNCCL
 
+_LOOK_EVERY_S = 0.001
 _IN_FLIGHT = 2  # broadcasts under way together: the next one's start hides behind the other's end
 
 
@@ -85,7 +87,7 @@ class CollectiveSender:
                 self._group = _group(
                     self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s
                 )
-            _broadcast(self._group, self._manifest, buckets, self._device)
+            _broadcast(self._group, self._manifest, buckets, self._device, self._timeout_s)
         except RuntimeError as error:
             self._group = self._store = None
             raise WeightsError(f"{self._name}: {_first_line(error)}") from error
@@ -137,26 +139,37 @@ class CollectiveReader:
                     store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s
                 )
                 self._name = offer.name
-            _broadcast(self._group, manifest, self._buckets, self._device)
+            _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
         except RuntimeError as error:
             self._group = None
             raise WeightsError(f"{offer.name}: {_first_line(error)}") from error
         return self._buckets
 
 
-def _broadcast(group: _Group, manifest: Manifest, buckets: Sequence[Tensor], device: torch.device) -> None:
+def _broadcast(
+    group: _Group, manifest: Manifest, buckets: Sequence[Tensor], device: torch.device, timeout_s: float
+) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
+    ends_s = time.monotonic() + timeout_s
     under_way = []
     for bucket, num_bytes in zip(buckets, manifest.filled_bytes, strict=True):
         under_way.append(group.broadcast([bucket[:num_bytes]], options))  # type: ignore[union-attr]
         if len(under_way) == _IN_FLIGHT:
-            under_way.pop(0).wait()
+            _finish(under_way.pop(0), group, device, ends_s)
     for work in under_way:
-        work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        _finish(work, group, device, ends_s)
+
+
+def _finish(work: Work, group: _Group, device: torch.device, ends_s: float) -> None:
+    """Wait for a broadcast. NCCL's own wait only orders streams, and its timeout ends the process: we look instead."""
+    while device.type == "cuda" and not work.is_completed():
+        if time.monotonic() > ends_s:
+            group.abort()
+            raise RuntimeError("somebody did not take part in time")
+        time.sleep(_LOOK_EVERY_S)
+    work.wait()
 
 
 def _group(store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
@@ -168,7 +181,7 @@ def _group(store: Store, name: str, rank: int, size: int, backend: str, host: st
         from torch._C._distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from CPU builds of torch
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 2 * timeout  # ours comes first, and ends the broadcast alone
         return ProcessGroupNCCL(prefixed, rank, size, options)
     gloo_options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo_options._timeout = timeout

@@ -392,7 +392,7 @@ def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folde
         ),
         (
             [
-                *("--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.urls=[http://a:1]"),
+                *("--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.urls=[http://127.0.0.1:1]"),
                 "rollout.sglang.api_key_env=AREAL_RLOO_NO_SUCH_KEY",
             ],
             "rollout.sglang.api_key_env: expected the servers' key in the environment variable AREAL_RLOO_NO_SUCH_KEY",

@@ -1,6 +1,8 @@
 """The SGLang engine on a real server: requests, logprobs, new weights through files, aborts."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from sglang_support import (
 
 from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.errors import EngineError
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -159,5 +163,14 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: SGLangE
     assert_close(completion, fresh_logprobs({version: model_of(folder)}, PROMPT, completion))
 
 
-def test_the_servers_own_metrics_can_be_read(engine: SGLangEngine) -> None:
-    assert "sglang:" in asyncio.run(engine.metrics_text())
+def test_the_dashboard_asks_for_metrics_that_a_server_has(engine: SGLangEngine) -> None:
+    dashboard = json.loads((REPO / "launcher" / "monitoring" / "grafana" / "dashboard.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"sglang:\w+", target["expr"])
+    }
+    said = set(re.findall(r"^(sglang:\w+)", asyncio.run(engine.metrics_text()), flags=re.MULTILINE))
+    assert asked
+    assert asked <= said

@@ -37,6 +37,7 @@ UNTAGGED = Capabilities(
     version="0.4",
     tensor_parallel=1,
     data_parallel=1,
+    pipeline_parallel=1,
     context_tokens=1216,
     prompt_tokens=1210,
     cache_tokens=9728,
@@ -45,6 +46,7 @@ UNTAGGED = Capabilities(
     weight_versions=False,
     update_session=True,
     seeds=False,
+    overlap=False,
 )
 
 

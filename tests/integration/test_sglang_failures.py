@@ -174,5 +174,6 @@ def test_the_key_is_in_no_command_line_and_in_no_file_that_others_read(folder: P
         words = server_processes(tmp_path / "server.log")[0].cmdline()
         assert process.api_key not in " ".join(words)
         assert Path(words[words.index("--config") + 1]).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600, "SGLang writes its options there"
     finally:
         process.kill()

@@ -39,11 +39,17 @@ def test_a_worker_has_as_many_gpus_as_its_model_is_spread_over() -> None:
 
 
 def test_a_worker_whose_server_runs_already_takes_no_gpu_here() -> None:
-    urls = "rollout.sglang.urls=[http://a:1, http://b:1]"
+    urls = "rollout.sglang.urls=[http://127.0.0.1:1, http://127.0.0.1:2]"
     specs = planned("rollout.engine=sglang", urls, "rollout.device=auto", "learner.device=auto", gpus=1)
     assert visible(specs) == ["0", "", ""]
-    assert [spec.role for spec in specs[1:]] == ["rollout worker of http://a:1", "rollout worker of http://b:1"]
-    assert [spec.command[-1] for spec in specs[1:]] == ["--server-url=http://a:1", "--server-url=http://b:1"]
+    assert [spec.role for spec in specs[1:]] == [
+        "rollout worker of http://127.0.0.1:1",
+        "rollout worker of http://127.0.0.1:2",
+    ]
+    assert [spec.command[-1] for spec in specs[1:]] == [
+        "--server-url=http://127.0.0.1:1",
+        "--server-url=http://127.0.0.1:2",
+    ]
 
 
 def test_more_gpus_than_there_are_is_refused_by_name() -> None:

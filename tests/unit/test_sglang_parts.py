@@ -80,6 +80,8 @@ def test_what_differs_between_releases_is_seen() -> None:
     assert _read("extra_key").cache_key == "cache_salt"
     assert _read("extra_key", "cache_salt").cache_key is None
     assert _read(info={"enable_deterministic_inference": True}).seeds
+    assert _read(info={"disable_overlap_schedule": False}).overlap
+    assert not _read(info={"disable_overlap_schedule": True}).overlap
 
 
 @pytest.mark.parametrize("lacks", ["/pause_generation", "/update_weights_from_disk", "load_format", "mode"])
@@ -98,8 +100,10 @@ def test_numbers_a_server_does_not_say_are_a_refusal() -> None:
     [
         ({"dp_size": 2}, {}, "expected a server with dp_size 1, got 2"),
         ({"tp_size": 4}, {}, "expected a server with tp_size 1.*got 4"),
+        ({"pp_size": 2}, {}, "expected a server with pp_size 1, got 2"),
+        ({"max_req_input_len": 300}, {}, "expected room for 512 tokens.*longest prompt 300"),
         ({"max_total_num_tokens": 400}, {}, "expected room for 512 tokens.*got a server for 400"),
-        ({}, {"context_tokens": 2000}, "expected room for 2000 tokens.*got a server for 1024"),
+        ({}, {"context_tokens": 2000}, "expected room for 2000 tokens.*got a server for 1019"),
     ],
 )
 def test_a_server_that_does_not_fit_the_config_is_refused(
@@ -164,13 +168,31 @@ def _answer(tokens: list[Any], logprobs: list[Any], reason: str = "length", **me
     }
 
 
-def _output(answer: dict[str, Any], *, spans: bool = True) -> Output:
-    return read_output(answer, sent_version=7, spans=spans, vocab_size=100)
+def _output(answer: dict[str, Any], *, spans: bool = True, late_tokens: bool = False, sent_version: int = 7) -> Output:
+    return read_output(answer, sent_version=sent_version, spans=spans, late_tokens=late_tokens, vocab_size=100)
 
 
 def test_an_answer_becomes_a_segment() -> None:
-    assert _output(_answer([1, 2], [-0.5, -1], "stop")) == Output([1, 2], [-0.5, -1], [1, 1], "stop")
+    stopped = _output(_answer([1, 2], [-0.5, -1], "stop"), sent_version=1)
+    assert stopped == Output([1, 2], [-0.5, -1], [1, 1], "stop")
     assert _output(_answer([1, 2], [-0.5, -1], "abort"), spans=False) == Output([1, 2], [-0.5, -1], [7, 7], "cut")
+
+
+def test_a_server_that_launches_ahead_gives_its_late_tokens_the_version_before() -> None:
+    """Of an update after two tokens, the server calls the third one new; the former weights had sampled it already."""
+    answer = _answer([1, 2, 3, 4], [-1.0] * 4, weight_versions=[_span("7", 0, 2), _span("8", 2, 4)])
+    assert _output(answer, late_tokens=True).versions == [7, 7, 7, 8]
+    assert _output(answer).versions == [7, 7, 8, 8]
+    first = _answer([1, 2], [-1.0] * 2, weight_versions=[_span("8", 0, 2)])
+    assert _output(first, late_tokens=True).versions == [7, 8]
+    assert _output(first, late_tokens=True, sent_version=8).versions == [8, 8]
+
+
+def test_an_update_that_overtook_a_request_is_seen_whatever_the_tags() -> None:
+    answer = _answer([1, 2], [-1.0] * 2, weight_versions=[_span("8", 0, 2)])
+    assert _output(answer).overtaken
+    assert _output(answer, late_tokens=True).overtaken
+    assert not _output(answer, sent_version=8).overtaken
 
 
 @pytest.mark.parametrize(
@@ -200,28 +222,28 @@ def _flight(**sampling: Any) -> Flight:
 def test_a_flight_that_was_cut_goes_on_from_its_segments() -> None:
     flight = _flight(min_new_tokens=4, seed=2**64 - 1)
     flight.add(Output([7, 8, 9], [-1.0] * 3, [2] * 3, "cut"))
-    body = flight.next_body(_read(info={"enable_deterministic_inference": True}), 3)
+    body = flight.next_body(_read(info={"enable_deterministic_inference": True}), "n-3")
     assert body["input_ids"] == [5, 6, 7, 8, 9]
-    assert body["extra_key"] == "v3"
+    assert body["extra_key"] == "n-3"
     assert body["sampling_params"]["max_new_tokens"] == 7
     assert body["sampling_params"]["min_new_tokens"] == 1
     assert body["sampling_params"]["sampling_seed"] < 2**63
-    assert flight.next_body(_read(), 3)["rid"] != body["rid"]
+    assert flight.next_body(_read(), "n-3")["rid"] != body["rid"]
 
 
 def test_a_flight_that_fills_the_context_begins_again() -> None:
     flight = _flight()
     flight.add(Output([7, 8, 9], [-1.0] * 3, [2] * 3, "cut"))
-    assert flight.next_body(_read(info={"max_req_input_len": 4}), 3)["input_ids"] == [5, 6]
+    assert flight.next_body(_read(info={"max_req_input_len": 4}), "n-3")["input_ids"] == [5, 6]
     assert flight.versions == []
 
 
 def test_only_a_request_without_stop_tokens_ignores_the_end_of_sequence() -> None:
-    assert _flight().next_body(_read(), 0)["sampling_params"]["ignore_eos"]
-    params = _flight(stop_token_ids=(3,), top_k=5, top_p=0.5).next_body(_read(), 0)["sampling_params"]
+    assert _flight().next_body(_read(), "n-0")["sampling_params"]["ignore_eos"]
+    params = _flight(stop_token_ids=(3,), top_k=5, top_p=0.5).next_body(_read(), "n-0")["sampling_params"]
     assert "ignore_eos" not in params
     assert (params["stop_token_ids"], params["top_k"], params["top_p"]) == ([3], 5, 0.5)
-    greedy = _flight(greedy=True, temperature=0.7).next_body(_read(), 0)["sampling_params"]
+    greedy = _flight(greedy=True, temperature=0.7).next_body(_read(), "n-0")["sampling_params"]
     assert (greedy["temperature"], greedy["top_k"]) == (0.0, -1)
 
 
@@ -347,7 +369,15 @@ def test_the_users_arguments_win_over_ours() -> None:
         ({"urls": ("http://a:1", "http://a:1")}, r"rollout.sglang.urls: expected different servers"),
         ({"urls": ("a:1", "b:1")}, r"rollout.sglang.urls: expected http"),
         ({"api_key_env": "KEY"}, r"rollout.sglang.api_key_env: nothing reads it without urls"),
-        ({"urls": ("http://a:1", "http://b:1"), "python": "p"}, r"rollout.sglang.python: nothing reads it with urls"),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://localhost:2"), "python": "p"},
+            r"rollout.sglang.python: nothing reads it with urls",
+        ),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://b:1")},
+            r"rollout.sglang.urls: http://b:1 is on another machine.*wire.host=127.0.0.1",
+        ),
+        ({"arguments": {"pp-size": 2}}, r"rollout.sglang.arguments.pp-size: .*rollout.tensor_parallel"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(sglang: dict[str, Any], message: str) -> None:

@@ -84,10 +84,10 @@ def read_capabilities(
     paths = description.get("paths", {})
     for path, fields in _NEEDED.items():
         if path not in paths:
-            raise _too_early(version, f"no endpoint {path}")
+            raise too_early(version, f"no endpoint {path}")
         missing = [field for field in fields if field not in _fields_of(description, path)]
         if missing:
-            raise _too_early(version, f"no field {', '.join(missing)} in {path}")
+            raise too_early(version, f"no field {', '.join(missing)} in {path}")
     asked = _fields_of(description, "/generate")
     try:
         return Capabilities(
@@ -106,7 +106,7 @@ def read_capabilities(
             overlap=not server_info.get("disable_overlap_schedule"),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise _too_early(version, f"/server_info or /v1/models without {error}") from error
+        raise too_early(version, f"/server_info or /v1/models without {error}") from error
 
 
 def check_capabilities(
@@ -131,8 +131,8 @@ def check_capabilities(
         )
     if found.pipeline_parallel != 1:
         raise ConfigError(
-            f"{key}: expected a server with pp_size 1, got {found.pipeline_parallel}; spread the model with tp_size and "
-            "rollout.tensor_parallel"
+            f"{key}: expected a server with pp_size 1, got {found.pipeline_parallel}; spread the model with tp_size "
+            "and rollout.tensor_parallel"
         )
     if found.tensor_parallel != tensor_parallel:
         raise ConfigError(
@@ -195,7 +195,8 @@ def _fields_of(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return fields
 
 
-def _too_early(version: str, lacks: str) -> ConfigError:
+def too_early(version: str, lacks: str) -> ConfigError:
+    """The refusal of a server that lacks something."""
     return ConfigError(
         f"rollout.sglang: the server is SGLang {version} and has {lacks}; install sglang=={TESTED_VERSION} in its "
         "environment"

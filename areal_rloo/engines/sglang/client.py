@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from areal_rloo.engines.sglang.capabilities import PROBE_TOKENS, Capabilities, read_capabilities
+from areal_rloo.engines.sglang.capabilities import PROBE_TOKENS, Capabilities, read_capabilities, too_early
 from areal_rloo.errors import EngineError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -71,9 +71,14 @@ class ServerClient:
         Raises:
             ConfigError: not what we need.
         """
-        description = await self.get("/openapi.json", timeout_s=timeout_s)
-        server_info = await self.get("/server_info", timeout_s=timeout_s)
-        models = await self.get("/v1/models", timeout_s=timeout_s)
+        try:
+            description = await self.get("/openapi.json", timeout_s=timeout_s)
+            server_info = await self.get("/server_info", timeout_s=timeout_s)
+            models = await self.get("/v1/models", timeout_s=timeout_s)
+        except ServerRefusedError as error:
+            if error.status != 404:
+                raise
+            raise too_early("of unknown version", f"no endpoint {str(error).partition(':')[0]}") from error
         body = {
             "input_ids": list(PROBE_TOKENS),
             "return_logprob": True,

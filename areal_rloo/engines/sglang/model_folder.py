@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -109,7 +109,7 @@ class WeightsFolder:
         folder.mkdir(mode=0o700)
         try:
             save_file(tensors, folder / "model.safetensors")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             self.remove(folder)
             raise EngineError(f"version {policy_version} cannot be written to {folder}: {error}") from error
         return folder

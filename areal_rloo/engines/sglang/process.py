@@ -22,6 +22,9 @@ from pathlib import Path
 from areal_rloo.config import SGLangConfig, argument_name
 from areal_rloo.engines.sglang.capabilities import TESTED_VERSION
 from areal_rloo.errors import ConfigError
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
 
 _BESIDE = Path(".venv-sglang/bin/python")
 _VERSION_TIMEOUT_S = 60.0
@@ -124,7 +127,12 @@ class ServerProcess:
         self.forget_secrets()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=_KILL_TIMEOUT_S)
+        try:
+            self._process.wait(timeout=_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it stands in a call of the kernel, of a GPU's driver say
+            logger.error(
+                "the server (pid %d) was killed and does not end; its device may stay taken", self._process.pid
+            )
 
     def last_words(self) -> str:
         """The last line this run wrote that says something: an error where there is one."""
@@ -152,7 +160,12 @@ def find_python(config: SGLangConfig) -> str:
     if not os.access(python, os.X_OK):
         raise ConfigError(f"rollout.sglang.python: expected a Python that has sglang, found none at {python}; {remedy}")
     ask = "from importlib.metadata import version; version('sglang')"
-    asked = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False)
+    try:
+        asked = subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.sglang.python: {python} cannot be run: {error}; {remedy}") from error
     if asked.returncode != 0:
         raise ConfigError(f"rollout.sglang.python: {python} has no sglang; {remedy}")
     return python

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.capabilities import Capabilities, check_capabilities
+from areal_rloo.engines.sglang.capabilities import Capabilities, check_capabilities, too_early
 from areal_rloo.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_python
 from areal_rloo.errors import ConfigError, EngineError
@@ -206,6 +206,8 @@ class ExternalServer:
                 await client.get_status("/health", timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
+                if error.status == 404:
+                    raise too_early("of unknown version", "no endpoint /model_info") from error
                 if error.status in (401, 403):
                     raise ConfigError(
                         f"rollout.sglang.api_key_env: {self._url} refuses the key ({error}); name the environment "

@@ -96,6 +96,8 @@ class Supervision:
                     raise
                 why = str(error)
                 logger.warning("%s", why)
+                if not self._server.managed:
+                    await asyncio.sleep(_BACKOFF_S[-1])
 
     async def _until_failed(self, client: ServerClient) -> str:
         """Look on; says what happened to it."""

@@ -1,6 +1,9 @@
 """Updates of the server's weights, one after the other, and what holds after each of them, well or badly ended.
 
-    prepare (requests go on) ─► close the gate ─► pause ─► load ─► continue, always ─► open the gate
+    prepare ─► close the gate ─► pause ─► load ─► continue, always ─► open the gate
+
+Prepared is what needs no pause: files are written. A new group is met then too, in which the server stands still of its
+own accord until all are there.
 
 | it failed                       | weights are    | under way                   | gate                              |
 |---------------------------------|----------------|-----------------------------|-----------------------------------|
@@ -89,10 +92,11 @@ class Swapping:
         if staged.policy_version < state.policy_version + (not staged.in_group):
             return state.policy_version
         state.updating = True
+        began_s = time.monotonic()
         try:
             await staged.prepare(updates)
             self._check_is_there(updates, staged)
-            await self._swap(updates, staged)
+            await self._swap(updates, staged, began_s if staged.in_group else time.monotonic())
         except ServerGoneError as error:
             state.hang(updates, str(error))
             raise
@@ -102,9 +106,11 @@ class Swapping:
         state.now_has(staged.policy_version)
         return staged.policy_version
 
-    async def _swap(self, updates: ServerUpdates, staged: Staged) -> None:
-        """Load between a pause and a continue; what is under way stands still, or has come back in mode abort."""
-        started_s = time.monotonic()
+    async def _swap(self, updates: ServerUpdates, staged: Staged, still_since_s: float) -> None:
+        """Load between a pause and a continue; what is under way stands still, or has come back in mode abort.
+
+        A server stands still while it meets a group too, so that counts.
+        """
         self._state.paused = True
         try:
             if updates.mode == "abort":
@@ -118,7 +124,7 @@ class Swapping:
             raise
         finally:
             self._state.paused = False
-            self._state.last_pause_s = time.monotonic() - started_s
+            self._state.last_pause_s = time.monotonic() - still_since_s
             self._state.swap_s += self._state.last_pause_s
 
     def _check_is_there(self, updates: ServerUpdates, staged: Staged) -> None:
