@@ -30,6 +30,7 @@ from sglang_support import (
     sglang_python,
     version_runs,
 )
+from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang import SGLangEngine
@@ -65,10 +66,8 @@ def victim(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     ("title", "number"),
     [
         ("sglang.launch_server", signal.SIGKILL),
-        ("sglang::scheduler", signal.SIGKILL),
         ("sglang.launch_server", signal.SIGSTOP),
         ("sglang::scheduler", signal.SIGSTOP),
-        ("sglang::detokenizer", signal.SIGSTOP),
     ],
 )
 def test_a_server_that_dies_or_hangs_is_replaced_and_loses_nothing(
@@ -100,6 +99,24 @@ def test_a_server_that_dies_or_hangs_is_replaced_and_loses_nothing(
     assert set(done.values()) == {1}
     assert engine.server_statistics().restarts == restarts + 1
     assert not [process for process in former if process.is_running()]
+
+
+def test_a_server_that_dies_while_weights_are_written_costs_that_update_alone(victim: Victim, folder: Path) -> None:
+    engine, model = victim.engine, model_of(folder, factor=1.02)
+    version = engine.statistics().policy_version + 1
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        first, *others = model.named_parameters()
+        yield first
+        named(victim.log, "sglang.launch_server").kill()
+        time.sleep(2.0)  # until it is noticed
+        yield from others
+
+    error = engine.load_weights(version, weights()).exception(timeout=PATIENCE_S)
+    assert isinstance(error, EngineError)
+    (future,) = engine.submit([request("afterwards", min_version=version)])
+    assert engine.load_weights(version, model.named_parameters()).result(timeout=PATIENCE_S) == version
+    assert version_runs(future.result(timeout=PATIENCE_S)) == [version]
 
 
 def test_a_server_that_keeps_dying_ends_the_engine_with_its_last_words(folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_rloo.errors import WeightsError
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest
@@ -298,3 +299,52 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     assert loaded == [1]
     receiver.close()
     broadcaster.close()
+
+
+def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seldom(tmp_path: Path) -> None:
+    offers: list[int] = []
+    manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
+    broadcaster = Broadcaster(
+        manifest=manifest,
+        transport=SharedMemorySender(manifest, tmp_path / "segments"),
+        timeout_s=TIMEOUT_S,
+        send_notice=lambda worker_id, version, body: offers.append(version),
+    )
+    broadcaster.publish(1, _tensors(1))
+    broadcaster.join("a", 0)
+    _wait(lambda: len(offers) == 1)
+    broadcaster.fail("a", 1, "no room")
+    broadcaster.heard("a", 0)
+    _wait(lambda: len(offers) == 2)
+    broadcaster.fail("a", 1, "no room")
+    for _ in range(20):
+        broadcaster.heard("a", 0)
+    time.sleep(0.2)
+    assert len(offers) == 2
+
+    def heartbeats_go_on() -> bool:
+        broadcaster.heard("a", 0)
+        return len(offers) == 3
+
+    _wait(heartbeats_go_on)
+    broadcaster.close()
+
+
+def test_a_member_lost_while_its_epoch_is_formed_makes_no_group_of_one() -> None:
+    manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
+    sender = CollectiveSender(manifest, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0)
+    buckets = sender.stage()
+    offer = sender.offer(buckets, ["a"])
+    sender.lost("a")
+    assert offer.world_size == 2
+    with pytest.raises(WeightsError):
+        sender.send(buckets)
+    sender.close()
+
+
+def test_a_worker_of_several_devices_has_as_many_ranks() -> None:
+    manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
+    sender = CollectiveSender(manifest, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0, ranks_per_worker=2)
+    offer = sender.offer(sender.stage(), ["b", "a"])
+    assert (offer.ranks, offer.world_size) == ({"a": 1, "b": 3}, 5)
+    sender.close()
