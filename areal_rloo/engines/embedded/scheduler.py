@@ -167,14 +167,12 @@ class Scheduler:
                 self._resize(donor, needed, num)
             self._cache.turn_into(donor, RowKind.PREFILLED)
             self._cache.mark_written(donor, num)
-            self._rows_moved()
             running.row, running.num_prefilled = donor, num
             self.cached_tokens += num
         else:
             if not self._has_room(needed):
                 return False
             running.row, running.num_prefilled = self._cache.add(needed, RowKind.PREFILLED), 0
-            self._rows_moved()
         running.prefill_version = policy_version
         return True
 
@@ -185,7 +183,6 @@ class Scheduler:
             return False
         while self._cache.free_tokens < num_tokens + spare:
             self._prefixes.evict()
-            self._rows_moved()
         return True
 
     def _start_from_cache(self, running: Running, wanted: np.ndarray, policy_version: int) -> None:
@@ -208,7 +205,6 @@ class Scheduler:
         assert row is not None, "a request is prefilled in a row"
         admitted.prefilling.remove(running)
         self._cache.turn_into(row, admitted.batch.kind)
-        self._rows_moved()
         admitted.batch.begin(running, admitted.policy_version)
         if running.prefill_version == admitted.policy_version:
             self._prefixes.offer(row, running.known_tokens[:-1], admitted.policy_version)
@@ -233,7 +229,6 @@ class Scheduler:
 
     def _resize(self, row: CacheRow, capacity: int, num_written: int) -> None:
         self._cache.resize(row, capacity, num_written)
-        self._rows_moved()
 
     def _released(self, admitted: Admitted, ended: Ended) -> Ended:
         """Take requests that ended out of their batch; what they computed stays in the cache while there is room."""
@@ -251,7 +246,6 @@ class Scheduler:
             else:
                 self._prefixes.withdraw(row)
                 self._cache.remove(row)
-            self._rows_moved()
         return ended
 
     def _take_row(self, running: Running, admitted: Admitted) -> None:
@@ -263,12 +257,7 @@ class Scheduler:
             admitted.batch.leave(running)
         self._prefixes.withdraw(row)
         self._cache.remove(row)
-        self._rows_moved()
         running.row, running.num_prefilled = None, 0
 
     def _admitted_of(self, running: Running) -> Admitted:
         return next(admitted for admitted in self.batches.values() if running in admitted.all())
-
-    def _rows_moved(self) -> None:
-        for admitted in self.batches.values():
-            admitted.batch.rows_changed()
