@@ -250,7 +250,7 @@ def validate(config: Config) -> None:
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
     validate_data(config.data)
     validate_episode(config.rollout.episode)
-    validate_engines(config.rollout)
+    validate_engines(config.rollout, context_tokens=config.context_tokens)
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
         raise ConfigError(
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="

@@ -98,6 +98,7 @@ def _all_agree(
         completions = results(futures)
     for one, completion in zip(requests, completions, strict=True):
         assert completion.finish_reason == "abort" or len(completion.tokens) == one.sampling.max_new_tokens
+        assert not one.pinned or len(set(completion.versions.tolist())) <= 1
         expected = cached_logprobs(versions, one, completion)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-4, err_msg=one.request_id)
 
@@ -107,9 +108,7 @@ def _all_agree(
 def test_with_memory_for_all_every_logprob_is_of_the_weights_that_tagged_it(
     seed: int, steps_ahead: int, tiny_folders: dict[str, Path], unequal: Versions
 ) -> None:
-    _all_agree(
-        tiny_folders["qwen2"], unequal, seed=seed, steps_ahead=steps_ahead, num_contexts=14, chunk_tokens=65536
-    )
+    _all_agree(tiny_folders["qwen2"], unequal, seed=seed, steps_ahead=steps_ahead, num_contexts=14, chunk_tokens=65536)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

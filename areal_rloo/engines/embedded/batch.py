@@ -82,13 +82,13 @@ class DecodeBatch:
         self._cache = cache
         self._device = device
         self._steps_ahead = steps_ahead
-        self._context_tokens = context_tokens
         self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._plan: _Plan | None = None
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._uniforms = torch.zeros(num_slots, context_tokens, device=device)
+        self._table_tokens = context_tokens + steps_ahead  # a row makes so many more before it is known to have ended
+        self._uniforms = torch.zeros(num_slots, self._table_tokens, device=device)
         self._out_tokens = np.zeros((num_slots, context_tokens), dtype=np.int32)
         self._out_logprobs = np.zeros((num_slots, context_tokens), dtype=np.float32)
         self._arrivals = np.full(num_slots, -1, dtype=np.int64)
@@ -232,7 +232,7 @@ class DecodeBatch:
         positions = self._positions[slots]
         self._capacities[slots] = [row.capacity for row in rows]
         starts = np.array([row.start for row in rows], dtype=np.int64)
-        uniform_places = slots * self._context_tokens + self._made[slots]
+        uniform_places = slots * self._table_tokens + self._made[slots]
         numbers = np.stack([slots, starts, self._capacities[slots], positions, uniform_places])
         on_device = torch.from_numpy(numbers).to(self._device)
         places = self._cache.places(on_device[1], on_device[2], on_device[3])
