@@ -95,17 +95,21 @@ def test_weights_that_may_be_copied_in_part_end_the_engine(
 
 def test_weights_under_copy_hold_up_no_caller(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     copied = Parameters.copy_from
+    copying: list[int] = []
     submitted = []
 
     def slow(self: Parameters, fitting: dict[str, torch.Tensor]) -> None:
+        copying.append(1)
         wait_until(lambda: bool(submitted))
         copied(self, fitting)
 
     weights = dict(scaled_model(tiny_folders["qwen2"], 1).named_parameters())
     with serving(tiny_folders["qwen2"]) as engine:
         monkeypatch.setattr(Parameters, "copy_from", slow)
-        updates = [engine.load_weights(version, weights.items()) for version in (1, 2)]
+        updates = [engine.load_weights(1, weights.items())]
+        wait_until(lambda: bool(copying))
         assert engine.statistics().policy_version == 0
+        updates.append(engine.load_weights(2, weights.items()))
         submitted += engine.submit([request("a")])
         assert [update.result(timeout=10) for update in updates] == [1, 2]
         results(submitted)
