@@ -194,7 +194,7 @@ def test_a_kept_conversation_is_not_taken_apart_for_its_beginning_while_memory_i
     first = request("first", prompt=LONG[:40], max_new_tokens=100)
     with serving(tiny_folders["qwen2"], context_tokens=512) as engine:
         (completion,) = results(engine.submit([first]))
-        results(engine.submit([request(str(i), prompt=(*LONG[:32], 5, i), max_new_tokens=120) for i in range(2)]))
+        results(engine.submit([request(str(i), prompt=(*LONG[:32], i, *LONG[:110])) for i in range(2)]))
         before = engine.statistics()
         results(engine.submit([request("turn", prompt=_next_turn(first.prompt_tokens, completion, (3,)))]))
         after = engine.statistics()
