@@ -42,7 +42,7 @@ class EmbeddedConfig(Section, frozen=True):
     """The embedded engine. Evaluation takes its rows from the same cache, and beside it a copy of the weights."""
 
     # Tokens whose keys and values fit, of all completions together; a single one may take them all. When they do not
-    # fit any more, the completion started last waits and is computed again. null: half of num_slots whole contexts.
+    # fit any more, the completion submitted last waits and is computed again. null: half of num_slots whole contexts.
     cache_tokens: PositiveInt | None = None
     prefill_chunk_tokens: PositiveInt = 512  # of prompts computed between two decode steps while others decode
 
@@ -77,8 +77,14 @@ def argument_name(written: str) -> str:
     return written.lstrip("-").replace("_", "-")
 
 
-def validate_engines(rollout: RolloutConfig, *, wire_host: str, transport: str) -> None:
+def validate_engines(rollout: RolloutConfig, *, context_tokens: int, wire_host: str, transport: str) -> None:
     """Check what no single field can check.
+
+    Args:
+        rollout: the section.
+        context_tokens: of the run's longest prompt and completion together.
+        wire_host: wire.host, the learner's address.
+        transport: weights.transport.
 
     Raises:
         ConfigError: names the key, what came, what was expected and what to do.
@@ -90,12 +96,21 @@ def validate_engines(rollout: RolloutConfig, *, wire_host: str, transport: str) 
                 f"rollout.tensor_parallel: expected 1 with rollout.engine=embedded, got {rollout.tensor_parallel}; "
                 "set rollout.engine=sglang"
             )
+        _validate_embedded(rollout.embedded, context_tokens)
         return
     for written in sglang.arguments:
         name = argument_name(written)
         if name in _OWNED:
             raise ConfigError(f"rollout.sglang.arguments.{written}: not an option here: {_OWNED[name]}")
     _validate_urls(rollout, wire_host=wire_host, transport=transport)
+
+
+def _validate_embedded(embedded: EmbeddedConfig, context_tokens: int) -> None:
+    if embedded.cache_tokens is not None and embedded.cache_tokens < context_tokens:
+        raise ConfigError(
+            f"rollout.embedded.cache_tokens: expected at least data.max_prompt_tokens and the longest completion "
+            f"together = {context_tokens}, got {embedded.cache_tokens}; raise it, or set null for the default"
+        )
 
 
 def _validate_urls(rollout: RolloutConfig, *, wire_host: str, transport: str) -> None:

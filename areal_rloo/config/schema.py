@@ -239,7 +239,12 @@ def validate(config: Config) -> None:
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
     validate_data(config.data)
     validate_episode(config.rollout.episode)
-    validate_engines(config.rollout, wire_host=config.wire.host, transport=config.weights.transport)
+    validate_engines(
+        config.rollout,
+        context_tokens=config.context_tokens,
+        wire_host=config.wire.host,
+        transport=config.weights.transport,
+    )
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:
         raise ConfigError(
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="

@@ -1,7 +1,8 @@
 """What every engine does: token ids in, completions out, new weights taken in between.
 
 A rollout worker submits requests and gets a future for each; it never waits for the engine's own loop. Weights are
-handed over by `load_weights`, which returns at once; the engine swaps them in between two decode steps.
+handed over by `load_weights`, which returns at once; the engine swaps them in between two decode steps. Futures cannot
+be cancelled: `abort` ends a request.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Requests for an embedded engine, and the logprobs that the learner's own forward gives their completions."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
@@ -90,6 +90,33 @@ def learner_logprobs(
             )
         by_request.append(computed.logprobs.numpy())
     return by_request
+
+
+def scaled_model(folder: Path, factor: float) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, every weight times the factor: another version of it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+@torch.no_grad()
+def cached_logprobs(
+    models: Mapping[int, PreTrainedModel], one: GenerationRequest, completion: Completion
+) -> np.ndarray:
+    """transformers' logprobs on one growing cache, every token by the weights of the version that tagged it."""
+    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
+    cache, fed, logprobs, begin = None, list(one.prompt_tokens), [], 0
+    while begin < len(tokens):
+        end = begin + versions[begin:].count(versions[begin])
+        fed += tokens[begin : end - 1]
+        output = models[versions[begin]](torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        tempered = (output.logits[0, begin - end :] / one.sampling.temperature).log_softmax(-1)
+        logprobs += tempered.gather(1, torch.tensor(tokens[begin:end])[:, None])[:, 0].tolist()
+        fed, begin = [tokens[end - 1]], end
+    return np.array(logprobs)
 
 
 def assert_agree(completions: list[Completion], expected: list[np.ndarray], tolerance: float) -> None:

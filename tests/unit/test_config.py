@@ -193,6 +193,11 @@ def test_areals_group_size_is_ours_or_refused(tmp_path: Path) -> None:
             "algorithm.adv_norm.over: expected tokens with algorithm.returns=token",
         ),
         ("algorithm.kl={coefficient: 0.1, placement: loss}", "expected k2, k3 or abs with placement=loss, got k1"),
+        (
+            "rollout.embedded.cache_tokens=100",
+            "rollout.embedded.cache_tokens: expected at least data.max_prompt_tokens and the longest completion "
+            "together = 128, got 100; raise it, or set null",
+        ),
         ("algorithm.loss={kind: reinforce, decoupled: false}", "set algorithm.loss.behaviour_weight.rule=ignore if"),
         ("algorithm.loss={kind: reinforce, ratio_level: sequence_mean}", "expected token with kind=reinforce"),
         ("algorithm.loss={kind: cispo, dual_clip: 3}", "expected null with kind=cispo, got 3.0; only ppo has it"),

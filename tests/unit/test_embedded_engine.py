@@ -2,89 +2,56 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from requests_to_serve import PROMPT, cached_logprobs, request, results, scaled_model, serving, wait_until
+from transformers import PreTrainedModel
 
-from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.errors import EngineError
 from areal_rloo.trajectory import Completion
 
-PROMPT = (7, 12, 33, 40, 9)
 MakeEngine = Callable[..., EmbeddedEngine]
 
 
 @pytest.fixture
 def make_engine(tiny_folders: dict[str, Path]) -> Iterator[MakeEngine]:
-    engines = []
-
-    def make(name: str = "qwen2", *, num_slots: int = 8, context_tokens: int = 128) -> EmbeddedEngine:
-        engines.append(
-            EmbeddedEngine(
-                tiny_folders[name],
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                num_slots=num_slots,
-                context_tokens=context_tokens,
-            )
-        )
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def _request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: object) -> GenerationRequest:
-    outer = {key: options.pop(key) for key in ("min_version", "pinned") if key in options}
-    sampling = SamplingParameters(**{"max_new_tokens": 20, "seed": 1, **options})  # type: ignore[arg-type]
-    return GenerationRequest(name, prompt, sampling, **outer)  # type: ignore[arg-type]
-
-
-def _results(futures: list[Future[Completion]]) -> list[Completion]:
-    return [future.result(timeout=60) for future in futures]
+    with ExitStack() as engines:
+        yield lambda name="qwen2", **options: engines.enter_context(serving(tiny_folders[name], **options))
 
 
 def _model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return scaled_model(folder, 1)
 
 
-@torch.no_grad()
-def _slow_logprobs(
-    models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0
-) -> torch.Tensor:
-    """Token by token on one growing cache, each with the weights of the version that tagged it."""
-    cache, fed, logprobs = None, list(prompt), []
-    for token, version in zip(completion.tokens.tolist(), completion.versions.tolist(), strict=True):
-        output = models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logprobs.append((output.logits[0, -1] / temperature).log_softmax(-1)[token])
-        fed = [token]
-    return torch.stack(logprobs)
+def _assert_agree(
+    models: dict[int, PreTrainedModel], one: GenerationRequest, completion: Completion, tolerance: float = 1e-4
+) -> None:
+    expected = cached_logprobs(models, one, completion)
+    np.testing.assert_allclose(completion.behaviour_logprobs, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_logprobs_agree_with_transformers_for_every_architecture(
     name: str, make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
-    requests = [_request(str(i), seed=i, temperature=0.7, prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
-    completions = _results(make_engine(name).submit(requests))
+    requests = [request(str(i), seed=i, temperature=0.7, prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
+    completions = results(make_engine(name).submit(requests))
     models = {0: _model(tiny_folders[name])}
-    for request, completion in zip(requests, completions, strict=True):
-        expected = _slow_logprobs(models, request.prompt_tokens, completion, 0.7)
-        torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=1e-4)
+    for one, completion in zip(requests, completions, strict=True):
+        _assert_agree(models, one, completion)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_greedy_tokens_are_those_of_transformers_generate(
     name: str, make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
-    (completion,) = _results(make_engine(name).submit([_request("a", greedy=True)]))
+    (completion,) = results(make_engine(name).submit([request("a", greedy=True)]))
     model = _model(tiny_folders[name])
     expected = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -99,32 +66,30 @@ def test_untied_weights_are_served(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=False, num_key_value_heads=1, **sizes))
     model.save_pretrained(tmp_path)
-    engine = EmbeddedEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, num_slots=2, context_tokens=64)
-    (completion,) = _results(engine.submit([_request("a")]))
-    engine.close()
-    expected = _slow_logprobs({0: model.eval()}, PROMPT, completion)
-    torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=1e-4)
+    with serving(tmp_path) as engine:
+        (completion,) = results(engine.submit([request("a")]))
+    _assert_agree({0: model.eval()}, request("a"), completion)
 
 
 def test_a_groups_prompt_is_computed_once(make_engine: MakeEngine) -> None:
     engine = make_engine(num_slots=4)
-    _results(engine.submit([_request(str(i), seed=i) for i in range(8)]))
+    results(engine.submit([request(str(i), seed=i) for i in range(8)]))
     assert engine.statistics().prefill_tokens == len(PROMPT) - 1
 
 
 def test_more_requests_than_slots_are_all_served_and_do_not_disturb_each_other(make_engine: MakeEngine) -> None:
-    requests = [_request(str(i), seed=i, max_new_tokens=3 + 5 * (i % 5)) for i in range(20)]
-    together = _results(make_engine(num_slots=3).submit(requests))
+    requests = [request(str(i), seed=i, max_new_tokens=3 + 5 * (i % 5)) for i in range(20)]
+    together = results(make_engine(num_slots=3).submit(requests))
     engine = make_engine(num_slots=3)
-    alone = [_results(engine.submit([request]))[0] for request in requests]
+    alone = [results(engine.submit([one]))[0] for one in requests]
     for one, other in zip(together, alone, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
 
 
 def test_the_same_submissions_give_bit_equal_completions(make_engine: MakeEngine) -> None:
-    requests = [_request(str(i), seed=i, max_new_tokens=3 + 5 * (i % 5)) for i in range(20)]
-    runs = [_results(make_engine(num_slots=6).submit(requests)) for _ in range(2)]
+    requests = [request(str(i), seed=i, max_new_tokens=3 + 5 * (i % 5)) for i in range(20)]
+    runs = [results(make_engine(num_slots=6).submit(requests)) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         assert one.behaviour_logprobs.tobytes() == other.behaviour_logprobs.tobytes()
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -132,14 +97,14 @@ def test_the_same_submissions_give_bit_equal_completions(make_engine: MakeEngine
 
 def test_a_stop_token_ends_a_completion_but_not_before_min_new_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine(context_tokens=512)
-    (free,) = _results(engine.submit([_request("a", max_new_tokens=60)]))
+    (free,) = results(engine.submit([request("a", max_new_tokens=60)]))
     stop = int(free.tokens[4])
     first = free.tokens.tolist().index(stop)
-    stopped, held = _results(
+    stopped, held = results(
         engine.submit(
             [
-                _request("b", max_new_tokens=60, stop_token_ids=(stop,)),
-                _request("c", max_new_tokens=60, stop_token_ids=(stop,), min_new_tokens=30),
+                request("b", max_new_tokens=60, stop_token_ids=(stop,)),
+                request("c", max_new_tokens=60, stop_token_ids=(stop,), min_new_tokens=30),
             ]
         )
     )
@@ -153,7 +118,7 @@ def test_top_k_and_top_p_give_logprobs_of_the_renormalized_distribution(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine()
-    by_k, by_p = _results(engine.submit([_request("k", top_k=3), _request("p", top_p=0.5)]))
+    by_k, by_p = results(engine.submit([request("k", top_k=3), request("p", top_p=0.5)]))
     model = _model(tiny_folders["qwen2"])
     for completion, kept in ((by_k, lambda p: 3), (by_p, lambda p: int((p.cumsum(0) < 0.5).sum()) + 1)):
         ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
@@ -172,7 +137,7 @@ def test_tokens_are_sampled_as_often_as_their_probability_says(
 ) -> None:
     engine = make_engine(num_slots=64)
     num = 2000
-    drawn = _results(engine.submit([_request(str(i), seed=i, max_new_tokens=1) for i in range(num)]))
+    drawn = results(engine.submit([request(str(i), seed=i, max_new_tokens=1) for i in range(num)]))
     with torch.no_grad():
         probabilities = _model(tiny_folders["qwen2"])(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
     counts = Counter(int(completion.tokens[0]) for completion in drawn)
@@ -182,34 +147,25 @@ def test_tokens_are_sampled_as_often_as_their_probability_says(
         assert abs(counts[token] / num - expected) < 5 * deviation
 
 
-def _scaled(model: PreTrainedModel, factor: float) -> PreTrainedModel:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-    return model
-
-
 def test_a_completion_that_spans_versions_carries_both_and_matches_the_right_weights(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine(context_tokens=2048)
-    models = {0: _model(tiny_folders["qwen2"]), 1: _scaled(_model(tiny_folders["qwen2"]), 1.02)}
-    futures = engine.submit([_request(str(i), seed=i, max_new_tokens=600) for i in range(4)])
-    while engine.statistics().decode_steps < 50:
-        pass
+    models = {0: _model(tiny_folders["qwen2"]), 1: scaled_model(tiny_folders["qwen2"], 1.02)}
+    futures = engine.submit([request(str(i), seed=i, max_new_tokens=600) for i in range(4)])
+    wait_until(lambda: engine.statistics().decode_steps >= 50)
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=10) == 1
-    for completion in _results(futures):
+    for completion in results(futures):
         assert set(completion.versions.tolist()) == {0, 1}
         assert (np.diff(completion.versions) >= 0).all()
-        expected = _slow_logprobs(models, PROMPT, completion)
-        torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=1e-4)
+        _assert_agree(models, request("a"), completion)
 
 
 def test_weights_that_do_not_fit_leave_the_present_ones_whole(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine()
-    (before,) = _results(engine.submit([_request("a")]))
+    (before,) = results(engine.submit([request("a")]))
     weights = {name: p.detach() + 1 for name, p in _model(tiny_folders["qwen2"]).named_parameters()}
     name = list(weights)[-1]
     wrong_shape = {**weights, name: weights[name][:-1]}
@@ -218,7 +174,7 @@ def test_weights_that_do_not_fit_leave_the_present_ones_whole(
     for broken in (wrong_shape, unknown, missing):
         with pytest.raises(EngineError, match=r"weights"):
             engine.load_weights(1, broken.items()).result(timeout=10)
-    (after,) = _results(engine.submit([_request("b")]))
+    (after,) = results(engine.submit([request("b")]))
     assert after.behaviour_logprobs.tobytes() == before.behaviour_logprobs.tobytes()
     assert engine.statistics().policy_version == 0
 
@@ -237,19 +193,17 @@ def test_a_pinned_request_keeps_its_version_while_others_move_on(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine(context_tokens=2048)
-    models = {0: _model(tiny_folders["qwen2"]), 1: _scaled(_model(tiny_folders["qwen2"]), 1.05)}
+    models = {0: _model(tiny_folders["qwen2"]), 1: scaled_model(tiny_folders["qwen2"], 1.05)}
     pinned, moving = engine.submit(
-        [_request("pinned", max_new_tokens=400, pinned=True), _request("moving", max_new_tokens=400)]
+        [request("pinned", max_new_tokens=400, pinned=True), request("moving", max_new_tokens=400)]
     )
-    while engine.statistics().decode_steps < 40:
-        pass
+    wait_until(lambda: engine.statistics().decode_steps >= 40)
     engine.load_weights(1, models[1].named_parameters()).result(timeout=10)
     completion = pinned.result(timeout=60)
     assert set(completion.versions.tolist()) == {0}
-    expected = _slow_logprobs(models, PROMPT, completion)
-    torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=1e-4)
+    _assert_agree(models, request("a"), completion)
     assert set(moving.result(timeout=60).versions.tolist()) == {0, 1}
-    (again,) = _results(engine.submit([_request("later", pinned=True)]))
+    (again,) = results(engine.submit([request("later", pinned=True)]))
     assert set(again.versions.tolist()) == {1}
 
 
@@ -257,7 +211,7 @@ def test_a_request_waits_for_its_version_without_holding_up_others(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine()
-    waiting, free = engine.submit([_request("waiting", min_version=2), _request("free")])
+    waiting, free = engine.submit([request("waiting", min_version=2), request("free")])
     free.result(timeout=30)
     assert not waiting.done()
     engine.load_weights(2, _model(tiny_folders["qwen2"]).named_parameters())
@@ -266,42 +220,14 @@ def test_a_request_waits_for_its_version_without_holding_up_others(
 
 def test_an_abort_gives_what_was_made_so_far(make_engine: MakeEngine) -> None:
     engine = make_engine(num_slots=1, context_tokens=4096)
-    running, waiting = engine.submit([_request("a", max_new_tokens=4000), _request("b", max_new_tokens=4000)])
-    while engine.statistics().decode_steps < 10:
-        pass
+    running, waiting = engine.submit([request("a", max_new_tokens=4000), request("b", max_new_tokens=4000)])
+    wait_until(lambda: engine.statistics().decode_steps >= 10)
     engine.abort(["a", "b", "unknown"])
     assert running.result(timeout=10).finish_reason == "abort"
     assert len(running.result().tokens) == len(running.result().versions) >= 10
     assert len(waiting.result(timeout=10).tokens) == 0
-    (next_one,) = _results(engine.submit([_request("a", max_new_tokens=5)]))
+    (next_one,) = results(engine.submit([request("a", max_new_tokens=5)]))
     assert len(next_one.tokens) == 5
-
-
-def test_requests_that_cannot_be_served_are_refused_by_name(make_engine: MakeEngine) -> None:
-    engine = make_engine(context_tokens=32)
-    with pytest.raises(EngineError, match="request a: needs 55 tokens, the context holds 32"):
-        engine.submit([_request("a", max_new_tokens=50)])
-    with pytest.raises(EngineError, match="request a: the prompt has no token"):
-        engine.submit([_request("a", prompt=())])
-    with pytest.raises(EngineError, match="request a: this id is in use"):
-        engine.submit([_request("a"), _request("a")])
-
-
-def test_closing_aborts_what_runs(tiny_folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(
-        tiny_folders["llama"], device=torch.device("cpu"), dtype=torch.float32, num_slots=1, context_tokens=4096
-    )
-    (future,) = engine.submit([_request("a", max_new_tokens=4000)])
-    engine.close()
-    assert future.result(timeout=1).finish_reason == "abort"
-    with pytest.raises(EngineError, match="closed"):
-        engine.submit([_request("b")])
-
-
-def test_an_architecture_it_does_not_know_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ModelError, match=r"'gpt2' is not served by the embedded engine.*sglang"):
-        EmbeddedEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, num_slots=1, context_tokens=8)
 
 
 @pytest.mark.gpu
@@ -309,7 +235,6 @@ def test_logprobs_agree_with_transformers_on_a_gpu(tiny_folders: dict[str, Path]
     engine = EmbeddedEngine(
         tiny_folders["qwen2"], device=torch.device("cuda"), dtype=torch.float32, num_slots=4, context_tokens=64
     )
-    (completion,) = _results(engine.submit([_request("a")]))
+    (completion,) = results(engine.submit([request("a")]))
     engine.close()
-    expected = _slow_logprobs({0: _model(tiny_folders["qwen2"])}, PROMPT, completion)
-    torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=1e-3)
+    _assert_agree({0: _model(tiny_folders["qwen2"])}, request("a"), completion, 1e-3)

@@ -47,12 +47,17 @@ def test_completions_are_the_same_where_memory_is_short(tiny_folders: dict[str, 
 def test_a_completion_that_ends_in_the_context_s_last_place_writes_nothing_behind_it(
     tiny_folders: dict[str, Path],
 ) -> None:
-    requests = [request(str(i), seed=i, max_new_tokens=123) for i in range(4)]
-    with serving(tiny_folders["qwen2"], steps_ahead=0) as engine:
+    # The one in the last slot, behind which no table goes on, ends while the other is decoded.
+    options = {"context_tokens": 1030, "num_slots": 2}
+    first, second = requests = [request(str(i), prompt=(5,), seed=i, max_new_tokens=1029) for i in range(2)]
+    with serving(tiny_folders["qwen2"], **options, steps_ahead=0) as engine:
         expected = results(engine.submit(requests))
-    with serving(tiny_folders["qwen2"], steps_ahead=2) as engine:
-        completions = results(engine.submit(requests))
-    assert_same(completions, expected)
+    with serving(tiny_folders["qwen2"], **options, steps_ahead=3) as engine:
+        futures = engine.submit([request("before", prompt=(9,), max_new_tokens=10), first])
+        wait_until(lambda: engine.statistics().num_finished == 1)
+        futures += engine.submit([second])
+        completions = results(futures)
+    assert_same(completions[1:], expected)
 
 
 def test_weights_and_aborts_in_between_lose_and_double_no_token(tiny_folders: dict[str, Path]) -> None:

@@ -38,6 +38,15 @@ def _fill(cache: Cache, row: CacheRow, num_tokens: int, value: int) -> torch.Ten
     return place.clone()
 
 
+def _attended(cache: Cache, row: CacheRow) -> list[int]:
+    """How many tokens of each head the mask lets through, which must be the first."""
+    begin, end = row.start * cache.num_kv_heads, (row.start + row.capacity) * cache.num_kv_heads
+    seen = cache.mask[begin:end].view(cache.num_kv_heads, row.capacity) == 0
+    num: list[int] = seen.sum(1).tolist()
+    assert torch.equal(seen, torch.arange(row.capacity) < seen.sum(1, keepdim=True))
+    return num
+
+
 def _assert_dense(cache: Cache) -> None:
     """Rows lie one behind the other, largest first, without a gap."""
     rows = sorted(
@@ -83,6 +92,7 @@ def test_whatever_is_added_removed_resized_or_turned_no_row_loses_what_it_holds(
         _assert_dense(cache)
         for row, written in contents.items():
             torch.testing.assert_close(cache.vectors(row, written.shape[3]), written, rtol=0, atol=0)
+            assert _attended(cache, row) == [written.shape[3]] * cache.num_kv_heads
 
 
 def test_a_block_is_read_in_place_and_attends_to_what_was_written_alone(make_cache) -> None:  # type: ignore[no-untyped-def]

@@ -1,5 +1,6 @@
 """Memory of the embedded engine: bounded in tokens, shared by all, taken back from whom it costs least."""
 
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from requests_to_serve import (
     mixed_requests,
     request,
     results,
+    scaled_model,
     serving,
     wait_until,
 )
@@ -23,6 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest
+from areal_rloo.engines.embedded.cache import RowKind
+from areal_rloo.engines.embedded.running import Running
+from areal_rloo.engines.embedded.waiting import Waiting
 from areal_rloo.errors import EngineError
 from areal_rloo.trajectory import Completion
 
@@ -155,3 +160,90 @@ def test_a_request_whose_row_was_taken_away_can_be_aborted_with_what_it_had(tiny
     assert aborted.finish_reason == "abort"
     assert len(aborted.tokens) == len(aborted.behaviour_logprobs) == len(aborted.versions) > 100
     assert len(set(aborted.versions.tolist())) == 1
+
+
+def test_a_pinned_request_whose_row_was_taken_away_goes_on_with_the_weights_it_began_with(
+    tiny_folders: dict[str, Path],
+) -> None:
+    weights = dict(scaled_model(tiny_folders["qwen2"], 1.05).named_parameters())
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    one = request("pinned", seed=2, max_new_tokens=600, pinned=True)
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        futures = engine.submit([request("first", max_new_tokens=600), one])
+        wait_until(lambda: engine.statistics().num_preempted > 0)
+        engine.load_weights(1, weights.items()).result(timeout=10)
+        _, completion = results(futures)
+        (later,) = results(engine.submit([request("later", pinned=True)]))
+    assert set(completion.versions.tolist()) == {0}
+    assert_agree([completion], learner_logprobs(tiny_folders["qwen2"], [one], [completion]), 1e-5)
+    assert set(later.versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_request_that_finds_no_memory_is_not_overtaken(pinned: bool, tiny_folders: dict[str, Path]) -> None:
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    requests = [
+        request("before", prompt=(6,) * 300, max_new_tokens=100, pinned=not pinned),
+        request("large", prompt=(5,) * 500, max_new_tokens=10, pinned=pinned),
+        *(request(f"after {i}", max_new_tokens=5, pinned=not pinned) for i in range(5)),
+    ]
+    order: list[str] = []
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        futures = engine.submit(requests)
+        for one, future in zip(requests, futures, strict=True):
+            future.add_done_callback(lambda _, name=one.request_id: order.append(name))  # type: ignore[misc]
+        results(futures)
+    assert order[0] == "before"
+
+
+def test_a_request_whose_row_was_taken_away_comes_to_its_end_while_others_keep_coming(
+    tiny_folders: dict[str, Path],
+) -> None:
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    num_others = 0
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        _, pinned = engine.submit(
+            [request("first", max_new_tokens=600), request("pinned", seed=2, max_new_tokens=700, pinned=True)]
+        )
+        wait_until(lambda: engine.statistics().num_preempted > 0)
+        while not pinned.done():
+            statistics = engine.statistics()
+            for _ in range(8 - statistics.num_running - statistics.num_waiting):
+                engine.submit([request(f"other {num_others}", max_new_tokens=50 + num_others % 50)])
+                num_others += 1
+            assert num_others < 300, "the pinned request starves"
+            time.sleep(0.001)
+
+
+def _waiting(arrival: int, *, begun: bool = False, **options: object) -> Running:
+    running = Running(request(str(arrival), **options), Future(), seed=0, arrival=arrival)
+    running.spans = [(0, 0)] if begun else []
+    return running
+
+
+def test_a_request_for_newer_weights_holds_up_nobody() -> None:
+    waiting = Waiting()
+    for running in (_waiting(0, min_version=2), _waiting(2), _waiting(1)):
+        waiting.add(running)
+    first = waiting.first(RowKind.RUNNING, 1, 1)
+    assert first is not None
+    assert first.arrival == 1
+    assert waiting.any_for(0)
+
+
+def test_pinned_requests_for_loaded_weights_wait_for_those_alone_that_began_with_older_ones() -> None:
+    waiting = Waiting()
+    begun, newer, older = (
+        _waiting(2, begun=True, pinned=True),
+        _waiting(0, min_version=1, pinned=True),
+        _waiting(1, pinned=True),
+    )
+    for running in (begun, newer, older):
+        waiting.add(running)
+    assert waiting.holds_weights
+    assert waiting.first(RowKind.PINNED, 0, 0) is older, "weights that nobody has hold up nobody"
+    assert waiting.first(RowKind.PINNED, 0, 1) is begun
+    assert waiting.take([begun]) == [begun]
+    assert not waiting.holds_weights
+    assert waiting.first(RowKind.PINNED, 0, 1) is None
+    assert waiting.first(RowKind.PINNED, 1, 1) is newer

@@ -1,10 +1,14 @@
 """Logprobs of the embedded engine are the learner's, whatever a completion was decoded with."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from requests_to_serve import (
     assert_agree,
     assert_same,
@@ -16,6 +20,7 @@ from requests_to_serve import (
 )
 
 from areal_rloo.config import TinyModelConfig
+from areal_rloo.engines.embedded.sampling import choose, inverted, rising
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
 NAMES = ["qwen2", "qwen3", "llama"]
@@ -76,3 +81,45 @@ def test_long_completions_are_the_learners_too(tiny_folders: dict[str, Path]) ->
     with serving(tiny_folders["qwen2"], context_tokens=1200) as engine:
         completions = results(engine.submit(requests))
     assert_agree(completions, learner_logprobs(tiny_folders["qwen2"], requests, completions), 1e-5)
+
+
+def test_attention_may_come_in_any_layout(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = F.scaled_dot_product_attention
+
+    def strided(*arguments: torch.Tensor, **options: Any) -> torch.Tensor:  # as on a GPU, by whichever kernel it takes
+        return attention(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    requests = mixed_requests(7)
+    with serving(tiny_folders["qwen2"], dtype=torch.bfloat16) as engine:
+        expected = results(engine.submit(requests))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", strided)
+    with serving(tiny_folders["qwen2"], dtype=torch.bfloat16) as engine:
+        completions = results(engine.submit(requests))
+    assert_same(completions, expected)
+
+
+LOGITS = st.one_of(st.floats(-30, 30), st.sampled_from([-torch.inf, -1e30, -1e4, -110.0, 1e4]))
+BELOW_1 = float(np.nextafter(np.float32(1), np.float32(0)))
+UNIFORM = st.floats(0, BELOW_1, width=32)
+
+
+@given(logits=st.lists(LOGITS, min_size=1, max_size=40).filter(lambda row: max(row) > -1e3), uniform=UNIFORM)
+def test_a_token_of_no_probability_is_never_chosen(logits: list[float], uniform: float) -> None:
+    tokens, logprobs = choose(torch.tensor([logits]), torch.tensor([uniform]), None)
+    assert torch.isfinite(logprobs).all()
+    assert torch.tensor([logits]).log_softmax(-1).exp()[0, tokens[0]] > 0
+
+
+@given(
+    parts=st.lists(st.sampled_from([0.0, 0.0, 1e-9, 1e-3, 0.2]), min_size=1, max_size=40).filter(any),
+    seed=st.integers(0, 1000),
+    uniform=UNIFORM,
+)
+def test_sums_that_rounding_made_fall_choose_no_token_without_probability(
+    parts: list[float], seed: int, uniform: float
+) -> None:
+    probabilities = torch.tensor([parts]) / sum(parts)
+    noise = torch.randn(probabilities.shape, generator=torch.Generator().manual_seed(seed)) * 1e-6
+    cumulated = rising(probabilities.cumsum(-1) * (1 + noise), probabilities)
+    assert (cumulated.diff(dim=-1) >= 0).all()
+    assert probabilities[0, inverted(cumulated, torch.tensor([uniform]))[0]] > 0

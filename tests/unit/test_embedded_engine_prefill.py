@@ -20,6 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest
+from areal_rloo.engines.embedded import scheduler
+from areal_rloo.engines.embedded.cache import Cache, CacheRow
+from areal_rloo.engines.embedded.parameters import Parameters
+from areal_rloo.engines.embedded.prefill import Segment, prefill
+from areal_rloo.engines.embedded.prefixes import Prefixes
 from areal_rloo.trajectory import Completion
 
 LONG = tuple(np.random.default_rng(2).integers(2, 258, 700).tolist())
@@ -161,3 +166,54 @@ def test_kept_rows_leave_before_a_running_one_does(tiny_folders: dict[str, Path]
         (completion,) = results(engine.submit([request("long", max_new_tokens=500)]))
         assert engine.statistics().num_preempted == 0
     assert len(completion.tokens) == 500
+
+
+def test_a_segment_with_a_beginning_before_it_is_no_longer_than_a_chunk(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments: list[Segment] = []
+
+    def noted(parameters: Parameters, cache: Cache, chunk: list[Segment], rope: torch.Tensor) -> None:
+        segments.extend(chunk)
+        prefill(parameters, cache, chunk, rope)
+
+    monkeypatch.setattr(scheduler, "prefill", noted)
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(prefill_chunk_tokens=64)}
+    requests = [request(str(i), prompt=(*LONG[: 350 * i + 100], 7, i), max_new_tokens=3) for i in range(2)]
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        completions = [results(engine.submit([one]))[0] for one in requests]
+    assert len(segments[0].tokens) == 101, "nothing stands before it"
+    assert {len(segment.tokens) for segment in segments[1:-1]} == {64}
+    assert len(segments[-1].tokens) <= 64
+    assert_agree(completions, learner_logprobs(tiny_folders["qwen2"], requests, completions), 1e-5)
+
+
+def test_a_kept_conversation_is_not_taken_apart_for_its_beginning_while_memory_is_free(
+    tiny_folders: dict[str, Path],
+) -> None:
+    first = request("first", prompt=LONG[:40], max_new_tokens=100)
+    with serving(tiny_folders["qwen2"], context_tokens=512) as engine:
+        (completion,) = results(engine.submit([first]))
+        results(engine.submit([request(str(i), prompt=(*LONG[:32], i, *LONG[:110])) for i in range(2)]))
+        before = engine.statistics()
+        results(engine.submit([request("turn", prompt=_next_turn(first.prompt_tokens, completion, (3,)))]))
+        after = engine.statistics()
+    assert after.cached_tokens - before.cached_tokens == 139
+    assert after.prefill_tokens - before.prefill_tokens == 1
+
+
+def test_no_prompt_is_looked_up_that_has_no_room(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[int] = []
+    find = Prefixes.find
+
+    def noted(self: Prefixes, tokens: np.ndarray, policy_version: int) -> tuple[CacheRow | None, int]:
+        looked_up.append(len(tokens))
+        return find(self, tokens, policy_version)
+
+    monkeypatch.setattr(Prefixes, "find", noted)
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
+    with serving(tiny_folders["qwen2"], **options) as engine:
+        results(engine.submit([request("before", max_new_tokens=500), request("waits", prompt=LONG, max_new_tokens=2)]))
+    assert len(looked_up) < 8

@@ -28,8 +28,12 @@ from areal_rloo.trajectory import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What steps need until the rows change; `counters` are all numbers that a step moves on by one."""
+    """What steps need until the rows change; `counters` are all numbers that a step moves on by one.
 
+    It holds while the cache has made no more than `num_moves`.
+    """
+
+    num_moves: int
     slots: npt.NDArray[np.int64]
     slots_on_device: Tensor
     rows: Rows
@@ -78,13 +82,13 @@ class DecodeBatch:
         self._cache = cache
         self._device = device
         self._steps_ahead = steps_ahead
-        self._context_tokens = context_tokens
         self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._plan: _Plan | None = None
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._uniforms = torch.zeros(num_slots, context_tokens, device=device)
+        self._table_tokens = context_tokens + steps_ahead  # a row makes so many more before it is known to have ended
+        self._uniforms = torch.zeros(num_slots, self._table_tokens, device=device)
         self._out_tokens = np.zeros((num_slots, context_tokens), dtype=np.int32)
         self._out_logprobs = np.zeros((num_slots, context_tokens), dtype=np.float32)
         self._arrivals = np.full(num_slots, -1, dtype=np.int64)
@@ -99,7 +103,7 @@ class DecodeBatch:
     def begin(self, running: Running, policy_version: int) -> None:
         """Decode a request whose row holds all known tokens but the last; there must be a free slot."""
         assert running.row is not None, "a request is decoded in a row"
-        self.rows_changed()
+        self._drop_plan()
         slot, sampling, known = self._free_slots.pop(), running.request.sampling, running.known_tokens
         num_made = len(running.tokens)
         running.spans.append((policy_version, num_made))
@@ -117,12 +121,6 @@ class DecodeBatch:
         self._stops[slot, list(sampling.stop_token_ids)] = True
         if not sampling.greedy:
             self._uniforms[slot, : sampling.max_new_tokens] = uniforms(running.seed, sampling.max_new_tokens)
-
-    def rows_changed(self) -> None:
-        """The cache moved rows, or which are decoded changed: the next launch looks again where they are."""
-        if self._plan is not None:
-            self._tokens.index_copy_(0, self._plan.slots_on_device, self._plan.rows.tokens)
-            self._plan = None
 
     def full(self) -> list[Running]:
         """Those whose next token has no room in their row, the first submitted first."""
@@ -154,7 +152,7 @@ class DecodeBatch:
     def leave(self, running: Running) -> None:
         """Give the slot back; the request keeps what was collected."""
         assert running.row is not None, "a request is decoded in a row"
-        self.rows_changed()
+        self._drop_plan()
         slot = running.row.slot
         num = self._collected[slot]
         running.keep_made(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
@@ -163,8 +161,19 @@ class DecodeBatch:
         self._arrivals[slot] = -1
         self._free_slots.append(slot)
 
+    def _current_plan(self) -> _Plan | None:
+        if self._plan is not None and self._plan.num_moves != self._cache.num_moves:
+            self._drop_plan()
+        return self._plan
+
+    def _drop_plan(self) -> None:
+        """The next launch looks again which rows there are, and where."""
+        if self._plan is not None:
+            self._tokens.index_copy_(0, self._plan.slots_on_device, self._plan.rows.tokens)
+            self._plan = None
+
     def _capacities_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if self._plan is None:
+        if self._current_plan() is None:
             for slot in slots.tolist():
                 row = self.running[slot].row
                 assert row is not None, "a request is decoded in a row"
@@ -172,7 +181,7 @@ class DecodeBatch:
         return self._capacities[slots]
 
     def _launch(self) -> None:
-        plan = self._plan or self._make_plan()
+        plan = self._current_plan() or self._make_plan()
         rows, slots = plan.rows, plan.slots
         logits = decode(self.parameters, self._cache, rows, self._rotations).float()
         uniform = self._uniforms.view(-1).index_select(0, plan.uniform_places)
@@ -184,7 +193,7 @@ class DecodeBatch:
         self._positions[slots] += 1
         self._made[slots] += 1
         if (self._made[slots] == self._minimums[slots]).any():
-            self.rows_changed()  # their stop tokens are allowed from here on
+            self._drop_plan()  # their stop tokens are allowed from here on
         done = None
         if self._device.type == "cuda":
             tokens, logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
@@ -223,7 +232,7 @@ class DecodeBatch:
         positions = self._positions[slots]
         self._capacities[slots] = [row.capacity for row in rows]
         starts = np.array([row.start for row in rows], dtype=np.int64)
-        uniform_places = slots * self._context_tokens + self._made[slots]
+        uniform_places = slots * self._table_tokens + self._made[slots]
         numbers = np.stack([slots, starts, self._capacities[slots], positions, uniform_places])
         on_device = torch.from_numpy(numbers).to(self._device)
         places = self._cache.places(on_device[1], on_device[2], on_device[3])
@@ -236,6 +245,7 @@ class DecodeBatch:
         sampled = [self.running[slot].request.sampling for slot in slots.tolist()]
         early = self._made[slots] < self._minimums[slots]
         self._plan = _Plan(
+            num_moves=self._cache.num_moves,
             slots=slots,
             slots_on_device=on_device[0],
             rows=Rows(blocks, longest, tokens, at, all_places, key_places),

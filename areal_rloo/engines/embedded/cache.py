@@ -74,6 +74,7 @@ class Cache:
             each head's vectors stand together: [num_kv_heads, capacity, head_dim].
         mask: [num_tokens * num_kv_heads]: 0 where a vector has been written, -inf elsewhere; added to scores.
         capacities: that rows may have, ascending.
+        num_moves: how often rows came, went or changed places; where they lie is known until it changes.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Cache:
         self._blocks: list[list[CacheRow]] = [[] for _ in range(len(RowKind) * len(self.capacities))]
         self._sizes: list[int] = [capacity for capacity in reversed(self.capacities) for _ in RowKind]
         self.used_tokens = 0
+        self.num_moves = 0
 
     @property
     def free_tokens(self) -> int:
@@ -121,6 +123,7 @@ class Cache:
 
     def remove(self, row: CacheRow) -> None:
         """Give its place back."""
+        self.num_moves += 1
         place = self._place(row.capacity, row.kind)
         rows = self._blocks[place]
         last = rows.pop()
@@ -133,6 +136,7 @@ class Cache:
 
     def turn_into(self, row: CacheRow, kind: RowKind) -> None:
         """Change what a row is for: it changes places with the row at its block's border, and the border moves."""
+        self.num_moves += 1
         while row.kind != kind:
             forward = row.kind < kind
             place = self._place(row.capacity, row.kind)
@@ -195,6 +199,7 @@ class Cache:
 
     def _insert(self, row: CacheRow) -> None:
         assert row.capacity <= self.free_tokens, f"{row.capacity} tokens do not fit in {self.free_tokens}"
+        self.num_moves += 1
         place = self._place(row.capacity, row.kind)
         row.start = sum(len(rows) * size for rows, size in zip(self._blocks[: place + 1], self._sizes, strict=False))
         self._open_gap(place + 1, row.capacity)

@@ -6,7 +6,7 @@
 Two batches: the running policy's, and for pinned requests (evaluation) one with a private copy of the weights it began
 with. Both make a step in turn, so neither waits for the other, and both have their rows in one arena, so that an
 evaluation takes no more memory for keys and values; what it needs beside is its copy of the weights. Callers wait for
-nothing but their futures.
+nothing but their futures: no lock is held while weights are copied or tokens computed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.running import Running
 from areal_rloo.engines.embedded.scheduler import Admitted, Ended, Scheduler
 from areal_rloo.engines.embedded.transformer import signed
+from areal_rloo.engines.embedded.waiting import Waiting
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
 
 logger = get_logger(__name__)
 
+_Result = TypeVar("_Result")
 _Staged = tuple[int, Iterable[tuple[str, Tensor]], Future[int]]
 
 
@@ -67,11 +70,13 @@ class EmbeddedEngine:
                 launch overlaps the computation, and 0 on a CPU, where there is nothing to overlap.
         """
         options = options or EmbeddedConfig()
-        parameters, cos, sin = load_checkpoint(model_path, context_tokens=context_tokens, device=device, dtype=dtype)
+        self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
+        table_tokens = context_tokens + self._steps_ahead  # a row that has ended is decoded until that is known
+        parameters, cos, sin = load_checkpoint(model_path, context_tokens=table_tokens, device=device, dtype=dtype)
         self._rope = torch.stack([cos, signed(sin)])
+        self._vocab_size = parameters.architecture.vocab_size
         self._context_tokens = context_tokens
         self._num_slots = num_slots
-        self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
         self._policy_version = policy_version
         num_tokens = options.cache_tokens or max(context_tokens, num_slots * context_tokens // 2)
         self._cache = Cache(
@@ -83,10 +88,10 @@ class EmbeddedEngine:
         )
         self._scheduler = Scheduler(self._cache, self._rope, prefill_chunk_tokens=options.prefill_chunk_tokens)
         self._running = self._admitted(parameters, RowKind.RUNNING)
-        self._waiting: dict[RowKind, deque[Running]] = {RowKind.RUNNING: deque(), RowKind.PINNED: deque()}
+        self._waiting = Waiting()
         self._staged: deque[_Staged] = deque()
-        self._aborts: set[str] = set()
-        self._live: set[str] = set()
+        self._aborts: set[Running] = set()
+        self._live: dict[str, Running] = {}
         self._num_submitted = 0
         self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
         self._idle_s = 0.0
@@ -99,27 +104,27 @@ class EmbeddedEngine:
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        futures: list[Future[Completion]] = [Future() for _ in requests]
+        futures: list[Future[Completion]] = [_started_future() for _ in requests]
         with self._changed:
             if self._death is not None:
                 raise self._death
             self._check(requests)
             for request, future in zip(requests, futures, strict=True):
-                self._live.add(request.request_id)
                 seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-                kind = RowKind.PINNED if request.pinned else RowKind.RUNNING
-                self._waiting[kind].append(Running(request, future, seed, self._num_submitted))
+                running = Running(request, future, seed, self._num_submitted)
+                self._live[request.request_id] = running
+                self._waiting.add(running)
                 self._num_submitted += 1
             self._changed.notify()
         return futures
 
     def abort(self, request_ids: Iterable[str]) -> None:
         with self._changed:
-            self._aborts |= set(request_ids) & self._live
+            self._aborts |= {self._live[name] for name in request_ids if name in self._live}
             self._changed.notify()
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
-        future: Future[int] = Future()
+        future: Future[int] = _started_future()
         with self._changed:
             if self._death is not None:
                 raise self._death
@@ -134,8 +139,8 @@ class EmbeddedEngine:
                 idle_s += time.monotonic() - self._idle_since_s
             return EngineStatistics(
                 policy_version=self._policy_version,
-                num_running=self._scheduler.num_admitted,
-                num_waiting=sum(len(waiting) for waiting in self._waiting.values()),
+                num_running=len(self._live) - len(self._waiting),
+                num_waiting=len(self._waiting),
                 num_finished=self._counts["finished"],
                 num_preempted=self._scheduler.num_preempted,
                 generated_tokens=self._scheduler.generated_tokens,
@@ -156,10 +161,21 @@ class EmbeddedEngine:
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         seen: set[str] = set()
         for request in requests:
-            name, num = request.request_id, len(request.prompt_tokens)
-            needed = num + request.sampling.max_new_tokens
+            name, num, sampling = request.request_id, len(request.prompt_tokens), request.sampling
+            needed = num + sampling.max_new_tokens
             if num == 0:
                 raise EngineError(f"request {name}: the prompt has no token")
+            if sampling.max_new_tokens < 1:
+                raise EngineError(
+                    f"request {name}: expected max_new_tokens of at least 1, got {sampling.max_new_tokens}"
+                )
+            if not sampling.temperature > 0 and not sampling.greedy:
+                raise EngineError(
+                    f"request {name}: expected a temperature above 0, got {sampling.temperature}; "
+                    "set greedy for the most likely tokens"
+                )
+            self._check_vocabulary(f"request {name}: a prompt", request.prompt_tokens)
+            self._check_vocabulary(f"request {name}: stop_token_ids", sampling.stop_token_ids)
             if needed > self._context_tokens:
                 raise EngineError(f"request {name}: needs {needed} tokens, the context holds {self._context_tokens}")
             if needed > self._cache.capacities[-1]:
@@ -170,6 +186,11 @@ class EmbeddedEngine:
             if name in self._live or name in seen:
                 raise EngineError(f"request {name}: this id is in use")
             seen.add(name)
+
+    def _check_vocabulary(self, what: str, tokens: Sequence[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise EngineError(f"{what}: expected token ids from 0 to {self._vocab_size - 1}, got {wrong}")
 
     def _admitted(self, parameters: Parameters, kind: RowKind) -> Admitted:
         batch = DecodeBatch(
@@ -198,114 +219,135 @@ class EmbeddedEngine:
         """Everything between two steps, then a step; False at the end."""
         with self._changed:
             self._changed.wait_for(self._has_work)
-            if self._closing:
-                self._end_all()
-                return False
-            self._swap_staged()
-            self._end_aborted()
-            self._admit_waiting()
-            now_s = time.monotonic()
-            idle = self._scheduler.num_admitted == 0
-            if self._idle_since_s is not None and not idle:
-                self._idle_s += now_s - self._idle_since_s
-                self._idle_since_s = None
-            elif self._idle_since_s is None and idle:
-                self._idle_since_s = now_s
+            closing = self._closing
+        if closing:
+            self._end_all()
+            return False
+        self._swap_staged()
+        self._end_aborted()
+        self._renew_pinned()
+        with self._changed:
+            self._scheduler.admit(self._waiting, self._policy_version)
+            self._note_idle(self._scheduler.num_admitted == 0)
         for admitted in list(self._scheduler.batches.values()):
             self._scheduler.prefill(admitted)
         self._make_room()
         for admitted in list(self._scheduler.batches.values()):
             if admitted.batch.running:
-                self._count(self._scheduler.step(admitted), num_steps=1)
+                self._give(self._scheduler.step(admitted), num_steps=1)
         return True
 
     def _has_work(self) -> bool:
         if self._closing or self._staged or self._aborts or self._scheduler.num_admitted:
             return True
-        self._note_idle()
-        return any(
-            running.request.min_version <= self._policy_version
-            for waiting in self._waiting.values()
-            for running in waiting
-        )
+        self._note_idle(True)
+        return self._waiting.any_for(self._policy_version)
 
-    def _note_idle(self) -> None:
-        if self._idle_since_s is None:
-            self._idle_since_s = time.monotonic()
+    def _note_idle(self, idle: bool) -> None:
+        now_s = time.monotonic()
+        if idle and self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif not idle and self._idle_since_s is not None:
+            self._idle_s += now_s - self._idle_since_s
+            self._idle_since_s = None
 
     def _make_room(self) -> None:
         ended, preempted = self._scheduler.make_room()
-        if not ended and not preempted:
-            return
-        self._count(ended)
-        with self._changed:
-            for running in preempted:  # the latest first, so that the earliest is in front in the end
-                self._waiting[RowKind.PINNED if running.request.pinned else RowKind.RUNNING].appendleft(running)
+        if ended:
+            self._give(ended)
+        if preempted:
+            with self._changed:
+                for running in preempted:
+                    self._waiting.add(running)
 
-    def _count(self, ended: Ended, num_steps: int = 0) -> None:
-        """Give completions to those who wait for them."""
+    def _give(self, ended: Ended, num_steps: int = 0) -> None:
+        """Completions to those who wait for them."""
+        completions = [(running.future, running.completion(reason)) for running, reason in ended]
         with self._changed:
             self._counts["steps"] += num_steps
             self._counts["finished"] += sum(reason != "abort" for _, reason in ended)
-            self._live -= {running.request.request_id for running, _ in ended}
-        for running, reason in ended:
-            running.future.set_result(running.completion(reason))
+            for running, _ in ended:
+                del self._live[running.request.request_id]
+        for future, completion in completions:
+            future.set_result(completion)
 
     def _swap_staged(self) -> None:
-        while self._staged:
-            policy_version, weights, future = self._staged.popleft()
+        while self._staged:  # only this thread takes them out, each when it is done with it
+            policy_version, weights, future = self._staged[0]
             started_s = time.perf_counter()
-            if policy_version > self._policy_version:
-                try:
-                    self._running.batch.parameters.copy_from(weights)
-                except EngineError as error:
-                    future.set_exception(error)
-                    continue
-                self._policy_version = policy_version
-                self._scheduler.new_version(policy_version)
-                self._counts["updates"] += 1
-            self._swap_s += time.perf_counter() - started_s
-            future.set_result(self._policy_version)
+            taken = policy_version > self._policy_version
+            error = self._take_weights(weights) if taken else None
+            with self._changed:
+                if taken and error is None:
+                    self._policy_version = policy_version
+                    self._scheduler.new_version(policy_version)
+                    self._counts["updates"] += 1
+                self._staged.popleft()
+                self._swap_s += time.perf_counter() - started_s
+            if error is None:
+                future.set_result(self._policy_version)
+            else:
+                future.set_exception(error)
+
+    def _take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> EngineError | None:
+        """Gives what is wrong with them, and then none was copied; an error while they are copied ends the engine."""
+        parameters = self._running.batch.parameters
+        try:
+            fitting = parameters.fitting(weights)
+        except EngineError as error:
+            return error
+        except Exception as error:  # the caller's own iterable raised it
+            logger.exception("weights could not be read")
+            return EngineError(f"weights could not be read: {type(error).__name__}: {error}")
+        parameters.copy_from(fitting)
+        return None
 
     def _end_aborted(self) -> None:
-        if not self._aborts:
-            return
-        ended = self._scheduler.abort(self._aborts)
-        for waiting in self._waiting.values():
-            for running in [r for r in waiting if r.request.request_id in self._aborts]:
-                waiting.remove(running)
-                ended.append((running, "abort"))
-        self._aborts = set()
-        self._count(ended)
+        with self._changed:
+            aborts, self._aborts = self._aborts, set()
+            if not aborts:
+                return
+            waiting = self._waiting.take(aborts)
+        self._give([*self._scheduler.abort(aborts), *((running, "abort") for running in waiting)])
 
-    def _admit_waiting(self) -> None:
-        self._scheduler.admit(self._running, self._waiting[RowKind.RUNNING])
-        pinned = self._scheduler.batches.get(RowKind.PINNED)
-        if pinned is not None and pinned.num == 0 and pinned.policy_version != self._policy_version:
-            del self._scheduler.batches[RowKind.PINNED]
+    def _renew_pinned(self) -> None:
+        """Drop a pinned batch of older weights that nobody needs any more; make one where somebody waits for it."""
+        batches, newest = self._scheduler.batches, self._policy_version
+        pinned = batches.get(RowKind.PINNED)
+        with self._changed:
+            outdated = pinned is not None and pinned.num == 0 and pinned.policy_version != newest
+            outdated = outdated and not self._waiting.holds_weights
+            wanted = pinned is None or outdated
+            wanted = wanted and self._waiting.first(RowKind.PINNED, newest, newest) is not None
+        if outdated:
+            del batches[RowKind.PINNED]
             self._scheduler.forget_unused_versions()
-            pinned = None
-        if not self._waiting[RowKind.PINNED]:
-            return
-        if pinned is None:
-            pinned = self._admitted(self._running.batch.parameters.clone(), RowKind.PINNED)
-        # A request for weights newer than the pinned ones waits until the batch is empty and its copy is renewed.
-        self._scheduler.admit(pinned, self._waiting[RowKind.PINNED])
+        if wanted:
+            self._admitted(self._running.batch.parameters.clone(), RowKind.PINNED)
 
     def _end_all(self) -> None:
-        self._aborts = set(self._live)
+        error = EngineError("the engine was closed")
+        with self._changed:
+            self._death = error
+            self._aborts = set(self._live.values())
         self._end_aborted()
-        for _, _, future in self._staged:
-            future.set_exception(EngineError("the engine was closed"))
-        self._death = EngineError("the engine was closed")
+        self._fail_staged(error)
 
     def _die(self, error: EngineError) -> None:
         with self._changed:
             self._death = error
-            futures = [running.future for waiting in self._waiting.values() for running in waiting]
-            futures += [running.future for a in self._scheduler.batches.values() for running in a.all()]
-            for _, _, staged in self._staged:
-                staged.set_exception(error)
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
+            unfinished, self._live = self._live, {}
+        for running in unfinished.values():
+            running.future.set_exception(error)
+        self._fail_staged(error)
+
+    def _fail_staged(self, error: EngineError) -> None:
+        for _, _, future in self._staged:
+            future.set_exception(error)
+
+
+def _started_future() -> Future[_Result]:
+    """One that its holder cannot cancel: ending a request early is what `abort` is for."""
+    future: Future[_Result] = Future()
+    future.set_running_or_notify_cancel()
+    return future

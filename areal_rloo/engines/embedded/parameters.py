@@ -129,8 +129,8 @@ class Parameters:
         ]
         self._places = dict(self._named_places())
 
-    def copy_from(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights by Hugging Face name; nothing is copied unless all of them fit.
+    def fitting(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """New weights by Hugging Face name, if all of them fit.
 
         Raises:
             EngineError: a name is unknown or missing, or a shape differs.
@@ -148,7 +148,11 @@ class Parameters:
             expected = place.shape[1:] if name.endswith(("q_norm.weight", "k_norm.weight")) else place.shape
             if tensor.shape != expected:
                 raise EngineError(f"weights: {name}: expected shape {tuple(expected)}, got {tuple(tensor.shape)}")
-        for name, tensor in given.items():
+        return given
+
+    def copy_from(self, fitting: dict[str, Tensor]) -> None:
+        """Take weights that `fitting` gave."""
+        for name, tensor in fitting.items():
             self._places[name].copy_(tensor)
 
     def clone(self) -> Parameters:
@@ -206,7 +210,7 @@ def load_checkpoint(
     architecture = Architecture.of_config(config, path)
     parameters = Parameters(architecture, device=device, dtype=dtype)
     try:
-        parameters.copy_from(_stored_tensors(path))
+        parameters.copy_from(parameters.fitting(_stored_tensors(path)))
     except (OSError, EngineError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
     cos, sin = _rotary_tables(config, architecture, context_tokens, path)

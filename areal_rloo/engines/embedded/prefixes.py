@@ -59,11 +59,19 @@ class Prefixes:
         """A row nobody decodes any more; it stays until it is evicted or taken."""
         self._kept[row] = None
 
-    def take(self, row: CacheRow) -> bool:
-        """Whether the row was kept and is now the caller's."""
-        was_kept = row in self._kept
-        self._kept.pop(row, None)
-        return was_kept
+    def kept(self, row: CacheRow) -> bool:
+        return row in self._kept
+
+    def used(self, row: CacheRow) -> None:
+        """Somebody starts from this row; of those kept it is the last to leave."""
+        if row in self._kept:
+            del self._kept[row]
+            self._kept[row] = None
+
+    def take(self, row: CacheRow) -> None:
+        """A kept row becomes the caller's, and nobody else's."""
+        del self._kept[row]
+        self.withdraw(row)
 
     def evict(self) -> bool:
         """Give back the memory of the longest unused kept row; False if there is none."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_rloo.engines.base import GenerationRequest
-from areal_rloo.engines.embedded.cache import CacheRow
+from areal_rloo.engines.embedded.cache import CacheRow, RowKind
 from areal_rloo.trajectory import Completion, FinishReason
 
 
@@ -34,6 +34,7 @@ class Running:
         row: where its keys and values are; None while it waits.
         num_prefilled: tokens of its beginning that are in the row, until it is decoded.
         prefill_version: of the weights that began to compute the row.
+        known_tokens: int32, prompt and completion so far; all but the last are in the cache before it is decoded.
     """
 
     request: GenerationRequest
@@ -46,15 +47,21 @@ class Running:
     row: CacheRow | None = None
     num_prefilled: int = 0
     prefill_version: int = 0
+    known_tokens: npt.NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known_tokens = np.array(self.request.prompt_tokens, dtype=np.int32)
 
     @property
-    def known_tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and completion so far; all but the last have to be in the cache before it is decoded."""
-        return np.concatenate([np.array(self.request.prompt_tokens, dtype=np.int32), self.tokens])
+    def kind(self) -> RowKind:
+        """Of the batch that decodes it."""
+        return RowKind.PINNED if self.request.pinned else RowKind.RUNNING
 
     def keep_made(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
         """Everything made so far, [num_tokens] each."""
         self.tokens, self.logprobs = tokens.copy(), logprobs.copy()
+        prompt = self.known_tokens[: len(self.request.prompt_tokens)]
+        self.known_tokens = np.concatenate([prompt, self.tokens])
 
     def completion(self, reason: FinishReason) -> Completion:
         """What `tokens` hold."""

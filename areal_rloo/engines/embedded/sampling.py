@@ -98,6 +98,24 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, order, kept.masked_fill(cut, -torch.inf))
 
 
+def rising(cumulated: Tensor, probabilities: Tensor) -> Tensor:
+    """Cumulated probabilities that never fall, and do not rise where a token has none; [num_rows, vocab_size]."""
+    return cumulated.masked_fill(probabilities == 0, 0).cummax(dim=-1).values
+
+
+def inverted(cumulated: Tensor, uniform: Tensor) -> Tensor:
+    """The first token whose cumulated probability is above the row's uniform number, [num_rows, 1] int64.
+
+    Args:
+        cumulated: [num_rows, vocab_size] float32, rising.
+        uniform: [num_rows] float32 in [0, 1).
+    """
+    total = cumulated[:, -1:]
+    # Strictly below the total, so that rounding cannot choose a token of probability 0 behind the last real one.
+    threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, threshold, right=True)
+
+
 def choose(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """A token a row, and its logprob.
 
@@ -110,11 +128,11 @@ def choose(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tens
         Tokens [num_rows] int64 and logprobs [num_rows] float32.
     """
     logprobs = logits.log_softmax(dim=-1)
-    cumulated = logprobs.exp().cumsum(dim=-1)
-    total = cumulated[:, -1:]
-    # Strictly below the total, so that rounding cannot choose a token of probability 0 behind the last real one.
-    threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulated, threshold, right=True)
+    probabilities = logprobs.exp()
+    cumulated = probabilities.cumsum(dim=-1)
+    if cumulated.is_cuda:  # sums of parts that were rounded on their own; a CPU adds one after the other, in float64
+        cumulated = rising(cumulated, probabilities)
+    tokens = inverted(cumulated, uniform)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)

@@ -5,13 +5,14 @@
        └──────────────────────────────────────┴── its row taken away ◄───┘
 
 All batches share one arena. When a row must grow and nothing is free, kept rows go first; then the request that was
-submitted last loses its row, and waits again with all tokens it has. The one submitted first never does, so that
-something always comes to its end.
+submitted last loses its row, and waits again with all tokens it has. Rows are given in the order of submission,
+whatever the batch: nobody younger gets memory that an earlier request waits for. So of those with a row the one
+submitted first never loses it, and those that wait come next, one after the other.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 from torch import Tensor
@@ -21,10 +22,13 @@ from areal_rloo.engines.embedded.cache import Cache, CacheRow, RowKind
 from areal_rloo.engines.embedded.prefill import Segment, prefill
 from areal_rloo.engines.embedded.prefixes import Prefixes
 from areal_rloo.engines.embedded.running import Running
+from areal_rloo.engines.embedded.waiting import Waiting
 from areal_rloo.trajectory import FinishReason
 
 _PREFILL_TOKENS = 8192  # of one pass while nothing is decoded
 _SPARE_SHARE = 1 / 16  # of the memory stays free when a request starts beside others, so that they can grow a while
+
+_TAKEN_SHARE = 7 / 8  # of a kept row's tokens, at least, that the request which takes it over goes on from
 
 Ended = list[tuple[Running, FinishReason]]
 
@@ -76,19 +80,25 @@ class Scheduler:
     def num_admitted(self) -> int:
         return sum(admitted.num for admitted in self.batches.values())
 
-    def admit(self, admitted: Admitted, waiting: deque[Running]) -> None:
-        """Give rows to the first waiting requests, as slots and memory allow; skips those for newer weights."""
-        skipped = []
-        while waiting and admitted.num_free:
-            running = waiting.popleft()
-            if running.request.min_version > admitted.policy_version:
-                skipped.append(running)
-            elif not self._give_row(running, admitted.policy_version):
-                waiting.appendleft(running)
-                break
-            else:
-                admitted.prefilling.append(running)
-        waiting.extendleft(reversed(skipped))
+    def admit(self, waiting: Waiting, newest_version: int) -> None:
+        """Give rows to waiting requests by their submission, whichever their batch, until one finds no memory.
+
+        Those that wait for newer weights, or for a slot of their batch, hold up none of the other.
+        """
+        while True:
+            heads = [
+                (running, admitted)
+                for kind, admitted in self.batches.items()
+                if admitted.num_free
+                and (running := waiting.first(kind, admitted.policy_version, newest_version)) is not None
+            ]
+            if not heads:
+                return
+            running, admitted = min(heads, key=lambda head: head[0].arrival)
+            if not self._give_row(running, admitted.policy_version):
+                return
+            waiting.remove(running)
+            admitted.prefilling.append(running)
 
     def prefill(self, admitted: Admitted) -> None:
         """Compute the next chunk of prompts, each known beginning once; those complete are decoded from now on."""
@@ -97,19 +107,22 @@ class Scheduler:
         while admitted.prefilling and left > 0:
             segments: dict[bytes, tuple[Running, Segment]] = {}
             for running in list(admitted.prefilling):
+                if left <= 0:
+                    break
                 assert running.row is not None, "a request is prefilled in a row"
                 wanted = running.known_tokens[:-1]
                 self._start_from_cache(running, wanted, admitted.policy_version)
-                rest = wanted[running.num_prefilled :][:left]
-                if running.num_prefilled == len(wanted):
+                start, key = running.num_prefilled, wanted.tobytes()
+                if start == len(wanted):
                     self._begin(running, admitted)
-                elif left > 0 and wanted.tobytes() not in segments:
-                    segments[wanted.tobytes()] = (running, Segment(running.row, running.num_prefilled, rest))
-                    left -= len(rest)
+                elif key not in segments:
+                    # What follows a beginning is computed with a mask, and scores of every token with all before it.
+                    most = left if start == 0 else min(left, self._chunk_tokens)
+                    segments[key] = (running, Segment(running.row, start, wanted[start:][:most]))
+                    left -= len(segments[key][1].tokens)
             if segments:
-                prefill(
-                    admitted.batch.parameters, self._cache, [segment for _, segment in segments.values()], self._rope
-                )
+                chunk = [segment for _, segment in segments.values()]
+                prefill(admitted.batch.parameters, self._cache, chunk, self._rope)
                 for running, segment in segments.values():
                     running.num_prefilled = segment.end
                     self.prefill_tokens += len(segment.tokens)
@@ -133,12 +146,12 @@ class Scheduler:
         """One token for every row that is decoded; gives the requests that ended, with what they made."""
         return self._released(admitted, admitted.batch.step())
 
-    def abort(self, request_ids: set[str]) -> Ended:
+    def abort(self, aborted: Collection[Running]) -> Ended:
         """Take requests out; gives those, and what ended by itself meanwhile."""
         ended: Ended = []
         for admitted in self.batches.values():
             ended += self._released(admitted, admitted.batch.drain())
-            for running in [r for r in admitted.all() if r.request.request_id in request_ids]:
+            for running in [running for running in admitted.all() if running in aborted]:
                 self._take_row(running, admitted)
                 ended.append((running, "abort"))
         return ended
@@ -157,36 +170,36 @@ class Scheduler:
     def _give_row(self, running: Running, policy_version: int) -> bool:
         known = running.known_tokens
         needed = self._cache.capacity_for(len(known))
+        spare = int(self._cache.num_tokens * _SPARE_SHARE) if self.num_admitted else 0
+        if self._cache.free_tokens + self._prefixes.kept_tokens < needed + spare:
+            return False
         donor, num = self._prefixes.find(known[:-1], policy_version)
-        if donor is not None and donor.capacity <= needed and self._prefixes.take(donor):
-            if not self._has_room(needed - donor.capacity):
-                self._prefixes.keep(donor)
-                return False
-            self._prefixes.withdraw(donor)
+        if donor is not None and self._may_take(donor, num, needed, spare):
+            self._prefixes.take(donor)
+            self._make_free(needed - donor.capacity + spare)
             if donor.capacity < needed:
-                self._resize(donor, needed, num)
+                self._cache.resize(donor, needed, num)
             self._cache.turn_into(donor, RowKind.PREFILLED)
             self._cache.mark_written(donor, num)
-            self._rows_moved()
             running.row, running.num_prefilled = donor, num
             self.cached_tokens += num
         else:
-            if not self._has_room(needed):
-                return False
+            self._make_free(needed + spare)
             running.row, running.num_prefilled = self._cache.add(needed, RowKind.PREFILLED), 0
-            self._rows_moved()
         running.prefill_version = policy_version
         return True
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Make it free without taking a row from anybody, if that can be."""
-        spare = int(self._cache.num_tokens * _SPARE_SHARE) if self.num_admitted else 0
-        if self._cache.free_tokens + self._prefixes.kept_tokens < num_tokens + spare:
+    def _may_take(self, donor: CacheRow, num_used: int, needed: int, spare: int) -> bool:
+        """Whether a request goes on in a kept row; otherwise the row stays for others, and its beginning is copied."""
+        if not self._prefixes.kept(donor) or donor.capacity > needed:
             return False
-        while self._cache.free_tokens < num_tokens + spare:
-            self._prefixes.evict()
-            self._rows_moved()
-        return True
+        return num_used >= _TAKEN_SHARE * len(donor.tokens) or self._cache.free_tokens < needed + spare
+
+    def _make_free(self, num_tokens: int) -> None:
+        """Kept rows leave until as many tokens are free; together they hold enough."""
+        while self._cache.free_tokens < num_tokens:
+            evicted = self._prefixes.evict()
+            assert evicted, "the room was counted before"
 
     def _start_from_cache(self, running: Running, wanted: np.ndarray, policy_version: int) -> None:
         if running.num_prefilled > 0:
@@ -195,6 +208,7 @@ class Scheduler:
         if donor is not None and donor is not running.row:
             assert running.row is not None, "a request is prefilled in a row"
             self._cache.copy_beginning(donor, running.row, num)
+            self._prefixes.used(donor)
             running.num_prefilled, running.prefill_version = num, policy_version
             self.cached_tokens += num
 
@@ -208,7 +222,6 @@ class Scheduler:
         assert row is not None, "a request is prefilled in a row"
         admitted.prefilling.remove(running)
         self._cache.turn_into(row, admitted.batch.kind)
-        self._rows_moved()
         admitted.batch.begin(running, admitted.policy_version)
         if running.prefill_version == admitted.policy_version:
             self._prefixes.offer(row, running.known_tokens[:-1], admitted.policy_version)
@@ -228,12 +241,8 @@ class Scheduler:
             preempted.append(last)
             if last is running:
                 return preempted
-        self._resize(row, capacity, admitted.batch.num_written(running))
+        self._cache.resize(row, capacity, admitted.batch.num_written(running))
         return preempted
-
-    def _resize(self, row: CacheRow, capacity: int, num_written: int) -> None:
-        self._cache.resize(row, capacity, num_written)
-        self._rows_moved()
 
     def _released(self, admitted: Admitted, ended: Ended) -> Ended:
         """Take requests that ended out of their batch; what they computed stays in the cache while there is room."""
@@ -251,7 +260,6 @@ class Scheduler:
             else:
                 self._prefixes.withdraw(row)
                 self._cache.remove(row)
-            self._rows_moved()
         return ended
 
     def _take_row(self, running: Running, admitted: Admitted) -> None:
@@ -263,12 +271,7 @@ class Scheduler:
             admitted.batch.leave(running)
         self._prefixes.withdraw(row)
         self._cache.remove(row)
-        self._rows_moved()
         running.row, running.num_prefilled = None, 0
 
     def _admitted_of(self, running: Running) -> Admitted:
         return next(admitted for admitted in self.batches.values() if running in admitted.all())
-
-    def _rows_moved(self) -> None:
-        for admitted in self.batches.values():
-            admitted.batch.rows_changed()

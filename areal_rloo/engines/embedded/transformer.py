@@ -90,7 +90,7 @@ def decode(parameters: Parameters, cache: Cache, rows: Rows, rotations: Rotation
         else:
             parts = zip(reads, q.split([read.num_heads for read in reads]), strict=True)
             attended = torch.cat([read.attend(index, part) for read, part in parts])
-        hidden = after_attention(hidden, attended.view(num, -1), layer, parameters)
+        hidden = after_attention(hidden, attended.reshape(num, -1), layer, parameters)
     last = normed(hidden, parameters.final_norm, parameters.norm_eps).to(parameters.head.dtype)
     return torch.mm(last, parameters.head.t())
 
