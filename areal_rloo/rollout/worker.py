@@ -18,7 +18,7 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, EngineStatistics, SamplingParameters
-from areal_rloo.errors import ArealRlooError, DecodeError, EpisodeError, SampleError, described, shortened
+from areal_rloo.errors import ArealRlooError, DecodeError, EpisodeError, SampleError, WeightsError, described, shortened
 from areal_rloo.rollout.episode import Episode, Rewards, Sample
 from areal_rloo.rollout.turns import SampleEngine, Turns
 from areal_rloo.tasks.chat import ChatFormat
@@ -146,9 +146,7 @@ class RolloutWorker:
                     logger.warning("leases were lost (%d of %d came)", self._lease_sequence, message.lease_sequence)
                     await self._hello()
             case Welcome():
-                if self._learner_id not in (None, message.learner_id):
-                    logger.info("the learner is another one")
-                self._learner_id = message.learner_id
+                self._meet(message)
                 self._lease_sequence = 0
                 await self._channel.resend_unacknowledged()
             case Abort():
@@ -159,6 +157,23 @@ class RolloutWorker:
                 self._stopped.set()
             case Refusal():
                 logger.error("the learner refuses a message: %s", message.detail)
+
+    def _meet(self, message: Welcome) -> None:
+        """A learner answers; it may be another than the last time.
+
+        Raises:
+            WeightsError: it begins again at an earlier version, so ours, and what is tagged with it, are of no run.
+        """
+        another = self._learner_id not in (None, message.learner_id)
+        self._learner_id = message.learner_id
+        version = self._engine.statistics().policy_version
+        if another and version > message.policy_version:
+            raise WeightsError(
+                f"the learner went back to version {message.policy_version}, and its next ones will not be those that "
+                f"led to our version {version}; this worker starts anew"
+            )
+        if another:
+            logger.info("the learner is another one")
 
     async def _hello(self) -> None:
         held = {*self._held, *self._channel.unacknowledged()}

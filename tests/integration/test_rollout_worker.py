@@ -10,6 +10,7 @@ import torch
 
 from areal_rloo.config import load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.errors import WeightsError
 from areal_rloo.models.loading import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
@@ -55,14 +56,21 @@ class _Learner:
         self.channel.send(self.peer, Leases(sequence, (lease,)))
 
 
-def _play(folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]]) -> BaseException | None:
+def _play(
+    folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]], *, policy_version: int = 0
+) -> BaseException | None:
     """Run a worker against the scenario; gives the error it ended with."""
     config = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
 
     async def main() -> BaseException | None:
         learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
         engine = EmbeddedEngine(
-            folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=8, context_tokens=config.context_tokens
+            folder,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            num_slots=8,
+            context_tokens=config.context_tokens,
+            policy_version=policy_version,
         )
         channel = WorkerChannel(
             f"tcp://127.0.0.1:{learner.channel.port}",
@@ -173,3 +181,27 @@ def test_a_worker_that_can_send_no_more_ends_with_the_reason(tiny_folders: dict[
 
     error = _play(tiny_folders["qwen2"], Broken(), scenario)
     assert isinstance(error, AttributeError)
+
+
+def test_a_learner_that_went_back_to_an_earlier_version_ends_the_worker_which_starts_anew(
+    tiny_folders: dict[str, Path],
+) -> None:
+    """Tokens of our version 57 would count as fresh under its own, later and different, version 57."""
+
+    async def scenario(learner: _Learner) -> None:
+        learner.channel.send(learner.peer, Welcome("the same, from a checkpoint", 50))
+        await learner.until(lambda: False)  # Goodbye
+
+    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
+    assert isinstance(error, WeightsError)
+    assert "went back to version 50" in str(error)
+
+
+def test_a_learner_that_only_reconnects_changes_nothing(tiny_folders: dict[str, Path]) -> None:
+    async def scenario(learner: _Learner) -> None:
+        learner.channel.send(learner.peer, Welcome("learner", 0))
+        learner.channel.send(learner.peer, Welcome("another, further on", 60))
+        learner.lease(sequence=1)
+        await learner.until(lambda: len(learner.finished) == 2)
+
+    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None

@@ -12,12 +12,12 @@ import pytest
 import torch
 from sglang_support import (
     assert_close,
+    cached_logprobs,
     eventually,
     model_of,
     request,
     running_engine,
     server_processes,
-    slow_logprobs,
     version_runs,
 )
 from transformers import PreTrainedModel
@@ -106,7 +106,7 @@ def test_two_hundred_updates_under_load_lose_nothing_and_tag_every_token_right(
     spanning = [one for one in load.done if len(version_runs(one[1])) > 1]
     assert len(spanning) > len(load.done) / 2
     for prompt, completion in random.Random(0).sample(spanning, NUM_RECOMPUTED):
-        assert_close(completion, slow_logprobs(models, prompt, completion))
+        assert_close(completion, cached_logprobs(models, prompt, completion))
 
 
 def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
