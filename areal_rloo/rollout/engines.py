@@ -23,6 +23,7 @@ from areal_rloo.telemetry.tables import ENGINE_SERVER
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice
 
 _CONNECT_TIMEOUT_S = 5.0
+_SCRAPE_TIMEOUT_S = 10.0
 _LEARNER_FIRST_S = 10.0  # the learner gives up before the server does, and says why
 
 
@@ -56,7 +57,7 @@ class WorkerEngine:
         server = self.server
         if server is not None:
             watch(registry, ENGINE_SERVER, lambda: msgspec.structs.asdict(server.server_statistics()))
-            relay(registry, lambda: asyncio.run(server.metrics_text()))  # each scrape has a thread of its own
+            relay(registry, lambda: asyncio.run(_scraped(server)))  # each scrape has a thread of its own
 
 
 def make_engine(
@@ -112,6 +113,14 @@ def make_engine(
         on_weights_lost=on_weights_lost,
     )
     return WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
+
+
+async def _scraped(server: SGLangEngine) -> str:
+    """Its metrics; none where it is just ending."""
+    try:
+        return await asyncio.wait_for(server.metrics_text(), _SCRAPE_TIMEOUT_S)
+    except TimeoutError:
+        return ""
 
 
 def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Future[int]]:

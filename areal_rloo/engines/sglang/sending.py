@@ -26,17 +26,26 @@ class Sending:
         self._vocab_size = vocab_size
         self._cache_of = secrets.token_hex(4)  # this engine: a server may have served another run's versions
         self._tasks: set[asyncio.Task[None]] = set()
+        self._mistake: BaseException | None = None
 
     async def run(self) -> None:
-        """Send whatever may be sent, whenever something changed."""
+        """Send whatever may be sent, whenever something changed. A mistake of ours in one of them ends it."""
         while True:
             await self._state.changed.wait()
             self._state.changed.clear()
+            if self._mistake is not None:
+                raise self._mistake
             if self._state.gate_is_open:
                 for flight in self._queue.take(self._state.policy_version):
                     task = asyncio.create_task(self._fly(flight))
                     self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._mistake = task.exception()
+            self._state.changed.set()
 
     async def take_back(self) -> None:
         """The server is gone: everything under way waits again, in its order."""
