@@ -17,7 +17,7 @@ RELATED = {
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
     *("estimator", "placement", "train", "eval", "episode"),
-    *("tensor_parallel", "urls", "api_key_env"),
+    *("tensor_parallel", "urls", "api_key_env", "cache_tokens"),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
 }
 TREACHEROUS = [
