@@ -187,8 +187,9 @@ def test_the_key_is_in_no_command_line_and_in_no_file_that_others_read(folder: P
     plan = ServerPlan(folder, 4096, "cpu", "float32", 1, 2, 64, 1)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path / "server.log")
     try:
-        eventually(lambda: server_processes(tmp_path / "server.log"), "it starts")
-        words = server_processes(tmp_path / "server.log")[0].cmdline()
+        server = psutil.Process(process.pid)
+        eventually(lambda: server.cmdline()[1:3] == ["-m", "sglang.launch_server"], "it becomes SGLang")
+        words = server.cmdline()
         assert process.api_key not in " ".join(words)
         assert Path(words[words.index("--config") + 1]).stat().st_mode & 0o777 == 0o600
         assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600, "SGLang writes its options there"

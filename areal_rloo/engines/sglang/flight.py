@@ -91,7 +91,7 @@ class Flight:
         self.tokens += output.tokens
         self.logprobs += output.logprobs
         self.versions += output.versions
-        self.futile = 0 if output.tokens else self.futile + 1
+        self.futile = 0
 
     def forget(self) -> None:
         """Begin again."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
 from areal_rloo.engines.sglang.flight import Flight, Output
 from areal_rloo.errors import ArealRlooError, EngineError
-from areal_rloo.trajectory import Completion, FinishReason
+from areal_rloo.trajectory import Completion
 
 
 class FlightQueue:
@@ -86,7 +86,7 @@ class FlightQueue:
         with self._lock:
             self._prefill_tokens += num_tokens
 
-    def landed(self, flight: Flight, output: Output) -> FinishReason | None:
+    def landed(self, flight: Flight, output: Output) -> None:
         """A segment came; the flight ends, or waits to go on, in its place."""
         with self._lock:
             flight.add(output)
@@ -97,7 +97,6 @@ class FlightQueue:
         else:
             self._end(flight)
             flight.finish(reason)
-        return reason
 
     def put_back(self, flights: Iterable[Flight]) -> None:
         """What was under way waits again, in its place."""

@@ -89,18 +89,24 @@ class Sending:
         except ServerRefusedError as error:
             self._queue.fail(flight, _of(flight, str(error)))
         except EngineError as error:
-            flight.futile += 1
-            if flight.futile >= _MOST_FUTILE:
-                self._queue.fail(flight, _of(flight, str(error)))
-            else:
-                self._queue.put_back([flight])
+            self._ask_again(flight, str(error))
         else:
             if output is None or epoch != self._state.epoch or (self._state.updating and not output.tokens):
                 self._queue.put_back([flight])  # no fault of this request
-            elif self._queue.landed(flight, output) is None and flight.futile >= _MOST_FUTILE:
-                self._queue.fail(flight, _of(flight, "it comes back without a token, again and again"))
+            elif output.tokens or flight.end_of(output) is not None:
+                self._queue.landed(flight, output)
+            else:
+                self._ask_again(flight, "it comes back without a token, again and again")
         self._state.landed.set()
         self._state.changed.set()
+
+    def _ask_again(self, flight: Flight, words: str) -> None:
+        """Nothing came of it; often enough in a row, it fails with these words."""
+        flight.futile += 1
+        if flight.futile < _MOST_FUTILE or flight.aborted:
+            self._queue.put_back([flight])
+        else:
+            self._queue.fail(flight, _of(flight, words))
 
     async def _output(self, flight: Flight) -> Output | None:
         """What came; None where nothing did that can be used, and the request is to be sent again.

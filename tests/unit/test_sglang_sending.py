@@ -1,0 +1,71 @@
+"""Requests on their way to a server and back, against a server of the test's own that answers as it is told."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.sglang.capabilities import Capabilities
+from areal_rloo.engines.sglang.client import ServerClient
+from areal_rloo.engines.sglang.flight_queue import FlightQueue
+from areal_rloo.engines.sglang.sending import Sending
+from areal_rloo.engines.sglang.server import Connection
+from areal_rloo.engines.sglang.state import ServerState
+from areal_rloo.engines.sglang.updates import ServerUpdates
+from areal_rloo.errors import GenerationError
+
+CAPABILITIES = Capabilities(
+    version="0.5.23",
+    tensor_parallel=1,
+    data_parallel=1,
+    pipeline_parallel=1,
+    context_tokens=64,
+    prompt_tokens=63,
+    cache_tokens=640,
+    radix_cache=True,
+    cache_key="extra_key",
+    weight_versions=True,
+    update_session=True,
+    seeds=False,
+    overlap=False,
+)
+NO_TOKEN: dict[str, Any] = {
+    "output_ids": [],
+    "meta_info": {"output_token_logprobs": [], "finish_reason": {"type": "abort"}, "weight_versions": []},
+}
+
+
+def test_a_request_that_never_gets_a_token_fails_once_and_is_asked_for_no_more() -> None:
+    asked: list[str] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        asked.append((await request.json())["rid"])
+        return web.json_response(NO_TOKEN)
+
+    async def scenario() -> tuple[BaseException | None, int]:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        async with TestServer(app) as server:
+            client = ServerClient(str(server.make_url("")).rstrip("/"), api_key=None)
+            updates = ServerUpdates(client, CAPABILITIES, pause="in_place")
+            state = ServerState(
+                lambda: None, connection=Connection(client, CAPABILITIES, "0"), updates=updates, policy_version=0
+            )
+            queue = FlightQueue(num_slots=2, context_tokens=64, vocab_size=100)
+            sending = asyncio.create_task(Sending(state, queue, vocab_size=100).run())
+            (future,) = queue.submit([GenerationRequest("a", (5, 6), SamplingParameters(max_new_tokens=10))])
+            state.changed.set()
+            await asyncio.wait([asyncio.wrap_future(future)])
+            await asyncio.sleep(0.2)  # enough for one more, if it were asked again
+            sending.cancel()
+            await client.close()
+            statistics = queue.statistics(ready=True, policy_version=0, weight_updates=0, swap_s=0.0)
+            return future.exception(), statistics.num_waiting
+
+    error, num_waiting = asyncio.run(scenario())
+    assert isinstance(error, GenerationError)
+    assert "request a: it comes back without a token" in str(error)
+    assert num_waiting == 0
+    assert len(asked) == 5
