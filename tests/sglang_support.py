@@ -19,10 +19,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
+from areal_rloo.engines.sglang import BucketLayout, Capabilities, SGLangEngine, UpdateGroup
 from areal_rloo.trajectory import Completion
 
 PROMPT = (7, 12, 33, 40, 9)
+CAPABILITIES = Capabilities(
+    version="0.5.23",
+    tensor_parallel=1,
+    data_parallel=1,
+    pipeline_parallel=1,
+    context_tokens=64,
+    prompt_tokens=63,
+    cache_tokens=640,
+    radix_cache=True,
+    cache_key="extra_key",
+    weight_versions=True,
+    update_session=True,
+    seeds=False,
+    overlap=False,
+)
 PATIENCE_S = 240.0  # a server takes 20 s to start, minutes where the machine is busy
 
 

@@ -106,15 +106,12 @@ def free_ports(num: int) -> list[int]:
 
 
 def _check_sglang(sglang: SGLangConfig) -> None:
-    if not sglang.urls:
-        from areal_rloo.engines.sglang.process import find_python  # noqa: PLC0415 - its neighbours import torch
+    from areal_rloo.engines.sglang import find_api_key, find_python  # noqa: PLC0415 - its neighbours import torch
 
+    if sglang.urls:
+        find_api_key(sglang)
+    else:
         find_python(sglang)
-    elif sglang.api_key_env is not None and not os.environ.get(sglang.api_key_env):
-        raise PreflightError(
-            f"rollout.sglang.api_key_env: expected the servers' key in the environment variable "
-            f"{sglang.api_key_env}, got nothing; set it, or leave the option out for servers without a key"
-        )
 
 
 def _check_model(key: str, path: str) -> None:

@@ -103,9 +103,8 @@ def _run(config: Config, arguments: Arguments) -> int:
         num_truncated=lambda: tokenize.num_truncated,
     )
     broadcaster = _broadcaster(config, arguments, train_step, intake)
-    broadcaster.publish(
-        policy_version, named_weights(train_step.model)
-    )  # 0 too: a server of others may have any weights
+    # Version 0 too: a server that is not ours may have any weights.
+    broadcaster.publish(policy_version, named_weights(train_step.model))
     intake.start()
     intake.attach(broadcaster)
     _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)

@@ -37,13 +37,13 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class SendTransport(Protocol):
-    """How buckets reach the workers. All methods but `send` are called under the broadcaster's lock, on any thread."""
+    """How buckets reach the workers. Called on any thread, all but `send` and `close` under the broadcaster's lock."""
 
     needs_all: bool
     """True where every present worker takes part in every broadcast, also one that has the version already."""
 
     def stage(self) -> Sequence[Tensor]:
-        """Buckets that no worker reads; called under the broadcaster's lock."""
+        """Buckets that no worker reads."""
 
     def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer | CollectiveOffer:
         """What to tell these workers."""

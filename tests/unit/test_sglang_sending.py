@@ -5,9 +5,9 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from sglang_support import CAPABILITIES
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang.capabilities import Capabilities
 from areal_rloo.engines.sglang.client import ServerClient
 from areal_rloo.engines.sglang.flight_queue import FlightQueue
 from areal_rloo.engines.sglang.sending import Sending
@@ -16,21 +16,6 @@ from areal_rloo.engines.sglang.state import ServerState
 from areal_rloo.engines.sglang.updates import ServerUpdates
 from areal_rloo.errors import GenerationError
 
-CAPABILITIES = Capabilities(
-    version="0.5.23",
-    tensor_parallel=1,
-    data_parallel=1,
-    pipeline_parallel=1,
-    context_tokens=64,
-    prompt_tokens=63,
-    cache_tokens=640,
-    radix_cache=True,
-    cache_key="extra_key",
-    weight_versions=True,
-    update_session=True,
-    seeds=False,
-    overlap=False,
-)
 NO_TOKEN: dict[str, Any] = {
     "output_ids": [],
     "meta_info": {"output_token_logprobs": [], "finish_reason": {"type": "abort"}, "weight_versions": []},

@@ -32,6 +32,7 @@ from areal_rloo.engines.embedded.running import Running
 from areal_rloo.engines.embedded.scheduler import Admitted, Ended, Scheduler
 from areal_rloo.engines.embedded.transformer import signed
 from areal_rloo.engines.embedded.waiting import Waiting
+from areal_rloo.engines.requests import check_requests
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
@@ -159,38 +160,14 @@ class EmbeddedEngine:
         self._thread.join()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        seen: set[str] = set()
+        check_requests(requests, in_use=self._live, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
         for request in requests:
-            name, num, sampling = request.request_id, len(request.prompt_tokens), request.sampling
-            needed = num + sampling.max_new_tokens
-            if num == 0:
-                raise EngineError(f"request {name}: the prompt has no token")
-            if sampling.max_new_tokens < 1:
-                raise EngineError(
-                    f"request {name}: expected max_new_tokens of at least 1, got {sampling.max_new_tokens}"
-                )
-            if not sampling.temperature > 0 and not sampling.greedy:
-                raise EngineError(
-                    f"request {name}: expected a temperature above 0, got {sampling.temperature}; "
-                    "set greedy for the most likely tokens"
-                )
-            self._check_vocabulary(f"request {name}: a prompt", request.prompt_tokens)
-            self._check_vocabulary(f"request {name}: stop_token_ids", sampling.stop_token_ids)
-            if needed > self._context_tokens:
-                raise EngineError(f"request {name}: needs {needed} tokens, the context holds {self._context_tokens}")
+            needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
             if needed > self._cache.capacities[-1]:
                 raise EngineError(
-                    f"request {name}: needs {needed} tokens, the cache holds {self._cache.capacities[-1]}; "
-                    "raise rollout.embedded.cache_tokens"
+                    f"request {request.request_id}: needs {needed} tokens, the cache holds "
+                    f"{self._cache.capacities[-1]}; raise rollout.embedded.cache_tokens"
                 )
-            if name in self._live or name in seen:
-                raise EngineError(f"request {name}: this id is in use")
-            seen.add(name)
-
-    def _check_vocabulary(self, what: str, tokens: Sequence[int]) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise EngineError(f"{what}: expected token ids from 0 to {self._vocab_size - 1}, got {wrong}")
 
     def _admitted(self, parameters: Parameters, kind: RowKind) -> Admitted:
         batch = DecodeBatch(

@@ -14,6 +14,16 @@
 
 from areal_rloo.engines.sglang.capabilities import Capabilities
 from areal_rloo.engines.sglang.engine import SGLangEngine, SGLangStatistics
+from areal_rloo.engines.sglang.process import find_python
+from areal_rloo.engines.sglang.server import find_api_key
 from areal_rloo.engines.sglang.updates import BucketLayout, UpdateGroup
 
-__all__ = ["BucketLayout", "Capabilities", "SGLangEngine", "SGLangStatistics", "UpdateGroup"]
+__all__ = [
+    "BucketLayout",
+    "Capabilities",
+    "SGLangEngine",
+    "SGLangStatistics",
+    "UpdateGroup",
+    "find_api_key",
+    "find_python",
+]

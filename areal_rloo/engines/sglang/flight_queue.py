@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
+from areal_rloo.engines.requests import check_requests
 from areal_rloo.engines.sglang.flight import Flight, Output
 from areal_rloo.errors import ArealRlooError, EngineError
 from areal_rloo.trajectory import Completion
@@ -45,7 +46,9 @@ class FlightQueue:
         with self._lock:
             if self._death is not None:
                 raise self._death
-            self._check(requests)
+            check_requests(
+                requests, in_use=self._live, vocab_size=self._vocab_size, context_tokens=self._context_tokens
+            )
             flights = [Flight(request, Future(), next(self._sequence)) for request in requests]
             self._waiting += flights
             self._live |= {flight.request.request_id: flight for flight in flights}
@@ -182,18 +185,3 @@ class FlightQueue:
             self._idle_since_s = None
         elif not self._under_way and self._idle_since_s is None:
             self._idle_since_s = now_s
-
-    def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        seen: set[str] = set()
-        for request in requests:
-            name, prompt = request.request_id, request.prompt_tokens
-            needed = len(prompt) + request.sampling.max_new_tokens
-            if not prompt:
-                raise EngineError(f"request {name}: the prompt has no token")
-            if not all(0 <= token < self._vocab_size for token in prompt):  # one of these ends a whole server
-                raise EngineError(f"request {name}: expected token ids below {self._vocab_size}, got {max(prompt)}")
-            if needed > self._context_tokens:
-                raise EngineError(f"request {name}: needs {needed} tokens, the context holds {self._context_tokens}")
-            if name in self._live or name in seen:
-                raise EngineError(f"request {name}: this id is in use")
-            seen.add(name)

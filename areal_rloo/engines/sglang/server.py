@@ -71,6 +71,23 @@ def make_server(
     return ExternalServer(url, config, plan, capabilities)
 
 
+def find_api_key(config: SGLangConfig) -> str | None:
+    """The key of servers that are not ours; None where they have none.
+
+    Raises:
+        ConfigError: the environment does not have it.
+    """
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"rollout.sglang.api_key_env: expected the servers' key in the environment variable {config.api_key_env}, "
+            "got nothing; set it, or leave the option out for servers without a key"
+        )
+    return key
+
+
 class ManagedServer:
     """Started by us. `open` must be called on the thread that lives as long as the server is to."""
 
@@ -164,7 +181,7 @@ class ExternalServer:
         self._was_open = False
 
     async def open(self) -> Connection:
-        client = ServerClient(self._url, api_key=self._api_key())
+        client = ServerClient(self._url, api_key=find_api_key(self._config))
         try:
             label = await self._until_it_answers(client)
             capabilities = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S)
@@ -186,14 +203,6 @@ class ExternalServer:
 
     def kill(self) -> None:
         pass
-
-    def _api_key(self) -> str | None:
-        name = self._config.api_key_env
-        if name is None:
-            return None
-        if not os.environ.get(name):
-            raise ConfigError(f"rollout.sglang.api_key_env: the environment has no variable {name}; export it")
-        return os.environ[name]
 
     async def _until_it_answers(self, client: ServerClient) -> str:
         """Its label, once it is healthy and not paused: whoever paused it may be gone."""

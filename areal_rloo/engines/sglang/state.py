@@ -79,8 +79,10 @@ class ServerState:
         if self.updates is updates:
             self.hung = why
 
-    def forget_version(self) -> None:
+    def forget_version(self, updates: ServerUpdates) -> None:
         """Nobody knows its weights, and nobody can ask; what it has when it is back is said by `now_has`."""
+        if self.updates is not updates:
+            return  # a connection of before; the one there is now has said what it has
         self.required_version = max(self.required_version, self.policy_version)
         self.policy_version = UNKNOWN
 

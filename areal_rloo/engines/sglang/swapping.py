@@ -144,13 +144,11 @@ class Swapping:
             await updates.pause(timeout_s=staged.timeout_s)
             await staged.load(updates)
         except ServerGoneError:
-            if self._state.updates is updates:
-                self._state.forget_version()
+            self._state.forget_version(updates)
             raise  # it cannot be told to continue; when it is back, it is
         except WeightsUnknownError:
             self._state.epoch += 1  # what comes after the continue is not used
-            if self._state.updates is updates:
-                self._state.forget_version()  # also where it cannot be told to continue
+            self._state.forget_version(updates)  # also where it cannot be told to continue
             await updates.resume()
             raise
         except BaseException:

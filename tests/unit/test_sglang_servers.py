@@ -1,0 +1,122 @@
+"""How an SGLang server is started, which options are refused, and the files its weights go through."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_rloo.config import Config, RolloutConfig, SGLangConfig
+from areal_rloo.config.schema import validate
+from areal_rloo.engines.sglang.model_folder import WeightsFolder, read_model
+from areal_rloo.engines.sglang.process import ServerPlan, command_line, environment
+from areal_rloo.errors import ConfigError
+
+
+def _plan(**changes: Any) -> ServerPlan:
+    plan: dict[str, Any] = {
+        "model_path": Path("/models/m"),
+        "model_context_tokens": 4096,
+        "device": "cpu",
+        "dtype": "float32",
+        "tensor_parallel": 1,
+        "num_slots": 8,
+        "context_tokens": 512,
+        "num_threads": 2,
+    }
+    return ServerPlan(**{**plan, **changes})
+
+
+def _options(arguments: dict[str, Any], plan: ServerPlan) -> dict[str, str]:
+    words = command_line(arguments, plan, port=1234)
+    return {
+        word: words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else ""
+        for i, word in enumerate(words)
+        if word.startswith("--")
+    }
+
+
+def test_a_server_is_started_for_its_device() -> None:
+    on_cpu, on_cuda = _options({}, _plan()), _options({}, _plan(device="cuda", tensor_parallel=2))
+    assert on_cpu["--attention-backend"] == "torch_native"
+    assert int(on_cpu["--max-total-tokens"]) >= 8 * 512
+    assert int(on_cpu["--context-length"]) >= 512
+    assert "--attention-backend" not in on_cuda
+    assert (on_cuda["--tp-size"], on_cuda["--weight-version"]) == ("2", "0")
+    assert environment(_plan()) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    assert environment(_plan(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert environment(_plan(device="cuda")) == {}
+
+
+def test_the_context_is_limited_only_where_the_model_has_more() -> None:
+    assert "--context-length" not in _options({}, _plan(model_context_tokens=512))
+    assert "--disable-radix-cache" in _options({}, _plan(radix_cache=False))
+
+
+def test_the_users_arguments_win_over_ours() -> None:
+    given = {"disable_overlap_schedule": False, "--mem-fraction-static": 0.5, "enable-metrics": None, "trust_x": True}
+    options = _options(given, _plan())
+    assert options["--mem-fraction-static"] == "0.5"
+    assert options["--trust-x"] == ""
+    assert not {"--disable-overlap-schedule", "--enable-metrics"} & set(options)
+
+
+@pytest.mark.parametrize(
+    ("sglang", "message"),
+    [
+        ({"arguments": {"tp_size": 2}}, r"rollout.sglang.arguments.tp_size: .*rollout.tensor_parallel"),
+        ({"arguments": {"--api-key": "x"}}, r"rollout.sglang.arguments.--api-key"),
+        ({"arguments": {"dp": 2}}, r"rollout.num_workers"),
+        ({"urls": ("http://a:1",)}, r"rollout.sglang.urls: expected one for each of rollout.num_workers=2, got 1"),
+        ({"urls": ("http://a:1", "http://a:1")}, r"rollout.sglang.urls: expected different servers"),
+        ({"urls": ("a:1", "b:1")}, r"rollout.sglang.urls: expected http"),
+        ({"api_key_env": "KEY"}, r"rollout.sglang.api_key_env: nothing reads it without urls"),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://localhost:2"), "python": "p"},
+            r"rollout.sglang.python: nothing reads it with urls",
+        ),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://b:1")},
+            r"rollout.sglang.urls: http://b:1 is on another machine.*wire.host=127.0.0.1",
+        ),
+        ({"arguments": {"pp-size": 2}}, r"rollout.sglang.arguments.pp-size: .*rollout.tensor_parallel"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(sglang: dict[str, Any], message: str) -> None:
+    rollout = RolloutConfig(engine="sglang", num_workers=2, sglang=SGLangConfig(**sglang))
+    with pytest.raises(ConfigError, match=message):
+        validate(Config(rollout=rollout))
+
+
+def test_tensor_parallel_is_for_sglang_alone() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel: expected 1 with rollout.engine=embedded, got 2"):
+        validate(Config(rollout=RolloutConfig(tensor_parallel=2)))
+    validate(Config(rollout=RolloutConfig(tensor_parallel=2, engine="sglang")))
+
+
+def test_weights_are_written_for_their_owner_alone_and_removed_after_a_crash(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_rloo.engines.sglang.model_folder._MEMORY", tmp_path)
+    abandoned = tmp_path / "areal_rloo-weights-of-the-dead"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    facts = read_model(tiny_folders["qwen2"])
+    folder = WeightsFolder(facts)
+    assert not abandoned.exists()
+    other = WeightsFolder(facts)
+    weights = {name: torch.zeros(shape) for name, shape in facts.shapes.items()}
+    written = folder.write(1, weights.items())
+    assert written.is_relative_to(tmp_path), "the one of a living process was left alone"
+    assert written.stat().st_mode & 0o077 == 0
+    folder.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_models_files_say_what_weights_must_look_like(tiny_folders: dict[str, Path]) -> None:
+    facts = read_model(tiny_folders["qwen2"])
+    config = json.loads((tiny_folders["qwen2"] / "config.json").read_text())
+    assert facts.vocab_size == config["vocab_size"]
+    assert facts.shapes["model.norm.weight"] == (64,)
