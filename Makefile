@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check extras sglang bench bench-learning clean
+.PHONY: quickstart test check extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -30,6 +30,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/async_vs_sync.py
+
+bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory
+	$(BIN)/python benchmarks/generation_shapes.py
 
 bench-learning: $(STAMP)
 	$(BIN)/python benchmarks/staleness.py

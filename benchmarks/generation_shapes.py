@@ -7,12 +7,16 @@ Random weights in the shapes of Qwen2.5 0.5B and 1.5B; every request has another
 of tokens to make. Against transformers' `generate` and its continuous batching, as `generate_batch` runs it (a manager
 a call). One system at a time has its weights in memory; each makes a short warm-up and then the median of the repeats.
 
-The limit is what the memory can move: a decode step reads all weights once and every row's keys and values,
+One limit is what the memory can move: a decode step reads all weights once and every row's keys and values,
 
     limit = batch * bandwidth / (weight bytes + batch * mean context * key/value bytes of a token)
 
-with the bandwidth of a plain copy (bytes read and written), measured in the same run on the same threads. At large
-batches a CPU is bound by arithmetic instead, and the share says by how much.
+with the bandwidth of a plain copy (bytes read and written). The other is what can be computed, two operations a weight
+and token, prompts included, at the rate of a square matrix product:
+
+    limit = arithmetic / (2 * weights * (prompt + new tokens) / new tokens)
+
+Both are measured in the same run on the same threads. Small batches are bound by the first, large ones by the second.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen2Config
 from transformers.utils import logging
 
+from areal_rloo.config import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 
@@ -60,16 +65,17 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    bandwidth = _bandwidth(device)
+    bandwidth, arithmetic = _bandwidth(device), _arithmetic(device, dtype)
     result: dict[str, object] = {
         **{name: getattr(arguments, name) for name in ("device", "dtype", "threads", "new_tokens", "repeats")},
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
+        "arithmetic_gflop_per_s": round(arithmetic / 1e9, 1),
     }
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             config = _config(shape)
-            weight_bytes = _save(config, folder, dtype)
+            num_weights = _save(config, folder, dtype)
             rates = {
                 name: _rates(make, folder, device, dtype, arguments)
                 for name, make in (("embedded", _embedded), ("generate", _generate), ("generate_batch", _batching))
@@ -79,12 +85,14 @@ def main() -> None:
         result[shape] = rows = {}
         for batch in arguments.batches:
             context = PROMPT_TOKENS + arguments.new_tokens / 2
-            limit = batch * bandwidth / (weight_bytes + batch * context * token_bytes)
+            moved = batch * bandwidth / (num_weights * dtype.itemsize + batch * context * token_bytes)
+            computed = arithmetic / (2 * num_weights * (1 + PROMPT_TOKENS / arguments.new_tokens))
             measured = {name: rates[name][batch] for name in rates}
             rows[f"batch_{batch}"] = row = {
                 "tokens_per_s": {name: round(rate, 2) for name, rate in measured.items()},
                 "embedded_over": {n: round(measured["embedded"] / measured[n], 2) for n in rates if n != "embedded"},
-                "embedded_share_of_bandwidth_limit": round(measured["embedded"] / limit, 3),
+                "embedded_share_of_bandwidth_limit": round(measured["embedded"] / moved, 3),
+                "embedded_share_of_arithmetic_limit": round(measured["embedded"] / computed, 3),
             }
             print(shape, batch, row, flush=True)
     hardware.write(arguments.output, result)
@@ -112,8 +120,14 @@ def _rates(
 def _embedded(
     folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
 ) -> Iterator[Generate]:
+    context = PROMPT_TOKENS + new_tokens
     engine = EmbeddedEngine(
-        folder, device=device, dtype=dtype, num_slots=slots, context_tokens=PROMPT_TOKENS + new_tokens
+        folder,
+        device=device,
+        dtype=dtype,
+        num_slots=slots,
+        context_tokens=context,
+        options=EmbeddedConfig(cache_tokens=2 * slots * context),  # every request takes a whole one
     )
 
     def generate(batch: int, num_tokens: int) -> None:
@@ -191,11 +205,11 @@ def _config(shape: str) -> Qwen2Config:
 
 
 def _save(config: Qwen2Config, folder: Path, dtype: torch.dtype) -> int:
-    """Random weights in the shape's own format; gives their bytes."""
+    """Random weights in the shape's own format; gives how many there are."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-    return sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -209,6 +223,20 @@ def _bandwidth(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a product of two square matrices, best of several."""
+    size = 8192 if device.type == "cuda" else 2048
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    best = 0.0
+    for _ in range(10):
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
     return best
 
 
