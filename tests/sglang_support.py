@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
@@ -99,30 +98,6 @@ def after(seconds: float, engine: SGLangEngine) -> None:
     """Wait until requests are really under way: sent, and for a moment."""
     eventually(lambda: engine.statistics().num_running > 0, "nothing runs")
     time.sleep(seconds)
-
-
-def model_of(folder: Path, *, factor: float = 1.0) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-    return model
-
-
-@torch.no_grad()
-def cached_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
-    """On one growing cache, each stretch by the weights of the version that tagged what they gave: mode in_place."""
-    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
-    read_by = [versions[0]] * len(prompt) + versions[1:]
-    fed = iter([*prompt, *tokens[:-1]])
-    cache, logits = None, []
-    for version, stretch in groupby(read_by):
-        ids = torch.tensor([[next(fed) for _ in stretch]])
-        output = models[version](ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logits.append(output.logits[0])
-    logprobs = torch.cat(logits)[len(prompt) - 1 :].log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
 
 
 @torch.no_grad()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_versions import cached_logprobs, model_of
 from sglang_support import (
     PATIENCE_S,
     PROMPT,
     after,
     assert_close,
-    cached_logprobs,
     fresh_logprobs,
-    model_of,
     request,
     results,
     running_engine,

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_versions import cached_logprobs, model_of
 from sglang_support import (
     PATIENCE_S,
     PROMPT,
     after,
     assert_close,
-    cached_logprobs,
     eventually,
     fresh_logprobs,
     make_engine,
-    model_of,
     request,
     results,
     running_engine,

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from model_versions import cached_logprobs, model_of
 from sglang_support import (
     PATIENCE_S,
     PROMPT,
     after,
     assert_close,
-    cached_logprobs,
     eventually,
     make_engine,
-    model_of,
     named,
     request,
     results,

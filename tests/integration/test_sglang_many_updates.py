@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from model_versions import cached_logprobs, model_of
 from sglang_support import (
     assert_close,
-    cached_logprobs,
     eventually,
-    model_of,
     request,
     running_engine,
     server_processes,

@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from model_versions import cached_logprobs, model_of
 from sglang_support import (
     PATIENCE_S,
     PROMPT,
     Sender,
     after,
     assert_close,
-    cached_logprobs,
     fresh_logprobs,
     in_buckets,
-    model_of,
     request,
     results,
     running_engine,

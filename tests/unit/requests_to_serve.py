@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from model_versions import cached_logprobs
+from transformers import PreTrainedModel
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
@@ -92,31 +93,11 @@ def learner_logprobs(
     return by_request
 
 
-def scaled_model(folder: Path, factor: float) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, every weight times the factor: another version of it."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-    return model
-
-
-@torch.no_grad()
-def cached_logprobs(
+def logprobs_by_version(
     models: Mapping[int, PreTrainedModel], one: GenerationRequest, completion: Completion
 ) -> np.ndarray:
-    """transformers' logprobs on one growing cache, every token by the weights of the version that tagged it."""
-    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
-    cache, fed, logprobs, begin = None, list(one.prompt_tokens), [], 0
-    while begin < len(tokens):
-        end = begin + versions[begin:].count(versions[begin])
-        fed += tokens[begin : end - 1]
-        output = models[versions[begin]](torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        tempered = (output.logits[0, begin - end :] / one.sampling.temperature).log_softmax(-1)
-        logprobs += tempered.gather(1, torch.tensor(tokens[begin:end])[:, None])[:, 0].tolist()
-        fed, begin = [tokens[end - 1]], end
-    return np.array(logprobs)
+    """transformers' logprobs, every token by the weights of the version that tagged it."""
+    return cached_logprobs(models, one.prompt_tokens, completion, temperature=one.sampling.temperature).numpy()
 
 
 def assert_agree(completions: list[Completion], expected: list[np.ndarray], tolerance: float) -> None:

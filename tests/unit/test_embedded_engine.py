@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from requests_to_serve import PROMPT, cached_logprobs, request, results, scaled_model, serving, wait_until
+from model_versions import model_of
+from requests_to_serve import PROMPT, logprobs_by_version, request, results, serving, wait_until
 from transformers import PreTrainedModel
 
 from areal_rloo.engines.base import GenerationRequest
@@ -25,14 +26,10 @@ def make_engine(tiny_folders: dict[str, Path]) -> Iterator[MakeEngine]:
         yield lambda name="qwen2", **options: engines.enter_context(serving(tiny_folders[name], **options))
 
 
-def _model(folder: Path) -> PreTrainedModel:
-    return scaled_model(folder, 1)
-
-
 def _assert_agree(
     models: dict[int, PreTrainedModel], one: GenerationRequest, completion: Completion, tolerance: float = 1e-4
 ) -> None:
-    expected = cached_logprobs(models, one, completion)
+    expected = logprobs_by_version(models, one, completion)
     np.testing.assert_allclose(completion.behaviour_logprobs, expected, rtol=0, atol=tolerance)
 
 
@@ -42,7 +39,7 @@ def test_logprobs_agree_with_transformers_for_every_architecture(
 ) -> None:
     requests = [request(str(i), seed=i, temperature=0.7, prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
     completions = results(make_engine(name).submit(requests))
-    models = {0: _model(tiny_folders[name])}
+    models = {0: model_of(tiny_folders[name])}
     for one, completion in zip(requests, completions, strict=True):
         _assert_agree(models, one, completion)
 
@@ -52,7 +49,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(
     name: str, make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     (completion,) = results(make_engine(name).submit([request("a", greedy=True)]))
-    model = _model(tiny_folders[name])
+    model = model_of(tiny_folders[name])
     expected = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -119,7 +116,7 @@ def test_top_k_and_top_p_give_logprobs_of_the_renormalized_distribution(
 ) -> None:
     engine = make_engine()
     by_k, by_p = results(engine.submit([request("k", top_k=3), request("p", top_p=0.5)]))
-    model = _model(tiny_folders["qwen2"])
+    model = model_of(tiny_folders["qwen2"])
     for completion, kept in ((by_k, lambda p: 3), (by_p, lambda p: int((p.cumsum(0) < 0.5).sum()) + 1)):
         ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
         with torch.no_grad():
@@ -139,7 +136,7 @@ def test_tokens_are_sampled_as_often_as_their_probability_says(
     num = 2000
     drawn = results(engine.submit([request(str(i), seed=i, max_new_tokens=1) for i in range(num)]))
     with torch.no_grad():
-        probabilities = _model(tiny_folders["qwen2"])(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
+        probabilities = model_of(tiny_folders["qwen2"])(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
     counts = Counter(int(completion.tokens[0]) for completion in drawn)
     for token in probabilities.topk(5).indices.tolist():
         expected = float(probabilities[token])
@@ -151,7 +148,7 @@ def test_a_completion_that_spans_versions_carries_both_and_matches_the_right_wei
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine(context_tokens=2048)
-    models = {0: _model(tiny_folders["qwen2"]), 1: scaled_model(tiny_folders["qwen2"], 1.02)}
+    models = {0: model_of(tiny_folders["qwen2"]), 1: model_of(tiny_folders["qwen2"], factor=1.02)}
     futures = engine.submit([request(str(i), seed=i, max_new_tokens=600) for i in range(4)])
     wait_until(lambda: engine.statistics().decode_steps >= 50)
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=10) == 1
@@ -166,7 +163,7 @@ def test_weights_that_do_not_fit_leave_the_present_ones_whole(
 ) -> None:
     engine = make_engine()
     (before,) = results(engine.submit([request("a")]))
-    weights = {name: p.detach() + 1 for name, p in _model(tiny_folders["qwen2"]).named_parameters()}
+    weights = {name: p.detach() + 1 for name, p in model_of(tiny_folders["qwen2"]).named_parameters()}
     name = list(weights)[-1]
     wrong_shape = {**weights, name: weights[name][:-1]}
     unknown = {**weights, "model.extra": torch.zeros(1)}
@@ -183,7 +180,7 @@ def test_an_earlier_version_than_the_present_one_is_not_loaded(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine()
-    weights = dict(_model(tiny_folders["qwen2"]).named_parameters())
+    weights = dict(model_of(tiny_folders["qwen2"]).named_parameters())
     assert engine.load_weights(3, weights.items()).result(timeout=10) == 3
     assert engine.load_weights(2, weights.items()).result(timeout=10) == 3
     assert engine.statistics().weight_updates == 1
@@ -193,7 +190,7 @@ def test_a_pinned_request_keeps_its_version_while_others_move_on(
     make_engine: MakeEngine, tiny_folders: dict[str, Path]
 ) -> None:
     engine = make_engine(context_tokens=2048)
-    models = {0: _model(tiny_folders["qwen2"]), 1: scaled_model(tiny_folders["qwen2"], 1.05)}
+    models = {0: model_of(tiny_folders["qwen2"]), 1: model_of(tiny_folders["qwen2"], factor=1.05)}
     pinned, moving = engine.submit(
         [request("pinned", max_new_tokens=400, pinned=True), request("moving", max_new_tokens=400)]
     )
@@ -214,7 +211,7 @@ def test_a_request_waits_for_its_version_without_holding_up_others(
     waiting, free = engine.submit([request("waiting", min_version=2), request("free")])
     free.result(timeout=30)
     assert not waiting.done()
-    engine.load_weights(2, _model(tiny_folders["qwen2"]).named_parameters())
+    engine.load_weights(2, model_of(tiny_folders["qwen2"]).named_parameters())
     assert set(waiting.result(timeout=30).versions.tolist()) == {2}
 
 
@@ -237,4 +234,4 @@ def test_logprobs_agree_with_transformers_on_a_gpu(tiny_folders: dict[str, Path]
     )
     (completion,) = results(engine.submit([request("a")]))
     engine.close()
-    _assert_agree({0: _model(tiny_folders["qwen2"])}, request("a"), completion, 1e-3)
+    _assert_agree({0: model_of(tiny_folders["qwen2"])}, request("a"), completion, 1e-3)

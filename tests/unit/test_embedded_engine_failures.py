@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from requests_to_serve import PROMPT, request, results, scaled_model, serving, wait_until
+from model_versions import model_of
+from requests_to_serve import PROMPT, request, results, serving, wait_until
 
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded.cache import Cache
@@ -63,7 +64,7 @@ def test_an_engine_that_fails_ends_every_request_and_every_update(
 
 
 def test_weights_whose_reading_fails_leave_the_engine_as_it_was(tiny_folders: dict[str, Path]) -> None:
-    weights = dict(scaled_model(tiny_folders["qwen2"], 2).named_parameters())
+    weights = dict(model_of(tiny_folders["qwen2"], factor=2).named_parameters())
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(weights.items())[:1]
@@ -83,7 +84,7 @@ def test_weights_that_may_be_copied_in_part_end_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("the device is lost")
 
-    weights = dict(scaled_model(tiny_folders["qwen2"], 1).named_parameters())
+    weights = dict(model_of(tiny_folders["qwen2"]).named_parameters())
     with serving(tiny_folders["qwen2"], context_tokens=1024) as engine:
         (running,) = engine.submit([request("a", max_new_tokens=1000)])
         monkeypatch.setattr(Parameters, "copy_from", fail)
@@ -103,7 +104,7 @@ def test_weights_under_copy_hold_up_no_caller(tiny_folders: dict[str, Path], mon
         wait_until(lambda: bool(submitted))
         copied(self, fitting)
 
-    weights = dict(scaled_model(tiny_folders["qwen2"], 1).named_parameters())
+    weights = dict(model_of(tiny_folders["qwen2"]).named_parameters())
     with serving(tiny_folders["qwen2"]) as engine:
         monkeypatch.setattr(Parameters, "copy_from", slow)
         updates = [engine.load_weights(1, weights.items())]
@@ -137,7 +138,7 @@ def test_an_abort_in_the_step_that_ends_a_request_does_not_reach_the_next_of_its
 
 
 def test_futures_cannot_be_cancelled(tiny_folders: dict[str, Path]) -> None:
-    weights = scaled_model(tiny_folders["qwen2"], 1).named_parameters()
+    weights = model_of(tiny_folders["qwen2"]).named_parameters()
     with serving(tiny_folders["qwen2"]) as engine:
         futures = engine.submit([request(str(i), max_new_tokens=100) for i in range(2)])
         update = engine.load_weights(1, weights)

@@ -6,15 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from requests_to_serve import (
-    PROMPT,
-    cached_logprobs,
-    request,
-    results,
-    scaled_model,
-    serving,
-    wait_until,
-)
+from model_versions import model_of
+from requests_to_serve import PROMPT, logprobs_by_version, request, results, serving, wait_until
 from transformers import PreTrainedModel
 
 from areal_rloo.config.engines import EmbeddedConfig
@@ -27,12 +20,12 @@ Versions = dict[int, PreTrainedModel]
 
 @pytest.fixture(scope="module")
 def unequal(tiny_folders: dict[str, Path]) -> Versions:
-    return {version: scaled_model(tiny_folders["qwen2"], 1.03**version) for version in range(NUM_VERSIONS)}
+    return {version: model_of(tiny_folders["qwen2"], factor=1.03**version) for version in range(NUM_VERSIONS)}
 
 
 @pytest.fixture(scope="module")
 def equal(tiny_folders: dict[str, Path]) -> Versions:
-    return dict.fromkeys(range(NUM_VERSIONS), scaled_model(tiny_folders["qwen2"], 1))
+    return dict.fromkeys(range(NUM_VERSIONS), model_of(tiny_folders["qwen2"]))
 
 
 def test_rows_that_move_because_new_weights_forget_a_kept_one_go_on_where_they_were(
@@ -46,7 +39,7 @@ def test_rows_that_move_because_new_weights_forget_a_kept_one_go_on_where_they_w
         engine.load_weights(1, unequal[1].named_parameters()).result(timeout=10)
         (completion,) = results([future])
     assert set(completion.versions.tolist()) == {0, 1}
-    np.testing.assert_allclose(completion.behaviour_logprobs, cached_logprobs(unequal, one, completion), atol=1e-4)
+    np.testing.assert_allclose(completion.behaviour_logprobs, logprobs_by_version(unequal, one, completion), atol=1e-4)
 
 
 def _random_requests(
@@ -99,7 +92,7 @@ def _all_agree(
     for one, completion in zip(requests, completions, strict=True):
         assert completion.finish_reason == "abort" or len(completion.tokens) == one.sampling.max_new_tokens
         assert not one.pinned or len(set(completion.versions.tolist())) <= 1
-        expected = cached_logprobs(versions, one, completion)
+        expected = logprobs_by_version(versions, one, completion)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-4, err_msg=one.request_id)
 
 

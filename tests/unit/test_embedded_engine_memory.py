@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_versions import model_of
 from requests_to_serve import (
     PROMPT,
     assert_agree,
@@ -17,7 +18,6 @@ from requests_to_serve import (
     mixed_requests,
     request,
     results,
-    scaled_model,
     serving,
     wait_until,
 )
@@ -165,7 +165,7 @@ def test_a_request_whose_row_was_taken_away_can_be_aborted_with_what_it_had(tiny
 def test_a_pinned_request_whose_row_was_taken_away_goes_on_with_the_weights_it_began_with(
     tiny_folders: dict[str, Path],
 ) -> None:
-    weights = dict(scaled_model(tiny_folders["qwen2"], 1.05).named_parameters())
+    weights = dict(model_of(tiny_folders["qwen2"], factor=1.05).named_parameters())
     options = {"context_tokens": 1024, "options": EmbeddedConfig(cache_tokens=1024)}
     one = request("pinned", seed=2, max_new_tokens=600, pinned=True)
     with serving(tiny_folders["qwen2"], **options) as engine:
