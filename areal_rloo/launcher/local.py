@@ -104,6 +104,7 @@ class _LocalRun:
         self._supervisor = Supervisor(folder / "logs")
         self._num_signals = 0
         self._drain_ends_s: float | None = None
+        self._disk_is_full = False
 
     def run(self) -> int:
         """All of it; gives the exit code."""
@@ -169,6 +170,7 @@ class _LocalRun:
         failure: int | None = None
         while (code := self._supervisor.exit_code("learner")) is None:
             progress.show(tail.read())
+            self._look_at_disk(progress)
             self._obey_signals(progress)
             if self._drain_ends_s is None and failure is None:
                 failure = self._tend(workers, progress)
@@ -181,10 +183,10 @@ class _LocalRun:
             return 0  # drained before it had begun
         if code != 0:
             words = self._supervisor.last_words("learner")
-            progress.say(f"the learner ended with code {code}. {words}".rstrip())
+            progress.warn(f"the learner ended with code {code}. {words}".rstrip())
             saved = any((self._folder / "checkpoints").glob("step-*"))
             remedy = "; go on from the newest checkpoint with --resume" if saved and code != 2 else ""
-            progress.say(f"logs: {self._folder / 'logs'}{remedy}")
+            progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
         return code if failure is None else failure
 
     def _tend(self, workers: list[str], progress: Progress) -> int | None:
@@ -192,13 +194,24 @@ class _LocalRun:
         alive = 0
         for name in workers:
             if self._supervisor.exit_code(name) == 2:
-                progress.say(self._supervisor.last_words(name))
+                progress.warn(self._supervisor.last_words(name))
                 return 2
             alive += self._supervisor.tend(name)
         if alive == 0:
-            progress.say("every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint")
+            progress.warn("every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint")
             return 1
         return None
+
+    def _look_at_disk(self, progress: Progress) -> None:
+        """Say when the disk gets full: what goes missing then are the very files that would say so."""
+        free, least = shutil.disk_usage(self._folder).free, self._config.launcher.min_free_disk_bytes
+        full = free < least
+        if full and not self._disk_is_full:
+            progress.warn(
+                f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
+                "on, but checkpoints, metrics and logs may be missing; free some disk"
+            )
+        self._disk_is_full = full
 
     def _obey_signals(self, progress: Progress) -> None:
         if self._num_signals > 0 and self._drain_ends_s is None:

@@ -176,13 +176,16 @@ def _run_to_the_end(
     finally:
         intake.stop_workers(config.launcher.drain_timeout_s / 4)
         learner.close()
-        write_summary(
-            arguments.run_folder / "summary.json",
-            learner=learner,
-            statistics=intake.statistics(),
-            warm_start_s=arguments.warm_start_s,
-            exit_reason=reason,
-        )
+        try:
+            write_summary(
+                arguments.run_folder / "summary.json",
+                learner=learner,
+                statistics=intake.statistics(),
+                warm_start_s=arguments.warm_start_s,
+                exit_reason=reason,
+            )
+        except OSError as error:  # a full disk; what ended the run is to be said, not this
+            logger.error("summary.json could not be written: %s", error)
         broadcaster.close()
         intake.close()
     logger.info("the learner is done: %s at version %d", reason, learner.policy_version)

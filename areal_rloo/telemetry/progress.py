@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from types import TracebackType
 
@@ -41,12 +42,19 @@ class Progress:
         """A line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """A line that stays, and that a quiet run says too, on standard error."""
+        if self._console.quiet:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program
+        else:
+            self.say(text)
+
     def show(self, records: list[Record]) -> None:
         """Take in new records."""
         for record in records:
             if isinstance(record, TrainRecord):
                 if record.failed_checkpoints > (0 if self._train is None else self._train.failed_checkpoints):
-                    self.say("a checkpoint could not be written: free some disk (logs/learner.log says more)")
+                    self.warn("a checkpoint could not be written: free some disk (logs/learner.log says more)")
                 self._train = record
             else:
                 if self._eval is None or record.name == self._eval.name:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from areal_rloo.telemetry.progress import Progress
@@ -118,3 +119,19 @@ def test_a_narrow_terminal_cuts_the_live_line(make_train_record: MakeTrainRecord
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert all(len(line) <= 30 for line in re.split(r"[\r\n]", text))
     assert "…" in text
+
+
+def test_a_quiet_run_says_what_went_wrong_and_nothing_else(
+    make_train_record: MakeTrainRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(Console(quiet=True), num_train_steps=20)
+    with progress:
+        progress.say("run folder: here")
+        progress.show([make_train_record(failed_checkpoints=0), make_train_record(failed_checkpoints=1)])
+        progress.warn("the learner ended with code 1")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "a checkpoint could not be written: free some disk (logs/learner.log says more)",
+        "the learner ended with code 1",
+    ]

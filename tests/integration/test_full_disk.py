@@ -1,0 +1,69 @@
+"""A run whose disk is really full for a while: a file system of its own, in a mount namespace of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+COMMAND = [
+    *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
+    *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2", "data.eval=null"),
+    *("rollout.num_slots=8", "rollout.sampling.max_new_tokens=16", "algorithm.group_size=2"),
+    *("learner.groups_per_step=4", "learner.num_train_steps=100000", "checkpoint.every_n_steps=10"),
+    *("launcher.min_free_disk_bytes=1000000", "telemetry.progress=false"),
+]
+# As soon as there are metrics, the disk is filled; it has room again when the file `free` is there.
+IN_A_NAMESPACE = """
+mount -t tmpfs -o size=48m tmpfs disk || exit 77
+( until [ -s disk/run/metrics.jsonl ]; do sleep 0.1; done
+  cat /dev/zero > disk/filler 2>/dev/null
+  touch full
+  until [ -e free ]; do sleep 0.1; done
+  rm disk/filler ) &
+"$@" run.folder=$PWD/disk/run
+code=$?
+cp disk/run/summary.json disk/run/logs/learner.log .
+exit $code
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", IN_A_NAMESPACE, "sh", *COMMAND]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    try:
+        said = run.stderr.readline()
+        if run.poll() == 77 or "unshare" in said or "mount" in said:
+            pytest.skip(f"no file system of one's own can be mounted here: {said.strip()}")
+        assert "bytes free, fewer than launcher.min_free_disk_bytes=1000000: training goes on" in said
+        assert (tmp_path / "full").exists()
+        time.sleep(5)  # steps, and checkpoints that fail
+        assert run.poll() is None
+        (tmp_path / "free").touch()
+        time.sleep(5)
+        _interrupt(run)
+        _, rest = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.stderr.close()
+    assert run.returncode == 0, rest
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["exit_reason"] == "drained"
+    assert summary["failed_checkpoints"] > 0
+    ledger = summary["ledger"]
+    assert ledger["dropped"] == {}
+    assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+
+
+def _interrupt(run: "subprocess.Popen[str]") -> None:
+    """Ctrl-C for the launcher, which is a child of the shell."""
+    subprocess.run(["pkill", "-INT", "-P", str(run.pid), "-f", "areal_rloo.launcher.local"], check=True)
