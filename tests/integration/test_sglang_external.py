@@ -131,7 +131,7 @@ def test_a_wrong_key_is_refused_with_the_option_to_mend(
     monkeypatch.setenv("AREAL_RLOO_TEST_WRONG_KEY", "wrong")
     for name, message in (
         ("AREAL_RLOO_TEST_WRONG_KEY", "refuses the key"),
-        ("AREAL_RLOO_TEST_NO_KEY", "no variable AREAL_RLOO_TEST_NO_KEY"),
+        ("AREAL_RLOO_TEST_NO_KEY", "got nothing; set it"),
     ):
         engine = make_engine(folder, tmp_path / "no.log", **_options(server, api_key_env=name))
         with pytest.raises(ConfigError, match=f"rollout.sglang.api_key_env: .*{message}"):
