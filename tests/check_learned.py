@@ -12,6 +12,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     summary = json.loads((folder / "summary.json").read_text())
     first, last = (summary["evaluation"][index]["accuracy"] for index in (0, -1))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    spanning = max(record.get("spanning_share", 0.0) for record in records)
     ledger, staleness, times = summary["ledger"], summary["staleness"], summary["time_s"]
     conditions = {
         f"accuracy rose by 0.35 or more ({first:.3f} to {last:.3f})": last - first >= 0.35,
@@ -19,6 +21,8 @@ def main() -> int:
         f"the ledger balances ({ledger})": ledger["admitted"]
         == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["buffered"] + ledger["in_flight"],
         f"the run was asynchronous (mean staleness {staleness['mean_trained']:.2f})": staleness["mean_trained"] > 0,
+        f"weights came while completions were made (up to {100 * spanning:.0f} % of a batch span versions)": spanning
+        > 0,
         f"rollouts idled less than 10 % ({times['rollout_idle']:.1f} s of {times['wall']:.1f} s)": times["rollout_idle"]
         < 0.1 * times["wall"],
         f"it ended by itself ({summary['exit_reason']})": summary["exit_reason"] == "completed",

@@ -140,6 +140,7 @@ def _token_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
     shares = [
         of("groups of equal rewards", "zero_variance_group_share"),
         of("truncated completions", "truncated_share"),
+        of("completions of several versions", "spanning_share"),
     ]
     return [
         line_chart("Staleness of trained tokens, in versions", [of(n, f"staleness_{n}") for n in _MEAN_MAX]),

@@ -74,6 +74,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     completion_tokens_mean: float
     completion_tokens_max: int
     truncated_share: float  # of trajectories that ended at max_new_tokens
+    spanning_share: float  # of trajectories whose tokens several policy versions sampled
     trained_tokens: int  # completion tokens in the loss, in this step
     skipped_steps: int  # non-finite steps since the start
     failed_checkpoints: int  # that could not be written, since the start

@@ -104,6 +104,7 @@ TRAIN = {
     "completion_tokens_mean": Metric("completion_tokens_mean", "Mean completion length of the last batch, in tokens"),
     "completion_tokens_max": Metric("completion_tokens_max", "Longest completion of the last batch, in tokens"),
     "truncated_share": Metric("truncated_share", "Share of trajectories that ended at the token limit"),
+    "spanning_share": Metric("spanning_share", "Share of trajectories whose tokens several policy versions sampled"),
     "train_step_s": Metric("train_step_seconds", "Seconds of the last train step, without the wait for its batch"),
     "learner_idle_s": Metric("learner_idle_seconds_total", "Seconds the learner waited for a batch"),
     "rollout_idle_s": Metric(

@@ -87,6 +87,7 @@ def make_train_record(ledger_counts: LedgerCounts) -> MakeTrainRecord:
         completion_tokens_mean=41.0,
         completion_tokens_max=96,
         truncated_share=0.05,
+        spanning_share=0.02,
         trained_tokens=100,
         skipped_steps=0,
         failed_checkpoints=0,

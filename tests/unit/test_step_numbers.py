@@ -33,6 +33,15 @@ def test_rewards_lengths_and_endings_of_a_batch() -> None:
     assert got["truncated_share"] == pytest.approx(3 / 13)
 
 
+def test_a_trajectory_spans_versions_where_several_sampled_its_tokens() -> None:
+    made = []
+    for index, versions in enumerate([[3, 3], [3, 4], [3, 4, 4, 7], [5]]):
+        num = len(versions)
+        completion = Completion(np.arange(num), np.zeros(num, np.float32), np.array(versions, np.int32), "stop")
+        made.append(Trajectory(0, index, np.array([1]), completion, 1.0))
+    assert batch_numbers([Group(0, 1, tuple(made))])["spanning_share"] == 0.5
+
+
 def test_shares_of_a_step_are_of_all_its_completion_tokens() -> None:
     result = StepResult(
         num_tokens=70, num_stale_tokens=20, num_truncated_tokens=10, staleness_tokens=Counter({0: 35, 2: 35})
