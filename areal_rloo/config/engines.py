@@ -42,7 +42,8 @@ class EmbeddedConfig(Section, frozen=True):
     """The embedded engine. Evaluation takes its rows from the same cache, and beside it a copy of the weights."""
 
     # Tokens whose keys and values fit, of all completions together; a single one may take them all. When they do not
-    # fit any more, the completion submitted last waits and is computed again. null: half of num_slots whole contexts.
+    # fit any more, the completion submitted last waits and is computed again. null: num_slots whole contexts and a
+    # quarter more, as far as half of the memory goes that is free once the weights are there.
     cache_tokens: PositiveInt | None = None
     prefill_chunk_tokens: PositiveInt = 512  # of prompts computed between two decode steps while others decode
 

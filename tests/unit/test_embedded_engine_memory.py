@@ -3,8 +3,10 @@
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest
-from areal_rloo.engines.embedded.cache import RowKind
+from areal_rloo.engines.embedded.cache import RowKind, tokens_for
+from areal_rloo.engines.embedded.parameters import load_checkpoint
 from areal_rloo.engines.embedded.running import Running
 from areal_rloo.engines.embedded.waiting import Waiting
 from areal_rloo.errors import EngineError
@@ -247,3 +250,28 @@ def test_pinned_requests_for_loaded_weights_wait_for_those_alone_that_began_with
     assert not waiting.holds_weights
     assert waiting.first(RowKind.PINNED, 0, 1) is None
     assert waiting.first(RowKind.PINNED, 1, 1) is newer
+
+
+@pytest.mark.parametrize("context_tokens", [100, 128, 300])
+def test_by_default_every_slot_has_room_for_a_whole_context(tiny_folders: dict[str, Path], context_tokens: int) -> None:
+    num_made = context_tokens - len(PROMPT)
+    with serving(tiny_folders["qwen2"], num_slots=6, context_tokens=context_tokens) as engine:
+        for each in range(2):  # the second time beside rows that are kept
+            before = engine.statistics().decode_steps
+            asked = [request(f"{each}-{i}", prompt=(i, *PROMPT[1:]), max_new_tokens=num_made) for i in range(1, 7)]
+            results(engine.submit(asked))
+            assert engine.statistics().decode_steps - before == num_made, "all were decoded together"
+        assert engine.statistics().num_preempted == 0
+
+
+def test_by_default_no_more_than_half_of_the_free_memory_is_taken(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"device": torch.device("cpu"), "dtype": torch.float32}
+    parameters, *_ = load_checkpoint(tiny_folders["qwen2"], context_tokens=64, **options)  # type: ignore[arg-type]
+    a = parameters.architecture
+    token_bytes = 4 * a.num_kv_heads * (2 * a.num_layers * a.head_dim + 1)  # keys and values of each layer, and a mask
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 3000 * token_bytes))
+    assert tokens_for(1000, 512, a, **options) == 3000
+    assert tokens_for(1000, 4096, a, **options) == 4096, "one context at least"
+    assert tokens_for(2, 512, a, **options) < 3000

@@ -12,16 +12,19 @@ other; every capacity divides the larger ones, so that this always comes out eve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
 
 from areal_rloo.engines.embedded.parameters import Architecture
 
+SPARE_SHARE = 1 / 16  # of the memory stays free when a request starts beside others, so that they can grow a while
 _SMALLEST_CAPACITY = 128  # tokens, at least; smaller ones would be more blocks, and each block is three calls a layer
 
 
@@ -57,6 +60,30 @@ class CacheRow:
     keys: list[int] = field(default_factory=list)
 
 
+def tokens_for(
+    num_slots: int, context_tokens: int, architecture: Architecture, *, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Room for a whole context of every slot, as far as half of the memory that is free now goes; for one at least.
+
+    And for a quarter more rows, kept ones: when all slots start anew at once, their prompts would be gone otherwise.
+    """
+    a = architecture
+    capacities = _capacities(context_tokens)
+    largest = capacities[-1]
+    num_rows = num_slots + 1 + num_slots // 4
+    all_slots = math.ceil(num_rows * largest / (1 - SPARE_SHARE)) + capacities[0]  # the cache cuts what is not one
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    token_bytes = (2 * a.num_layers * a.head_dim + 1) * a.num_kv_heads * dtype.itemsize
+    return max(largest, min(all_slots, free_bytes // 2 // token_bytes))
+
+
+def _capacities(context_tokens: int) -> list[int]:
+    """A context halved a few times, ascending."""
+    num_halvings = max(0, (context_tokens // _SMALLEST_CAPACITY).bit_length() - 1)
+    smallest = -(-context_tokens // 2**num_halvings)
+    return [smallest * 2**halving for halving in range(num_halvings + 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Rows of one kind and capacity: they lie one behind the other."""
@@ -87,9 +114,8 @@ class Cache:
         dtype: torch.dtype,
     ) -> None:
         a = architecture
-        num_halvings = max(0, (context_tokens // _SMALLEST_CAPACITY).bit_length() - 1)
-        smallest = -(-context_tokens // 2**num_halvings)
-        self.capacities: list[int] = [smallest * 2**halving for halving in range(num_halvings + 1)]
+        self.capacities = _capacities(context_tokens)
+        smallest = self.capacities[0]
         self.num_tokens: int = max(num_tokens // smallest * smallest, self.capacities[-1])
         self.num_kv_heads, self.head_dim = a.num_kv_heads, a.head_dim
         self.num_vectors = self.num_tokens * a.num_kv_heads

@@ -26,7 +26,7 @@ from torch import Tensor
 from areal_rloo.config.engines import EmbeddedConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
 from areal_rloo.engines.embedded.batch import DecodeBatch
-from areal_rloo.engines.embedded.cache import Cache, RowKind
+from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.running import Running
 from areal_rloo.engines.embedded.scheduler import Admitted, Ended, Scheduler
@@ -79,9 +79,12 @@ class EmbeddedEngine:
         self._context_tokens = context_tokens
         self._num_slots = num_slots
         self._policy_version = policy_version
-        num_tokens = options.cache_tokens or max(context_tokens, num_slots * context_tokens // 2)
+        architecture = parameters.architecture
+        num_tokens = options.cache_tokens or tokens_for(
+            num_slots, context_tokens, architecture, device=device, dtype=dtype
+        )
         self._cache = Cache(
-            parameters.architecture,
+            architecture,
             num_tokens=num_tokens,
             context_tokens=min(context_tokens, num_tokens),
             device=device,

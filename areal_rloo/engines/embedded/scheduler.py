@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from areal_rloo.engines.embedded.batch import DecodeBatch
-from areal_rloo.engines.embedded.cache import Cache, CacheRow, RowKind
+from areal_rloo.engines.embedded.cache import SPARE_SHARE, Cache, CacheRow, RowKind
 from areal_rloo.engines.embedded.prefill import Segment, prefill
 from areal_rloo.engines.embedded.prefixes import Prefixes
 from areal_rloo.engines.embedded.running import Running
@@ -26,8 +26,6 @@ from areal_rloo.engines.embedded.waiting import Waiting
 from areal_rloo.trajectory import FinishReason
 
 _PREFILL_TOKENS = 8192  # of one pass while nothing is decoded
-_SPARE_SHARE = 1 / 16  # of the memory stays free when a request starts beside others, so that they can grow a while
-
 _TAKEN_SHARE = 7 / 8  # of a kept row's tokens, at least, that the request which takes it over goes on from
 
 Ended = list[tuple[Running, FinishReason]]
@@ -170,7 +168,7 @@ class Scheduler:
     def _give_row(self, running: Running, policy_version: int) -> bool:
         known = running.known_tokens
         needed = self._cache.capacity_for(len(known))
-        spare = int(self._cache.num_tokens * _SPARE_SHARE) if self.num_admitted else 0
+        spare = int(self._cache.num_tokens * SPARE_SHARE) if self.num_admitted else 0
         if self._cache.free_tokens + self._prefixes.kept_tokens < needed + spare:
             return False
         donor, num = self._prefixes.find(known[:-1], policy_version)
@@ -184,6 +182,8 @@ class Scheduler:
             running.row, running.num_prefilled = donor, num
             self.cached_tokens += num
         else:
+            if donor is not None:
+                self._prefixes.used(donor)  # its prompt is copied when this one's turn comes
             self._make_free(needed + spare)
             running.row, running.num_prefilled = self._cache.add(needed, RowKind.PREFILLED), 0
         running.prefill_version = policy_version
@@ -193,7 +193,8 @@ class Scheduler:
         """Whether a request goes on in a kept row; otherwise the row stays for others, and its beginning is copied."""
         if not self._prefixes.kept(donor) or donor.capacity > needed:
             return False
-        return num_used >= _TAKEN_SHARE * len(donor.tokens) or self._cache.free_tokens < needed + spare
+        without = self._cache.free_tokens + self._prefixes.kept_tokens - donor.capacity
+        return num_used >= _TAKEN_SHARE * len(donor.tokens) or without < needed + spare
 
     def _make_free(self, num_tokens: int) -> None:
         """Kept rows leave until as many tokens are free; together they hold enough."""
