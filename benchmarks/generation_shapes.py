@@ -216,28 +216,25 @@ def _bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy of 512 MiB reads and writes, best of several."""
     source = torch.ones(2**27, device=device)
     copy = torch.empty_like(source)
-    best = 0.0
-    for _ in range(10):
-        started = time.perf_counter()
-        copy.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
-    return best
+    return 2 * source.nbytes / _least_seconds(lambda: copy.copy_(source), device)
 
 
 def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a product of two square matrices, best of several."""
     size = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(size, size, device=device, dtype=dtype)
-    best = 0.0
+    return 2 * size**3 / _least_seconds(lambda: torch.mm(matrix, matrix), device)
+
+
+def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+    seconds = []
     for _ in range(10):
         started = time.perf_counter()
-        torch.mm(matrix, matrix)
+        run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - started))
-    return best
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from model_versions import cached_logprobs, model_of
 from sglang_support import (
+    CAPABILITIES,
     PATIENCE_S,
     PROMPT,
     after,
@@ -27,25 +28,18 @@ from sglang_support import (
 )
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import Capabilities
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError
 
 KEY = "AREAL_RLOO_TEST_SGLANG_KEY"
-UNTAGGED = Capabilities(
+UNTAGGED = dataclasses.replace(
+    CAPABILITIES,
     version="0.4",
-    tensor_parallel=1,
-    data_parallel=1,
-    pipeline_parallel=1,
     context_tokens=1216,
     prompt_tokens=1210,
     cache_tokens=9728,
-    radix_cache=True,
     cache_key=None,
     weight_versions=False,
-    update_session=True,
-    seeds=False,
-    overlap=False,
 )
 
 
