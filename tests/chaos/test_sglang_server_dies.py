@@ -1,6 +1,6 @@
 """A run whose SGLang server is killed or stopped at random moments, again and again: it goes on, and loses nothing.
 
-`AREAL_RLOO_CHAOS_ROUNDS` says how often (4; CI says 20). A round ends when the learner has made another step.
+`AREAL_RLOO_CHAOS_ROUNDS` says how often (4 by default). A round ends when the learner has made another step.
 """
 
 import json
