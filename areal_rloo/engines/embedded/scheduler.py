@@ -169,10 +169,11 @@ class Scheduler:
         known = running.known_tokens
         needed = self._cache.capacity_for(len(known))
         spare = int(self._cache.num_tokens * SPARE_SHARE) if self.num_admitted else 0
-        if self._cache.free_tokens + self._prefixes.kept_tokens < needed + spare:
+        surplus = self._cache.free_tokens + self._prefixes.kept_tokens - needed - spare
+        if surplus < 0:
             return False
         donor, num = self._prefixes.find(known[:-1], policy_version)
-        if donor is not None and self._may_take(donor, num, needed, spare):
+        if donor is not None and self._may_take(donor, num, needed, surplus):
             self._prefixes.take(donor)
             self._make_free(needed - donor.capacity + spare)
             if donor.capacity < needed:
@@ -189,12 +190,14 @@ class Scheduler:
         running.prefill_version = policy_version
         return True
 
-    def _may_take(self, donor: CacheRow, num_used: int, needed: int, spare: int) -> bool:
-        """Whether a request goes on in a kept row; otherwise the row stays for others, and its beginning is copied."""
+    def _may_take(self, donor: CacheRow, num_used: int, needed: int, surplus: int) -> bool:
+        """Whether a request goes on in a kept row; otherwise the row stays for others, and its beginning is copied.
+
+        `surplus`: tokens that would be left over if every kept row made room for the request.
+        """
         if not self._prefixes.kept(donor) or donor.capacity > needed:
             return False
-        without = self._cache.free_tokens + self._prefixes.kept_tokens - donor.capacity
-        return num_used >= _TAKEN_SHARE * len(donor.tokens) or without < needed + spare
+        return num_used >= _TAKEN_SHARE * len(donor.tokens) or surplus < donor.capacity
 
     def _make_free(self, num_tokens: int) -> None:
         """Kept rows leave until as many tokens are free; together they hold enough."""
