@@ -78,6 +78,12 @@ class LossConfig(Section, frozen=True):
     )
     entropy_coefficient: float = 0.0  # of the bonus for a policy that is less sure
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the loss of a token reads no other token's logprobs."""
+        weight = self.behaviour_weight
+        return self.ratio_level == "token" and (weight.level == "token" or weight.rule == "ignore")
+
 
 class AdaptiveKLConfig(Section, frozen=True):
     """Steers `kl.coefficient` towards a divergence (see `areal_rloo.algorithm.kl`)."""

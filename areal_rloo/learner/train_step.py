@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ from areal_rloo.learner.advantages import behaviour_logprobs, compute_advantages
 from areal_rloo.learner.optimizer import make_optimizer
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.learner.parallel import Ranks
-from areal_rloo.models.logprobs import Entropy, TokenLogprobs, packed_logprobs
+from areal_rloo.models.logprobs import Entropy, TokenLogprobs
+from areal_rloo.models.packed import packed_logprobs, packed_loss
 from areal_rloo.models.reference import Reference
 from areal_rloo.trajectory import Group, Trajectory
 
@@ -287,16 +289,18 @@ class TrainStep:
         return [None, *recomputed]
 
     def _logprobs(self, row: Row, model: PreTrainedModel, entropy: Entropy = "none") -> TokenLogprobs:
-        return packed_logprobs(
-            model,
-            input_ids=row.input_ids,
-            layout=row.layout,
-            predicts=row.predicts,
-            targets=row.targets,
-            temperature=self._config.rollout.sampling.temperature,
-            dtype=self._dtype,
-            entropy=entropy,
-        )
+        return packed_logprobs(model, entropy=entropy, **self._asked(row))
+
+    def _asked(self, row: Row) -> dict[str, Any]:
+        """What every question about a row says."""
+        return {
+            "input_ids": row.input_ids,
+            "layout": row.layout,
+            "predicts": row.predicts,
+            "targets": row.targets,
+            "temperature": self._config.rollout.sampling.temperature,
+            "dtype": self._dtype,
+        }
 
     def _optimize(self, minibatch: _Minibatch, proximal: list[Tensor] | None, result: StepResult) -> list[LossOutput]:
         """Gradients of all rows, then one optimizer step, unless something is not finite."""
@@ -305,8 +309,17 @@ class TrainStep:
         entropy: Entropy = "value" if self._config.algorithm.loss.entropy_coefficient == 0 else "gradient"
         outputs = []
         for index, row in enumerate(minibatch.rows):
-            current = self._logprobs(row, self.model, entropy)
-            output = self._loss(minibatch, row, current, None if proximal is None else proximal[index], first=first)
+            loss_of = self._row_loss(minibatch, row, None if proximal is None else proximal[index], first=first)
+            if self._config.algorithm.loss.of_tokens:
+                loss, current = packed_loss(
+                    self.model,
+                    token_loss=lambda given, part, of=loss_of: of(given, part).loss,
+                    entropy=entropy,
+                    **self._asked(row),
+                )
+                output = replace(loss_of(current), loss=loss)
+            else:
+                output = loss_of(self._logprobs(row, self.model, entropy))
             output.loss.backward()
             outputs.append(replace(output, loss=output.loss.detach()))
         max_norm = self._config.learner.optimizer.max_grad_norm
@@ -320,35 +333,41 @@ class TrainStep:
             result.num_skipped += 1
         return outputs
 
-    def _loss(
-        self, minibatch: _Minibatch, row: Row, current: TokenLogprobs, proximal: Tensor | None, *, first: bool
-    ) -> LossOutput:
+    def _row_loss(
+        self, minibatch: _Minibatch, row: Row, proximal: Tensor | None, *, first: bool
+    ) -> Callable[..., LossOutput]:
+        """The loss as a function of current logprobs, of the whole row or of some of its tokens."""
+
         def of_row(by_trajectory: Sequence[Tensor]) -> Tensor:
             return torch.cat([by_trajectory[i] for i in row.trajectory_index]).to(self._device)
 
         algorithm = self._config.algorithm
         behaviour, weights = of_row(minibatch.behaviour), of_row(minibatch.weights)
-        staleness = of_row(minibatch.staleness)
-        if proximal is None:
-            proximal = current.logprobs.detach()
-            if algorithm.loss.proximal == "interpolate" and not first:
-                proximal = interpolated_proximal(behaviour, proximal, staleness)
-        output = policy_loss(
-            behaviour_logprobs=behaviour,
-            proximal_logprobs=proximal,
-            current_logprobs=current.logprobs,
-            entropy=current.entropy,
-            advantages=of_row(minibatch.advantages),
-            token_weights=weights,
-            staleness=staleness,
-            sequence_index=row.sequence_index,
-            config=algorithm.loss,
-        )
-        if not self._kl_in_loss:
-            return output
-        reference = of_row(minibatch.reference)
-        divergence = torch.where(weights != 0, kl_estimate(current.logprobs, reference, algorithm.kl.estimator), 0.0)
-        return replace(output, loss=output.loss + self.kl_coefficient * (weights * divergence).sum())
+        advantages, staleness = of_row(minibatch.advantages), of_row(minibatch.staleness)
+        reference = of_row(minibatch.reference) if self._kl_in_loss else None
+
+        def loss(current: TokenLogprobs, part: slice = slice(None)) -> LossOutput:
+            anchor = current.logprobs.detach() if proximal is None else proximal[part]
+            if proximal is None and algorithm.loss.proximal == "interpolate" and not first:
+                anchor = interpolated_proximal(behaviour[part], anchor, staleness[part])
+            output = policy_loss(
+                behaviour_logprobs=behaviour[part],
+                proximal_logprobs=anchor,
+                current_logprobs=current.logprobs,
+                entropy=current.entropy,
+                advantages=advantages[part],
+                token_weights=weights[part],
+                staleness=staleness[part],
+                sequence_index=row.sequence_index[part],
+                config=algorithm.loss,
+            )
+            if reference is None:
+                return output
+            estimate = kl_estimate(current.logprobs, reference[part], algorithm.kl.estimator)
+            divergence = torch.where(weights[part] != 0, estimate, 0.0)
+            return replace(output, loss=output.loss + self.kl_coefficient * (weights[part] * divergence).sum())
+
+        return loss
 
     def _adapt(self, num_trajectories: int, result: StepResult) -> None:
         """Steer the KL coefficient, where a controller is asked for, after a step that was taken."""

@@ -30,7 +30,7 @@ from areal_rloo.config import Config, SourceConfig, WarmStartConfig, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.models.attention import PACKED_ATTENTION, PackedLayout
-from areal_rloo.models.logprobs import packed_logits
+from areal_rloo.models.packed import packed_logits
 from areal_rloo.models.tiny import make_tiny_model, make_tiny_tokenizer, save_tiny_model
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration
 from areal_rloo.telemetry.logs import get_logger, setup_logs

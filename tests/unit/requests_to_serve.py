@@ -15,7 +15,7 @@ from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.learner.packing import pack
 from areal_rloo.models.loading import load_policy
-from areal_rloo.models.logprobs import packed_logprobs
+from areal_rloo.models.packed import packed_logprobs
 from areal_rloo.trajectory import Completion, Trajectory
 
 PROMPT = (7, 12, 33, 40, 9)
