@@ -19,8 +19,8 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/project
 
-extras: $(STAMP)  # what the tests of the hub and of reasoning-gym need beside the rest; they skip without it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,rg]'
+extras: $(STAMP)  # what the tests of the hub, of reasoning-gym and of adapters need beside the rest; they skip without it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,peft,rg]'
 
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh
@@ -29,6 +29,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/async_vs_sync.py
 
 bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory

@@ -27,6 +27,9 @@ import traceback
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 
 
+EXIT_RANK_LOST = 3  # of a learner rank that ended because another did
+
+
 class ArealRlooError(Exception):
     """Root of the tree."""
 

@@ -26,11 +26,12 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
-from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
-from areal_rloo.models.reference import Reference
+from areal_rloo.models.loading import load_tokenizer, stop_token_ids
 from areal_rloo.tasks import Task, load_eval, load_train, make_task
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -112,12 +113,8 @@ class _Loop:
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         self._rollout = _Rollout(config, folder, tokenizer, stops)
-        reference = None
-        if config.algorithm.kl.coefficient > 0:
-            reference = Reference(load_policy(folder, device=CPU), device=CPU, offload=False)
-        self._step = TrainStep(
-            load_policy(folder, device=CPU), config, device=CPU, reference=reference, stop_token_ids=stops
-        )
+        rank = build_rank(config, model_path=folder, device=CPU)
+        self._step = TrainStep(Team(rank), config, stop_token_ids=stops)
         self._stream = PromptStream(
             load_train(config.data, seed=config.run.seed),
             Tokenizer(ChatFormat(tokenizer, config.data), config.data),
@@ -147,7 +144,7 @@ class _Loop:
         return Outcome(self._job, tuple(accuracies), statistics.fmean(kls), statistics.fmean(shares))
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: weight.clone() for name, weight in named_weights(self._step.model)}
+        return self._step.team.whole_weights()
 
     def _take(self) -> Prompt:
         prompt = self._stream.take()

@@ -1,6 +1,6 @@
-"""The loss from hidden states on: with whole logits, chunks that are recomputed, and chunks that are differentiated at once.
+"""The loss from hidden states on: of whole logits, of chunks that are recomputed, of chunks differentiated at once.
 
-    python benchmarks/logprobs.py [--tokens 2048] [--vocabulary 151936] [--hidden 896] [--device cpu]
+    python benchmarks/logprobs.py [--tokens 1024] [--vocabulary 151936] [--hidden 896] [--device cpu]
         [--output benchmarks/results/logprobs.json]
 
 One microbatch, forward and backward, gradients to hidden states and head, as a train step does it: `whole` has
@@ -13,12 +13,12 @@ would take there grows with the tokens.
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import hardware
 import torch
@@ -33,7 +33,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # hidden, head, targe
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--most-tokens", type=int, default=16384)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=896)
@@ -124,14 +124,14 @@ def _peak_bytes(loss: Loss, arguments: argparse.Namespace) -> int:
         torch.cuda.reset_peak_memory_stats()
         _run(loss, *inputs)
         return torch.cuda.max_memory_allocated() - before
-    before = _resident_bytes()
+    before = _status_bytes("VmRSS")
     _run(loss, *inputs)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return _status_bytes("VmHWM") - before  # not getrusage's, which is of the process that started this one too
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:  # noqa: PTH123 - a kernel's answer, not a file
-        return int(file.read().split()[1]) * resource.getpagesize()
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 if __name__ == "__main__":

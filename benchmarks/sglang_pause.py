@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
-from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
 
 NUM_AT_A_TIME = 16
@@ -165,7 +166,8 @@ class _Publisher:
             on_failed=lambda version, detail: print("failed:", detail),
             device=CPU,
         )
-        self._broadcaster.publish(0, model.named_parameters())
+        self._publish = partial(gather, manifest, list(model.named_parameters()))
+        self._broadcaster.publish(0, self._publish)
         self._broadcaster.join("w", 0)
 
     def __call__(self, version: int, load: _Load) -> None:
@@ -175,7 +177,7 @@ class _Publisher:
                 load.run_for(0.01)
             future.result()
             return
-        self._broadcaster.publish(version, self._model.named_parameters())
+        self._broadcaster.publish(version, self._publish)
         while self._broadcaster.statistics().versions["w"] < version:
             while self._bodies:
                 self._receiver.offer(self._bodies.pop(0))

@@ -178,12 +178,6 @@ def _chosen(outcomes: TokenOutcomes, in_loss: Tensor) -> TokenOutcomes:
     )
 
 
-def mask_counts(loss_mask: Tensor, sequence_index: Tensor, *, num_sequences: int) -> Tensor:
-    """[2] float64: N tokens in the loss, and S sequences with one; those of several ranks simply add up."""
-    per_sequence = _per_sequence(loss_mask.double(), sequence_index, num_sequences)
-    return torch.stack([per_sequence.sum(), (per_sequence > 0).sum().double()])
-
-
 def token_weights(
     loss_mask: Tensor,
     sequence_index: Tensor,
@@ -191,7 +185,6 @@ def token_weights(
     num_sequences: int,
     max_new_tokens: int,
     config: LossConfig,
-    counts: Tensor | None = None,
 ) -> Tensor:
     """The share of each token of a minibatch in its mean; zeros outside the mask.
 
@@ -201,26 +194,23 @@ def token_weights(
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
     Args:
-        loss_mask: [num_tokens] bool, all completion tokens of this rank's part of the minibatch.
+        loss_mask: [num_tokens] bool, all completion tokens of the minibatch.
         sequence_index: [num_tokens] int64 in [0, num_sequences).
-        num_sequences: sequences of this rank's part.
+        num_sequences: sequences of the minibatch.
         max_new_tokens: the constant length of `seq_mean_token_sum_norm`.
         config: `aggregation`.
-        counts: [2] float64, N and S of the whole minibatch, over all ranks (`mask_counts`); None: this part is all.
 
     Returns:
-        [num_tokens] float32; over all ranks they sum to 1 for the first two.
+        [num_tokens] float32; they sum to 1 for the first two.
     """
     mask = loss_mask.double()
-    if counts is None:
-        counts = mask_counts(loss_mask, sequence_index, num_sequences=num_sequences)
-    num_tokens, num_live = counts.clamp(min=1)
+    per_sequence = _per_sequence(mask, sequence_index, num_sequences)
+    num_tokens, num_live = per_sequence.sum().clamp(min=1), (per_sequence > 0).sum().clamp(min=1)
     match config.aggregation:
         case "token_mean":
             weights = mask / num_tokens
         case "seq_mean_token_mean":
-            own = _per_sequence(mask, sequence_index, num_sequences)
-            weights = mask / (num_live * own.clamp(min=1)[sequence_index])
+            weights = mask / (num_live * per_sequence.clamp(min=1)[sequence_index])
         case "seq_mean_token_sum":
             weights = mask / num_live
         case "seq_mean_token_sum_norm":

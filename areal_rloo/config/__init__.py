@@ -22,6 +22,7 @@ from areal_rloo.config.data import (
 from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, argument_name, is_loopback
 from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.imports import import_function
+from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import dump_config, load_config
 from areal_rloo.config.presets import PRESETS, PresetName
 from areal_rloo.config.schema import (
@@ -29,9 +30,7 @@ from areal_rloo.config.schema import (
     Config,
     EvaluationConfig,
     LauncherConfig,
-    LearnerConfig,
     ModelConfig,
-    OptimizerConfig,
     ReferenceConfig,
     RolloutConfig,
     RunConfig,
@@ -60,6 +59,7 @@ __all__ = [
     "KLConfig",
     "LauncherConfig",
     "LearnerConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "NormConfig",

@@ -14,8 +14,8 @@ from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
 from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, is_loopback, validate_engines
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
+from areal_rloo.config.learner import LearnerConfig, validate_learner
 from areal_rloo.config.section import (
-    NonNegativeFloat,
     NonNegativeInt,
     Port,
     PositiveFloat,
@@ -108,27 +108,6 @@ class RolloutConfig(Section, frozen=True):
     def server_urls(self) -> tuple[str, ...]:
         """SGLang servers that run already, one for each worker; none where the workers have engines of their own."""
         return self.sglang.urls if self.engine == "sglang" else ()
-
-
-class OptimizerConfig(Section, frozen=True):
-    learning_rate: PositiveFloat = 1e-6
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    max_grad_norm: PositiveFloat = 1.0
-
-
-class LearnerConfig(Section, frozen=True):
-    device: str = "auto"  # auto | cpu | cuda
-    num_threads: NonNegativeInt = 0  # CPU threads; 0: its share of the cores
-    num_train_steps: PositiveInt = 100
-    groups_per_step: PositiveInt = 32
-    num_minibatches: PositiveInt = 1
-    microbatch_tokens: PositiveInt = 8192
-    max_skipped_steps: NonNegativeInt = 3  # non-finite steps in a row before the run stops
-    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class WeightsConfig(Section, frozen=True):
@@ -239,6 +218,7 @@ def validate(config: Config) -> None:
     validate_algorithm(config.algorithm, max_new_tokens=sampling.max_new_tokens)
     validate_data(config.data)
     validate_episode(config.rollout.episode)
+    validate_learner(learner)
     validate_engines(
         config.rollout,
         context_tokens=config.context_tokens,
@@ -260,11 +240,6 @@ def validate(config: Config) -> None:
             f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k} and min_new_tokens="
             f"{sampling.min_new_tokens} truncate the distribution, and the learner's logprobs no longer match the "
             "behaviour's; expected 1, 0 and 0, or set rollout.sampling.allow_truncated=true"
-        )
-    if learner.num_minibatches > learner.groups_per_step:
-        raise ConfigError(
-            f"learner.num_minibatches: expected at most learner.groups_per_step={learner.groups_per_step}, "
-            f"got {learner.num_minibatches}"
         )
     longest = config.data.max_prompt_tokens + sampling.max_new_tokens
     if learner.microbatch_tokens < longest:

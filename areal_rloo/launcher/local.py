@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from areal_rloo.config import Config, dump_config
-from areal_rloo.errors import DataError, PreflightError, UserError
+from areal_rloo.errors import EXIT_RANK_LOST, DataError, PreflightError, UserError
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.plan import Addresses, Machine, ProcessSpec, describe, plan_preparation, plan_run
 from areal_rloo.launcher.preflight import check, check_disk, check_tools, free_ports, this_machine
@@ -73,10 +73,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _addresses(config: Config) -> Addresses:
     num_metrics = 1 + config.rollout.num_workers
-    wire_port, *metrics = free_ports(1 + num_metrics)
+    wire_port, meeting_port, *metrics = free_ports(2 + num_metrics)
     first = config.telemetry.metrics_port
     return Addresses(
         wire_port=config.wire.port or wire_port,
+        meeting_port=meeting_port,
         metrics_ports=tuple(first + n for n in range(num_metrics)) if first else tuple(metrics),
         segment_folder=segment_folder(uuid.uuid4().hex[:12]),
     )
@@ -165,20 +166,24 @@ class _LocalRun:
         )
         for spec in specs:
             self._supervisor.start(spec)
-        workers = [spec.name for spec in specs[1:]]
+        num_ranks = self._config.learner.num_ranks
+        ranks, workers = [spec.name for spec in specs[1:num_ranks]], [spec.name for spec in specs[num_ranks:]]
         tail = RecordTail(self._folder / "metrics.jsonl")
         failure: int | None = None
         while (code := self._supervisor.exit_code("learner")) is None:
             progress.show(tail.read())
             self._look_at_disk(progress)
             self._obey_signals(progress)
+            self._look_at_ranks(ranks)
             if self._drain_ends_s is None and failure is None:
                 failure = self._tend(workers, progress)
                 if failure is not None:
                     self._begin_drain()
             time.sleep(_LOOK_EVERY_S)
         progress.show(tail.read())
-        self._supervisor.wait(workers, _GRACE_S)
+        self._supervisor.wait([*ranks, *workers], _GRACE_S)
+        if code not in (0, 2):
+            code = self._blame(ranks, code, progress)
         if code == 128 + signal.SIGTERM and self._num_signals == 1:
             return 0  # drained before it had begun
         if code != 0:
@@ -201,6 +206,21 @@ class _LocalRun:
             progress.warn("every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint")
             return 1
         return None
+
+    def _blame(self, ranks: list[str], code: int, progress: Progress) -> int:
+        """Say which rank ended first, where it was not rank 0; gives the exit code that tells of it."""
+        for name in ranks:
+            own = self._supervisor.exit_code(name)
+            if own not in (None, 0, EXIT_RANK_LOST):
+                progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                code = 2 if own == 2 else code
+        return code
+
+    def _look_at_ranks(self, ranks: list[str]) -> None:
+        """A learner that lost a rank can neither train nor save; it may be waiting for a batch and not know it yet."""
+        if any(self._supervisor.exit_code(name) for name in ranks):
+            self._supervisor.wait(["learner"], _GRACE_S)  # it may know, and say more
+            self._supervisor.signal("learner", signal.SIGKILL)
 
     def _look_at_disk(self, progress: Progress) -> None:
         """Say when the disk gets full: what goes missing then are the very files that would say so."""

@@ -26,6 +26,7 @@ class Addresses:
     """Where a run listens. `metrics_ports` are the learner's and then one for each rollout worker."""
 
     wire_port: int
+    meeting_port: int  # of the learner's ranks
     metrics_ports: tuple[int, ...]
     segment_folder: Path
 
@@ -77,44 +78,62 @@ def plan_run(
     resume: bool,
     warm_start_s: float,
 ) -> list[ProcessSpec]:
-    """The learner first, then the rollout workers.
+    """The learner first, then its other ranks, then the rollout workers.
 
-    GPUs go one to the learner and `rollout.tensor_parallel` to each worker, in order, and to none whose SGLang server
-    runs already; cores are shared evenly where the config says 0.
+    GPUs go one to each rank of the learner and `rollout.tensor_parallel` to each worker, in order, and to none whose
+    SGLang server runs already; cores are shared evenly where the config says 0.
 
     Raises:
         PreflightError: a device was asked for that the machine does not have; says by how much.
     """
-    num_workers = config.rollout.num_workers
-    learner_gpus, worker_gpus = _gpus_wanted(config, machine)
-    share = max(1, machine.num_cores // (1 + num_workers))
     common = (f"--run-folder={run_folder}", f"--model-path={model_path}")
-    learner = ProcessSpec(
-        name="learner",
-        role="learner",
-        **_placement(config.learner.num_threads or share, machine.gpu_ids[:learner_gpus]),
-        command=(
-            *_module("areal_rloo.learner"),
-            *common,
-            *_place_arguments(config.learner.num_threads or share, learner_gpus),
-            f"--port={addresses.wire_port}",
-            f"--metrics-port={addresses.metrics_ports[0]}",
-            f"--segment-folder={addresses.segment_folder}",
-            f"--warm-start-s={warm_start_s}",
-            "--same-host",
-            *(("--resume",) if resume else ()),
-        ),
+    of_learner = (
+        *common,
+        f"--meeting=127.0.0.1:{addresses.meeting_port}",
+        f"--port={addresses.wire_port}",
+        f"--metrics-port={addresses.metrics_ports[0]}",
+        f"--segment-folder={addresses.segment_folder}",
+        f"--warm-start-s={warm_start_s}",
+        "--same-host",
+        *(("--resume",) if resume else ()),
     )
-    threads = config.rollout.num_threads or share
-    workers = [
+    return [*_learner_ranks(config, machine, of_learner), *_rollout_workers(config, machine, addresses, common)]
+
+
+def _learner_ranks(config: Config, machine: Machine, arguments: tuple[str, ...]) -> list[ProcessSpec]:
+    num_gpus, _ = _gpus_wanted(config, machine)
+    threads = config.learner.num_threads or _share_of_cores(config, machine)
+    return [
+        ProcessSpec(
+            name=f"learner-{rank}" if rank else "learner",
+            role="learner rank" if rank else "learner",
+            **_placement(threads, machine.gpu_ids[rank * num_gpus :][:num_gpus]),
+            command=(
+                *_module("areal_rloo.learner"),
+                f"--rank={rank}",
+                *_place_arguments(threads, num_gpus),
+                *arguments,
+            ),
+        )
+        for rank in range(config.learner.num_ranks)
+    ]
+
+
+def _rollout_workers(
+    config: Config, machine: Machine, addresses: Addresses, arguments: tuple[str, ...]
+) -> list[ProcessSpec]:
+    rank_gpus, num_gpus = _gpus_wanted(config, machine)
+    gpu_ids = machine.gpu_ids[config.learner.num_ranks * rank_gpus :]
+    threads = config.rollout.num_threads or _share_of_cores(config, machine)
+    return [
         ProcessSpec(
             name=f"rollout-{index}",
             role=_worker_role(config, index),
-            **_placement(threads, machine.gpu_ids[learner_gpus + index * worker_gpus :][:worker_gpus]),
+            **_placement(threads, gpu_ids[index * num_gpus :][:num_gpus]),
             command=(
                 *_module("areal_rloo.rollout"),
-                *common,
-                *_place_arguments(threads, worker_gpus),
+                *arguments,
+                *_place_arguments(threads, num_gpus),
                 f"--worker-id=rollout-{index}",
                 f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
                 f"--metrics-port={addresses.metrics_ports[1 + index]}",
@@ -122,25 +141,29 @@ def plan_run(
             ),
             max_restarts=config.launcher.max_restarts,
         )
-        for index in range(num_workers)
+        for index in range(config.rollout.num_workers)
     ]
-    return [learner, *workers]
+
+
+def _share_of_cores(config: Config, machine: Machine) -> int:
+    return max(1, machine.num_cores // (config.learner.num_ranks + config.rollout.num_workers))
 
 
 def _gpus_wanted(config: Config, machine: Machine) -> tuple[int, int]:
-    """GPUs of the learner and of each worker; refuses more than there are."""
-    num_workers = config.rollout.num_workers
-    learner_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
+    """GPUs of each learner rank and of each worker; refuses more than there are."""
+    num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
+    rank_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
     worker_gpus *= 0 if config.rollout.server_urls else config.rollout.tensor_parallel
-    wanted = learner_gpus + num_workers * worker_gpus
+    wanted = num_ranks * rank_gpus + num_workers * worker_gpus
     if wanted > len(machine.gpu_ids):
         raise PreflightError(
             f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
-            f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}, "
+            f"learner.num_ranks={num_ranks}, rollout.device={config.rollout.device}, "
+            f"rollout.num_workers={num_workers}, "
             f"rollout.tensor_parallel={config.rollout.tensor_parallel}), this machine has {len(machine.gpu_ids)}; "
-            "lower rollout.num_workers or rollout.tensor_parallel, or set a device to cpu"
+            "lower learner.num_ranks, rollout.num_workers or rollout.tensor_parallel, or set a device to cpu"
         )
-    return learner_gpus, worker_gpus
+    return rank_gpus, worker_gpus
 
 
 def _worker_role(config: Config, index: int) -> str:

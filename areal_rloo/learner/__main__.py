@@ -1,6 +1,6 @@
 """`python -m areal_rloo.learner`: builds the learner of a run folder and runs it. Started by a launcher.
 
-Exit codes: 0 done or drained, 2 a mistake the user can mend, 1 anything else.
+Exit codes: 0 done or drained, 2 a mistake the user can mend, 3 another rank of the learner ended, 1 anything else.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_function, load_config
-from areal_rloo.errors import CheckpointError, ModelError
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, load_optimizer, restore_ledger
+from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
 from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.parallel import RankLostError, Ranks
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.learner.rank import LearnerRank, follow
 from areal_rloo.learner.recording import Recorder
+from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
-from areal_rloo.models.loading import load_policy, load_tokenizer, named_weights, stop_token_ids
-from areal_rloo.models.reference import Reference
+from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
@@ -41,7 +44,6 @@ from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
-from areal_rloo.weights.manifest import build_manifest
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
@@ -57,6 +59,8 @@ class Arguments(argparse.Namespace):
     model_path: str
     device: str
     num_threads: int
+    rank: int
+    meeting: str
     port: int
     metrics_port: int
     segment_folder: Path
@@ -70,25 +74,73 @@ def main() -> int:
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
-    setup_logs("learner", level=config.telemetry.log_level, file=arguments.run_folder / "logs" / "learner.log")
+    name = "learner" if arguments.rank == 0 else f"learner-{arguments.rank}"
+    setup_logs(name, level=config.telemetry.log_level, file=arguments.run_folder / "logs" / f"{name}.log")
     return run_to_exit_code(lambda: _run(config, arguments))
 
 
 def _run(config: Config, arguments: Arguments) -> int:
-    folder = arguments.run_folder
     torch.manual_seed(config.run.seed)
+    device = torch.device(arguments.device)
+    ranks = _meet(config, arguments, device)
+    if ranks.rank == 0:
+        return _lead(config, arguments, ranks)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for its last checkpoint
+    try:
+        checkpoint = ranks.take().decode()
+        follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
+    except RankLostError as error:
+        logger.error("%s", error)
+        return EXIT_RANK_LOST
+    ranks.close()
+    return 0
+
+
+def _built(config: Config, arguments: Arguments, ranks: Ranks, checkpoint: Path | None) -> LearnerRank:
+    """This rank, as a checkpoint has it where there is one; every rank calls it at the same time."""
+    device = torch.device(arguments.device)
+    rank = build_rank(config, model_path=arguments.model_path, device=device, ranks=ranks)
+    if checkpoint is not None:
+        num_optimizer_steps = read_state(checkpoint).num_optimizer_steps
+        rank.load(checkpoint / "shards", num_optimizer_steps=num_optimizer_steps)
+    return rank
+
+
+def _meet(config: Config, arguments: Arguments, device: torch.device) -> Ranks:
+    learner = config.learner
+    if learner.num_ranks == 1 and learner.offload != "parameters":
+        return Ranks()
+    return Ranks.meet(
+        arguments.meeting,
+        rank=arguments.rank,
+        num=learner.num_ranks,
+        device=device,
+        timeout_s=learner.collective_timeout_s,
+    )
+
+
+def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
+    folder = arguments.run_folder
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     restored = checkpoints.load_newest() if arguments.resume else None
     if arguments.resume and restored is None:
         logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
+    if restored is not None:
+        _check_seed(config, *restored)
     tokenizer = load_tokenizer(arguments.model_path)
-    train_step = _train_step(config, arguments, tokenizer, checkpoint=None if restored is None else restored[0])
+    # What a hub has comes before the others are let go: they wait for each other no longer than for any collective.
+    model_folder(arguments.model_path)
+    ranks.hand_out([str(restored[0]).encode() if restored is not None else b""] * (ranks.num - 1))
+    rank = _built(config, arguments, ranks, None if restored is None else restored[0])
+    stops = stop_token_ids(arguments.model_path, tokenizer)
+    train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
     sources = load_train(config.data, seed=config.run.seed)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
-        ledger, totals, policy_version = _restore(config, restored, train_step, stream)
+        ledger, totals, policy_version = _restore(restored, train_step, stream)
     registry = CollectorRegistry()
     reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
     evaluation = Evaluation(_eval_sets(config, tokenize), reporter.evaluation)
@@ -102,9 +154,9 @@ def _run(config: Config, arguments: Arguments) -> int:
         group_filter=_group_filter(config),
         num_truncated=lambda: tokenize.num_truncated,
     )
-    broadcaster = _broadcaster(config, arguments, train_step, intake)
+    broadcaster = _broadcaster(config, arguments, rank, intake)
     # Version 0 too: a server that is not ours may have any weights.
-    broadcaster.publish(policy_version, named_weights(train_step.model))
+    broadcaster.publish(policy_version, train_step.team.gather_weights)
     intake.start()
     intake.attach(broadcaster)
     _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)
@@ -125,40 +177,9 @@ def _run(config: Config, arguments: Arguments) -> int:
     if not measured.issuperset(source.label for source in config.data.eval_sources):
         intake.advance(policy_version, evaluate=True)
     _run_to_the_end(learner, intake, broadcaster, arguments, config)
+    train_step.team.stop()
+    ranks.close()
     return 0
-
-
-def _train_step(
-    config: Config, arguments: Arguments, tokenizer: PreTrainedTokenizerBase, *, checkpoint: Path | None
-) -> TrainStep:
-    device = torch.device(arguments.device)
-    policy = load_policy(arguments.model_path if checkpoint is None else str(checkpoint / "model"), device=device)
-    return TrainStep(
-        policy,
-        config,
-        device=device,
-        reference=_reference(config, arguments, device, vocab_size=policy.config.vocab_size, checkpoint=checkpoint),
-        stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
-    )
-
-
-def _reference(
-    config: Config, arguments: Arguments, device: torch.device, *, vocab_size: int, checkpoint: Path | None
-) -> Reference | None:
-    """The frozen policy of the KL term, where there is one; over a resume it stays what it was."""
-    settings = config.model.reference
-    if settings is None or config.algorithm.kl.coefficient == 0:
-        return None
-    path = arguments.model_path if settings.path == "initial" else settings.path
-    if checkpoint is not None and (checkpoint / "reference").is_dir():
-        path = str(checkpoint / "reference")
-    model = load_policy(path, device=torch.device("cpu") if settings.offload else device)
-    if model.config.vocab_size != vocab_size:
-        raise ModelError(
-            f"model.reference.path: {path} has a vocabulary of {model.config.vocab_size}, expected the policy's "
-            f"{vocab_size}; both must share a tokenizer"
-        )
-    return Reference(model, device=device, offload=settings.offload)
 
 
 def _group_filter(config: Config) -> Callable[[Group], bool] | None:
@@ -219,18 +240,18 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     return sets
 
 
-def _restore(
-    config: Config, restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
-) -> tuple[Ledger, Totals, int]:
-    path, state = restored
+def _check_seed(config: Config, path: Path, state: LearnerState) -> None:
     if state.seed != config.run.seed:
         raise CheckpointError(
             f"run.seed: expected {state.seed}, with which {path} was made, got {config.run.seed}; another seed has "
             "another order of prompts"
         )
-    optimizer = load_optimizer(path)
-    train_step.optimizer.load_state_dict(optimizer["optimizer"])
-    train_step.schedule.load_state_dict(optimizer["schedule"])
+
+
+def _restore(
+    restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
+) -> tuple[Ledger, Totals, int]:
+    path, state = restored
     train_step.kl_coefficient = state.kl_coefficient
     logger.info("resuming from %s at version %d", path, state.policy_version)
     return restore_ledger(state, stream), state.totals, state.policy_version
@@ -257,9 +278,8 @@ def _recorder(
     return Recorder(path, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
 
 
-def _broadcaster(config: Config, arguments: Arguments, train_step: TrainStep, intake: Intake) -> Broadcaster:
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    manifest = build_manifest(named_weights(train_step.model), bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
+def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank, intake: Intake) -> Broadcaster:
+    manifest = rank.manifest
     transport: SendTransport
     if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
         transport = SharedMemorySender(manifest, arguments.segment_folder)
@@ -299,6 +319,8 @@ def _parse() -> Arguments:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--meeting", default="", help="host:port where the learner's ranks meet")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--metrics-port", type=int, required=True)
     parser.add_argument("--segment-folder", type=Path, required=True)

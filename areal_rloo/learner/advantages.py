@@ -3,7 +3,7 @@
     rewards ─► shaped ─► less their KL to the reference ─► reward_norm ─► adv_norm ─► spread over the tokens
     returns=token:    shaped ─► reward_norm ─► per-token rewards, less the KL ─► discounted returns ─► adv_norm
 
-Norms see the whole batch, over all ranks.
+Norms see the whole batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from areal_rloo.algorithm.kl import Estimator, kl_estimate
 from areal_rloo.algorithm.rewards import REWARD_LIMIT, shape_rewards, token_returns
 from areal_rloo.algorithm.turns import written_by_policy
 from areal_rloo.config import Config, NormConfig
-from areal_rloo.learner.parallel import Ranks
 from areal_rloo.trajectory import SampleId, Trajectory
 
 
@@ -44,18 +43,16 @@ def compute_advantages(
     config: Config,
     kl_coefficient: float,
     stop_token_ids: frozenset[int],
-    ranks: Ranks,
 ) -> Advantages:
-    """Advantages of this rank's part of a batch.
+    """Advantages of a batch.
 
     Args:
-        trajectories: of this rank.
+        trajectories: of the whole batch.
         masks: of each [num_completion_tokens] bool, which of its tokens are in the loss.
         reference_logprobs: of each [num_completion_tokens] float; empty without a KL in the reward.
         config: `algorithm`, and the longest completion.
         kl_coefficient: what it is now, where a controller steers it.
         stop_token_ids: the tokens that end a completion.
-        ranks: where the rest of the batch is.
     """
     algorithm = config.algorithm
     samples = _Samples(trajectories)
@@ -68,12 +65,11 @@ def compute_advantages(
         for trajectory, logprobs in zip(trajectories, reference_logprobs, strict=bool(reference_logprobs))
     ]
     if algorithm.returns == "token":
-        normed = _normalize_over(ranks, rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
+        normed = _normalized(rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
         by_token = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
         returns = token_returns(by_token, algorithm.discount)
         lengths = torch.tensor([len(mask) for mask in masks])
-        each = _normalize_over(
-            ranks,
+        each = _normalized(
             torch.cat(returns),
             group_ids.repeat_interleave(lengths),
             torch.cat(list(masks)).long(),
@@ -83,8 +79,8 @@ def compute_advantages(
     if penalties:
         rewards = rewards - samples.total(torch.stack([penalty.sum() for penalty in penalties]))
     of_samples = samples.last(group_ids)
-    normed = _normalize_over(ranks, rewards, of_samples, in_loss, algorithm.reward_norm)
-    scalars = samples.spread(_normalize_over(ranks, normed, of_samples, in_loss, algorithm.adv_norm)).float()
+    normed = _normalized(rewards, of_samples, in_loss, algorithm.reward_norm)
+    scalars = samples.spread(_normalized(normed, of_samples, in_loss, algorithm.adv_norm)).float()
     return Advantages([a.expand(len(mask)) for a, mask in zip(scalars, masks, strict=True)], num_limited)
 
 
@@ -155,9 +151,6 @@ def _token_rewards(
     return by_token
 
 
-def _normalize_over(ranks: Ranks, values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormConfig) -> Tensor:
-    """`normalize` over the batch of all ranks; gives this rank's part, [len(values)] float64."""
-    together = torch.stack([values.double(), group_ids.double(), num_tokens.double()], dim=1)
-    everything, own = ranks.gather(together)
-    normed = normalize(everything[:, 0], everything[:, 1].long(), everything[:, 2].long(), norm)
-    return normed[own]
+def _normalized(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormConfig) -> Tensor:
+    """[len(values)] float64."""
+    return normalize(values.double(), group_ids, num_tokens, norm)

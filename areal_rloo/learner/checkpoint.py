@@ -1,10 +1,10 @@
 """Checkpoints: everything a learner needs to go on, whole or not at all.
 
-    checkpoints/step-000025/    model/ (Hugging Face format)   reference/ (where it is refreshed)   optimizer.pt
-                                state.msgpack   checksums.json
+    checkpoints/step-000025/    shards/ (weights, optimizer and random states, of all ranks)   state.msgpack
+                                model/ (Hugging Face format)   checksums.json
 
 Written into a hidden folder, flushed to disk, and renamed; a folder with that name is whole. Ledger, prompt stream and
-buffered trajectories are in it, so no prompt is skipped or trained on twice.
+buffered trajectories are in it, so no prompt is skipped or trained on twice. Any number of ranks reads the shards.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.errors import CheckpointError
+from areal_rloo.learner.export import write_model
 from areal_rloo.learner.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.learner.prompts import PromptStream, PromptStreamState
+from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 
 logger = get_logger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Totals(msgspec.Struct):
@@ -63,10 +65,18 @@ class LearnerState(msgspec.Struct, frozen=True):
     stream: PromptStreamState
     totals: Totals
     kl_coefficient: float
+    num_optimizer_steps: int
 
 
 def capture(
-    ledger: Ledger, stream: PromptStream, *, policy_version: int, seed: int, totals: Totals, kl_coefficient: float
+    ledger: Ledger,
+    stream: PromptStream,
+    *,
+    policy_version: int,
+    seed: int,
+    totals: Totals,
+    kl_coefficient: float,
+    num_optimizer_steps: int,
 ) -> LearnerState:
     """The learner's state at this moment; call where ledger and stream stand still."""
     buffered = [t for g in ledger.groups.values() for s in g.samples.values() for t in s.trajectories]
@@ -81,6 +91,7 @@ def capture(
         stream=stream.state(),
         totals=totals,
         kl_coefficient=kl_coefficient,
+        num_optimizer_steps=num_optimizer_steps,
     )
 
 
@@ -94,48 +105,84 @@ def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. One is written at a time, on a thread of its own, while training goes on.
+
+    Attributes:
+        folder: of all of them.
+        num_failed: that could not be written since this process began.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._keep = keep
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._newest_is_whole = True
+        self.num_failed = 0
 
-    def save(
+    def save(self, state: LearnerState, *, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Copy this moment and begin to write it; waits for the checkpoint before, and drops the oldest beyond `keep`.
+
+        If the disk refuses, there is an alarm in the log, it is counted, and training goes on.
+        """
+        self.wait()
+        target = self.folder / f"step-{state.policy_version:06d}"
+        unfinished = self.folder / f".unfinished-{state.policy_version:06d}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            (unfinished / "shards").mkdir(parents=True)
+        except OSError as error:
+            self._failed(target, error)
+            return
+        shards = team.save_shards(unfinished / "shards")
+        weights = team.whole_weights()
+        self._writing = self._writer.submit(self._write, state, unfinished, target, shards, weights, team, tokenizer)
+
+    def wait(self) -> bool:
+        """Until the last checkpoint is written; whether it was."""
+        if self._writing is not None:
+            self._writing.result()
+        return self._newest_is_whole
+
+    def _write(
         self,
         state: LearnerState,
-        *,
-        model: PreTrainedModel,
-        reference: PreTrainedModel | None,
+        unfinished: Path,
+        target: Path,
+        shards: Future[Any],
+        weights: dict[str, Tensor],
+        team: Team,
         tokenizer: PreTrainedTokenizerBase,
-        optimizer: dict[str, Any],
-    ) -> Path | None:
-        """Write a checkpoint and drop the oldest beyond `keep`; None, with an alarm in the log, if the disk refuses.
-
-        `reference` is given where the run changes it.
-        """
-        target = self._folder / f"step-{state.policy_version:06d}"
-        unfinished = self._folder / f".unfinished-{state.policy_version:06d}"
+    ) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            model.save_pretrained(unfinished / "model")
-            tokenizer.save_pretrained(unfinished / "model")
-            if reference is not None:
-                reference.save_pretrained(unfinished / "reference")
-            torch.save(optimizer, unfinished / "optimizer.pt")
+            shards.result()
+            write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
             (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
             _seal(unfinished)
-            shutil.rmtree(target, ignore_errors=True)
-            unfinished.rename(target)
-            _flush(self._folder)
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as torch and safetensors say it
-            logger.error("checkpoint %s could not be written: %s; training goes on, free some disk", target, error)
+            self._replace(target, unfinished)
+        except Exception as error:  # noqa: BLE001 - a full disk says it in many ways, and whatever it is, training goes on
+            self._failed(target, error)
             shutil.rmtree(unfinished, ignore_errors=True)
-            return None
+            return
+        self._newest_is_whole = True
         for outdated in self._whole()[: -self._keep]:
             shutil.rmtree(outdated, ignore_errors=True)
-        return target
+
+    def _replace(self, target: Path, unfinished: Path) -> None:
+        """Give a checkpoint its name; one that has it already is whole until then, and under another after."""
+        aside = self.folder / f".replaced-{target.name}"
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        unfinished.rename(target)
+        _flush(self.folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _failed(self, target: Path, error: Exception) -> None:
+        self._newest_is_whole = False
+        self.num_failed += 1
+        logger.error("checkpoint %s could not be written: %s; training goes on, free some disk", target, error)
 
     def load_newest(self) -> tuple[Path, LearnerState] | None:
         """The newest checkpoint whose checksums hold; None if there is none at all.
@@ -143,31 +190,38 @@ class Checkpoints:
         Raises:
             CheckpointError: there are some, and none of them can be read.
         """
+        for aside in self.folder.glob(".replaced-*"):  # it was to be replaced, and what should have come did not
+            target = self.folder / aside.name.removeprefix(".replaced-")
+            if not target.exists():
+                aside.rename(target)
         whole = self._whole()
         for folder in reversed(whole):
             if not _holds(folder):
                 logger.error("checkpoint %s is damaged; trying the one before", folder)
                 continue
-            encoded = (folder / "state.msgpack").read_bytes()
-            found = msgspec.msgpack.decode(encoded, type=_Format).format
-            if found != _FORMAT:
-                raise CheckpointError(
-                    f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote it, "
-                    "or start anew without --resume"
-                )
-            return folder, msgspec.msgpack.decode(encoded, type=LearnerState)
+            return folder, read_state(folder)
         if whole:
-            raise CheckpointError(f"{self._folder}: no checkpoint is whole; start anew without --resume")
+            raise CheckpointError(f"{self.folder}: no checkpoint is whole; start anew without --resume")
         return None
 
     def _whole(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"))
+        return sorted(self.folder.glob("step-*"))
 
 
-def load_optimizer(folder: Path) -> dict[str, Any]:
-    """The optimizer's state, on the CPU."""
-    state: dict[str, Any] = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    return state
+def read_state(folder: Path) -> LearnerState:
+    """Of a checkpoint.
+
+    Raises:
+        CheckpointError: another version of this program wrote it; says which.
+    """
+    encoded = (folder / "state.msgpack").read_bytes()
+    found = msgspec.msgpack.decode(encoded, type=_Format).format
+    if found != _FORMAT:
+        raise CheckpointError(
+            f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote it, "
+            "or start anew without --resume"
+        )
+    return msgspec.msgpack.decode(encoded, type=LearnerState)
 
 
 def _seal(folder: Path) -> None:

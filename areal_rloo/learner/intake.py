@@ -111,7 +111,9 @@ class Intake:
             evaluation=evaluation,
             workers=self._workers,
             failures=RewardFailures(config),
+            most_tokens=config.learner.microbatch_tokens,
         )
+        self._arrivals.refuse_too_long()
         self._learner_id = uuid.uuid4().hex
         self._draining = False
         self._stopping = False

@@ -67,5 +67,8 @@ def step_numbers(result: StepResult) -> dict[str, Any]:
         "truncated_token_share": result.num_truncated_tokens / num_all,
         "trained_tokens": result.num_tokens,
         "train_step_s": result.train_step_s,
+        "times_s": result.times,
+        "learner_tokens_per_s": result.num_computed_tokens / max(1e-9, result.train_step_s),
+        "model_flops_share": result.model_flops_share,
         **dataclasses.asdict(result.policy),
     }

@@ -1,12 +1,15 @@
-"""AdamW and its schedule, from the config."""
+"""AdamW, its schedule, and where its states lie, from the config."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.optim import AdamW
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from areal_rloo.config import OptimizerConfig
@@ -14,16 +17,19 @@ from areal_rloo.config import OptimizerConfig
 
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, num_optimizer_steps: int
-) -> tuple[AdamW, LambdaLR]:
+) -> tuple[Optimizer, LambdaLR]:
     """AdamW over float32 weights; the schedule is stepped once per optimizer step."""
-    optimizer = AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    optimizer: Optimizer
+    if config.state_dtype == "float32":
+        optimizer = AdamW(parameters, fused=True, **settings)
+    else:
+        optimizer = LowPrecisionAdamW(parameters, state_dtype=torch.bfloat16, **settings)
     return optimizer, LambdaLR(optimizer, lambda step: schedule_factor(step, config, num_optimizer_steps))
 
 
@@ -36,3 +42,85 @@ def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int
     progress = (step - config.warmup_steps) / max(1, num_optimizer_steps - config.warmup_steps)
     remaining = max(0.0, 1.0 - progress)
     return remaining if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * remaining))
+
+
+def set_schedule(schedule: LambdaLR, num_optimizer_steps: int) -> None:
+    """Let a schedule stand where it is after so many steps."""
+    (factor,) = schedule.lr_lambdas
+    rates = [base * factor(num_optimizer_steps) for base in schedule.base_lrs]
+    schedule.load_state_dict(
+        {
+            **schedule.state_dict(),
+            "last_epoch": num_optimizer_steps,
+            "_step_count": num_optimizer_steps + 1,
+            "_last_lr": rates,
+        }
+    )
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+class LowPrecisionAdamW(Optimizer):
+    """AdamW (arXiv:1711.05101) that computes in float32 and keeps its moments in fewer bits."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        state_dtype: torch.dtype,
+        **settings: float | tuple[float, float],
+    ) -> None:
+        """`settings`: lr, betas, eps, weight_decay."""
+        super().__init__(parameters, dict(settings))
+        self.state_dtype = state_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step on all gradients; a closure is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None, "only what has a gradient is updated"
+        if not state:
+            state.update(empty_state(parameter, self))
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        first = state["exp_avg"].to(gradient.dtype).lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state["exp_avg"].copy_(first)
+        state["exp_avg_sq"].copy_(second)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        scale = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        parameter.addcdiv_(first, scale, value=-group["lr"] / (1 - beta1**step))
+
+
+def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What a step on this parameter would make first, to be filled from a checkpoint."""
+    dtype = optimizer.state_dtype if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
+    fused = isinstance(optimizer, AdamW)
+    return {
+        "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+    }
+
+
+@contextmanager
+def states_on(optimizer: Optimizer, device: torch.device, *, home: torch.device) -> Iterator[None]:
+    """The moments on the device for as long as the block runs, and at home otherwise."""
+    _move(optimizer, device)
+    try:
+        yield
+    finally:
+        _move(optimizer, home)
+
+
+def _move(optimizer: Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor) and value.device != device:
+                state[name] = value.to(device)

@@ -30,7 +30,7 @@ from areal_rloo.config import Config, SourceConfig, WarmStartConfig, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.models.attention import PACKED_ATTENTION, PackedLayout
-from areal_rloo.models.packed import packed_logits
+from areal_rloo.models.policy import packed_logits
 from areal_rloo.models.tiny import make_tiny_model, make_tiny_tokenizer, save_tiny_model
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration
 from areal_rloo.telemetry.logs import get_logger, setup_logs
@@ -147,7 +147,8 @@ def greedy_accuracy(model: PreTrainedModel, sequences: Sequence[tuple[list[int],
     one forward pass tells what decoding token by token would.
     """
     num_right = 0
-    for row in plan_rows([len(p) + len(c) - 1 for p, c in sequences], _ROW_TOKENS):
+    (rows,) = plan_rows([len(p) + len(c) - 1 for p, c in sequences], _ROW_TOKENS)
+    for row in rows:
         logits, targets, sequence = _forward(model, [sequences[index] for index in row])
         wrong = sequence[logits.argmax(-1) != targets]
         num_right += len(row) - len(wrong.unique())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,6 @@ from areal_rloo.learner.ledger import Drop
 from areal_rloo.learner.numbers import batch_numbers, step_numbers
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.train_step import StepResult, TrainStep
-from areal_rloo.models.loading import named_weights
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
 from areal_rloo.telemetry.progress import evaluation_line
@@ -97,6 +95,7 @@ class Learner:
     ) -> None:
         self._config = config
         self._train_step = train_step
+        self._team = train_step.team
         self._tokenizer = tokenizer
         self._intake = intake
         self._broadcaster = broadcaster
@@ -138,7 +137,8 @@ class Learner:
             self._intake.wait_for_evaluation()
             reason = "drained" if self._intake.draining else reason
         self._update_totals(self._intake.statistics())
-        if not self.save_checkpoint():
+        self.save_checkpoint()
+        if not self._checkpoints.wait():
             raise TrainingError(
                 f"version {self.policy_version} could not be saved (see logs/learner.log), and with it all since the "
                 "newest whole checkpoint; free some disk, then --resume goes on from there"
@@ -147,10 +147,12 @@ class Learner:
 
     def close(self) -> None:
         """Write down what was dropped last; also after a failure, when it is what one wants to see."""
+        self._checkpoints.wait()
+        self._count_failed_checkpoints()
         self._recorder.close(self._take_drops(), policy_version=self.policy_version)
 
-    def save_checkpoint(self) -> bool:
-        """Write a checkpoint of this moment, between two steps; False if the disk refuses."""
+    def save_checkpoint(self) -> None:
+        """Copy this moment, between two steps, and begin to write it."""
         self.totals.wall_s = self._before.wall_s + time.monotonic() - self._started_s
         state = self._intake.snapshot(
             lambda ledger, stream: capture(
@@ -160,21 +162,10 @@ class Learner:
                 seed=self._config.run.seed,
                 totals=msgspec.structs.replace(self.totals),
                 kl_coefficient=self._train_step.kl_coefficient,
+                num_optimizer_steps=self._team.num_optimizer_steps,
             )
         )
-        optimizer: dict[str, Any] = {
-            "optimizer": self._train_step.optimizer.state_dict(),
-            "schedule": self._train_step.schedule.state_dict(),
-        }
-        saved = self._checkpoints.save(
-            state,
-            model=self._train_step.model,
-            reference=self._train_step.refreshed_reference,
-            tokenizer=self._tokenizer,
-            optimizer=optimizer,
-        )
-        self.totals.failed_checkpoints += saved is None
-        return saved is not None
+        self._checkpoints.save(state, team=self._team, tokenizer=self._tokenizer)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         result = self._train_step.step(batch, policy_version=self.policy_version)
@@ -191,7 +182,7 @@ class Learner:
             return
         self._skips_in_a_row = 0
         self.policy_version += 1
-        self._broadcaster.publish(self.policy_version, named_weights(self._train_step.model))
+        result.times |= {"waiting": wait_s, "gather": self._publish()}
         self._intake.settle_batch(refused=None)
         last = self.policy_version == self._config.learner.num_train_steps
         every = self._config.evaluation.every_n_versions
@@ -202,14 +193,24 @@ class Learner:
         if every > 0 and self.policy_version % every == 0 and not last:
             self.save_checkpoint()
 
+    def _publish(self) -> float:
+        """Gather this version for the broadcast; gives the seconds it took."""
+        started_s = time.perf_counter()
+        self._broadcaster.publish(self.policy_version, self._team.gather_weights)
+        return time.perf_counter() - started_s
+
     def _take_drops(self) -> list[Drop]:
         return self._intake.snapshot(lambda ledger, _: ledger.take_drops())
+
+    def _count_failed_checkpoints(self) -> None:
+        self.totals.failed_checkpoints = self._before.failed_checkpoints + self._checkpoints.num_failed
 
     def _update_totals(self, statistics: IntakeStatistics) -> None:
         first, before = self._first_step, self._before
         if first is not None:
             idle_s = (statistics.rollout_idle_s - first.rollout_idle_s) / self._config.rollout.num_workers
             self.totals.rollout_idle_s = before.rollout_idle_s + idle_s
+        self._count_failed_checkpoints()
         self.totals.generated_tokens = before.generated_tokens + statistics.generated_tokens
         self.totals.wall_s = before.wall_s + time.monotonic() - self._started_s
 
@@ -227,6 +228,7 @@ class Learner:
         elapsed_s = now_s - self._interval.now_s
         generated = totals.generated_tokens - self._interval.generated_tokens
         self._interval = _Interval(now_s, totals.generated_tokens)
+        result.times["broadcast"] = self._broadcaster.statistics().last_broadcast_s  # of the version before, as a rule
         self._reporter.train_step(
             TrainRecord(
                 num_train_steps=self.policy_version,

@@ -1,21 +1,44 @@
-"""Attention over packed sequences, plugged into any transformers model: nothing is padded but attention itself.
+"""Attention over packed sequences, plugged into any transformers model: no token is padded, and none sees another's.
 
 A microbatch is one row of tokens, sequence after sequence. Linear layers, norms and the head see the row as it is.
-Attention pads inside: it lays each sequence in a row of its own, attends causally (padding is on the right, so no real
-token can see it), and puts the results back into the row. One code path for CPU and GPU.
+Attention takes it apart again: on a GPU in half precision flash attention knows where each sequence begins; elsewhere
+sequences of about one length are laid beneath each other, attend causally (padding is on their right, so no real token
+can see it), and go back into the row.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "areal_rloo_packed"
+
+_MOST_PADDING = 0.1  # of the attention of a block may be padding's; fewer blocks are fewer calls
+_SHORT_TOKENS = 64  # a block as short as this costs its call and nothing else
+_VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every torch we support
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences that attend together, padded to the longest of them.
+
+    Attributes:
+        to_padded: [num_sequences * longest] int64: which token of the row stands at each padded place (0 at padding).
+        num_sequences: rows of the padded form.
+        longest: columns of the padded form.
+    """
+
+    to_padded: Tensor
+    num_sequences: int
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +46,56 @@ class PackedLayout:
     """Where the sequences of a packed row lie.
 
     Attributes:
-        to_padded: [num_sequences * longest] int64: which token of the row stands at each padded place (0 at padding).
-        to_packed: [num_tokens] int64: at which padded place each token of the row stands.
         position_ids: [num_tokens] int64: each token's place within its sequence.
-        num_sequences: rows of the padded form.
-        longest: columns of the padded form.
+        blocks: the sequences by length, each in one of these.
+        to_packed: [num_tokens] int64: where each token of the row stands in the blocks, one behind the other.
+        starts: [num_sequences + 1] int32: where each sequence begins in the row, and where the last one ends.
+        longest: tokens of the longest sequence.
     """
 
-    to_padded: Tensor
-    to_packed: Tensor
     position_ids: Tensor
-    num_sequences: int
+    blocks: tuple[Block, ...]
+    to_packed: Tensor
+    starts: Tensor
     longest: int
 
     @classmethod
-    def of_lengths(cls, lengths: list[int], device: torch.device) -> PackedLayout:
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """Sequences of these lengths, one behind the other."""
-        longest = max(lengths)
         size = torch.tensor(lengths)
         start = size.cumsum(0) - size
-        column = torch.arange(longest)
-        real = column < size[:, None]
-        to_padded = torch.where(real, start[:, None] + column, 0)
+        blocks, places = [], torch.empty(int(size.sum()), dtype=torch.int64)
+        offset = 0
+        for members in _of_like_length(lengths):
+            longest = lengths[members[0]]
+            column = torch.arange(longest)
+            real = column < size[members, None]
+            tokens = start[members, None] + column
+            blocks.append(Block(torch.where(real, tokens, 0).flatten().to(device), len(members), longest))
+            places[tokens[real]] = offset + real.flatten().nonzero().squeeze(1)
+            offset += real.numel()
         return cls(
-            to_padded=to_padded.flatten().to(device),
-            to_packed=real.flatten().nonzero().squeeze(1).to(device),
-            position_ids=column.expand(len(lengths), longest)[real].to(device),
-            num_sequences=len(lengths),
-            longest=longest,
+            position_ids=(torch.arange(len(places)) - start.repeat_interleave(size)).to(device),
+            blocks=tuple(blocks),
+            to_packed=places.to(device),
+            starts=torch.tensor([*start, len(places)], dtype=torch.int32).to(device),
+            longest=max(lengths),
         )
+
+
+def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices by length, the longest first, cut where padding would cost more than `_MOST_PADDING` of the scores."""
+    blocks: list[list[int]] = []
+    scores = padded = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[blocks[-1][0]] if blocks else 0
+        padded += longest**2
+        scores += lengths[index] ** 2
+        if not blocks or (longest > _SHORT_TOKENS and padded - scores > _MOST_PADDING * padded):
+            blocks.append([])
+            scores = padded = lengths[index] ** 2
+        blocks[-1].append(index)
+    return blocks
 
 
 def packed_attention(
@@ -69,7 +113,7 @@ def packed_attention(
     """Causal attention within each sequence of a packed row; the signature is the one transformers calls.
 
     Args:
-        module: the attention layer; only its class is of interest to transformers.
+        module: the attention layer; says whether several heads share keys and values.
         q: [1, num_heads, num_tokens, head_dim].
         k, v: [1, num_kv_heads, num_tokens, head_dim].
         attention_mask: None; the layout says all there is to say.
@@ -81,19 +125,42 @@ def packed_attention(
     Returns:
         [1, num_tokens, num_heads, head_dim], and None for the attention weights.
     """
+    # An expression would be a symbol while a layer is compiled, and this argument takes none: a branch is decided.
+    grouped = False
+    if getattr(module, "num_key_value_groups", 1) != 1:
+        grouped = True
     assert attention_mask is None, "packed attention takes no mask"
     assert dropout == 0.0, "packed attention takes no dropout"
+    q, k, v = (rows[0].transpose(0, 1) for rows in (q, k, v))
+    if q.is_cuda and v.dtype != torch.float32:
+        return _flash(q.to(v.dtype), k.to(v.dtype), v, packed, scaling, grouped=grouped)[None], None
+    parts = [_padded(q, k, v, block, scaling, grouped=grouped) for block in packed.blocks]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.index_select(0, packed.to_packed)[None], None
 
-    def padded(rows: Tensor) -> Tensor:
-        by_token = rows[0].transpose(0, 1)
-        laid = by_token.index_select(0, packed.to_padded)
-        return laid.view(packed.num_sequences, packed.longest, *laid.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(
-        padded(q), padded(k), padded(v), is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    by_token = out.transpose(1, 2).reshape(packed.num_sequences * packed.longest, *q.shape[1::2])
-    return by_token.index_select(0, packed.to_packed)[None], None
+def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float, *, grouped: bool) -> Tensor:
+    """[num_sequences * longest, num_heads, head_dim]; tensors by token in."""
+
+    def laid(by_token: Tensor) -> Tensor:
+        rows = by_token.index_select(0, block.to_padded)
+        return rows.view(block.num_sequences, block.longest, *rows.shape[1:]).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(laid(q), laid(k), laid(v), is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float, *, grouped: bool) -> Tensor:
+    """[num_tokens, num_heads, head_dim] from tensors by token."""
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if _VARLEN_KNOWS_GQA:
+        options["enable_gqa"] = grouped
+    elif grouped:
+        k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
+    starts, longest = packed.starts, packed.longest
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), starts, starts, longest, longest, **options)
+    assert isinstance(out, Tensor), "nothing else was asked for"
+    return out
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

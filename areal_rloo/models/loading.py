@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
@@ -31,13 +30,33 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_unreadable(path, error)) from error
-    if model.config.model_type not in _ARCHITECTURES:
-        raise ModelError(
-            f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
-            "whose logprobs are those of its hidden states and head alone, without soft caps, scales or windows"
-        )
+    _check(path, model)
     model.to(device)  # type: ignore[arg-type]
     return model
+
+
+def empty_policy(path: str) -> PreTrainedModel:
+    """The same model without memory for its weights: on torch's meta device.
+
+    Raises:
+        ModelError: as `load_policy`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_unreadable(path, error)) from error
+    _check(path, model)
+    return model
+
+
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """What an empty model lacks beside its weights, once those have memory: the frequencies of its rotations."""
+    inner: Any = model.base_model
+    inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -84,10 +103,17 @@ def model_folder(path: str) -> Path:
         raise ModelError(_unreadable(path, error)) from error
 
 
-def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by Hugging Face name, each storage once: tied embeddings appear under their first name."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+def _check(path: str, model: PreTrainedModel) -> None:
+    """Whether its logprobs are what we compute; and no dropout, whatever mode it is put in."""
+    if model.config.model_type not in _ARCHITECTURES:
+        raise ModelError(
+            f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
+            "whose logprobs are those of its hidden states and head alone, without soft caps, scales or windows"
+        )
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a name that torch's own types do not know
+    model.eval()
 
 
 def _unreadable(path: str, error: Exception) -> str:

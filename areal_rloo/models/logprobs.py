@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_LOGITS = 2**24  # logits alive at once: 64 MiB of float32
+_CHUNK_LOGITS = 2**25  # logits alive at once: 128 MiB of float32
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -47,6 +47,7 @@ def chosen_logprobs(
         entropy: whether it is wanted.
     """
     chunk = max(1, _CHUNK_LOGITS // head.shape[0])
+    head = head.to(hidden.dtype)
     if len(targets) <= chunk:
         return TokenLogprobs(*_chunk(hidden, head, targets, temperature, entropy))
     parts = [
@@ -60,7 +61,7 @@ def chosen_logprobs(
 def _chunk(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy
 ) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ head.T).float() / temperature
+    logits = _wide(hidden @ head.T) / temperature
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     match entropy:
         case "none":
@@ -70,6 +71,10 @@ def _chunk(
                 return logprobs, _entropy(logits)
         case "gradient":
             return logprobs, _entropy(logits)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -5,42 +5,45 @@ The learner asks it once a train step, before the policy's own forward passes, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+
+from areal_rloo.models.policy import Policy
 
 
 class Reference:
     """A frozen policy and where it lives."""
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, offload: bool) -> None:
+    def __init__(self, policy: Policy, *, device: torch.device, offload: bool) -> None:
         """`offload` keeps the weights in CPU memory between uses; `device` is where they are used."""
-        self._model = model.requires_grad_(False)
+        self._policy = policy.requires_grad_(False)
         self._device = device
         self._home = torch.device("cpu") if offload else device
         self._move(self._home)
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The weights where they lie now; to save them."""
-        return self._model
+    def policy(self) -> Policy:
+        """Where its weights lie now; to save them."""
+        return self._policy
 
     @contextmanager
-    def loaded(self) -> Iterator[PreTrainedModel]:
-        """The model on its device, for as long as the block runs."""
+    def loaded(self) -> Iterator[Policy]:
+        """The policy on its device, for as long as the block runs."""
         self._move(self._device)
         try:
-            yield self._model
+            yield self._policy
         finally:
             self._move(self._home)
 
     @torch.no_grad()
-    def refresh(self, policy: PreTrainedModel) -> None:
-        """Take the policy's weights of this moment."""
-        for own, theirs in zip(self._model.parameters(), policy.parameters(), strict=True):
-            own.copy_(theirs)
+    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take these weights, given by Hugging Face name, sharded as its own are."""
+        own = dict(self._policy.causal.named_parameters())
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
     def _move(self, device: torch.device) -> None:
-        self._model.to(device)  # type: ignore[arg-type]
+        self._policy.to(device)

@@ -95,7 +95,12 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
     def of(name: str, key: str) -> Curve:
         return Curve(name, [(values["policy_version"], values[key]) for values in fields])
 
-    return [*_evaluation_charts(evaluations), *_reward_charts(train), *_token_charts(train, of), *_policy_charts(of)]
+    return [
+        *_evaluation_charts(evaluations),
+        *_reward_charts(train),
+        *_token_charts(train, of),
+        *_policy_charts(train, of),
+    ]
 
 
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
@@ -125,13 +130,18 @@ def _reward_charts(train: Sequence[TrainRecord]) -> list[str]:
         ("Parts of the reward, before their weights", "reward_parts"),
         ("Reward by data source", "reward_by_source"),
     ):
-        names = sorted({name for record in train for name in getattr(record, key)})
-        curves = [
-            Curve(name, [(r.policy_version, getattr(r, key)[name]) for r in train if name in getattr(r, key)])
-            for name in names
-        ]
+        curves = _by_name(train, key)
         charts += [line_chart(title, curves)] if len(curves) > 1 else []
     return charts
+
+
+def _by_name(train: Sequence[TrainRecord], key: str) -> list[Curve]:
+    """A curve for each name in a field that has values by name."""
+    names = sorted({name for record in train for name in getattr(record, key)})
+    return [
+        Curve(name, [(r.policy_version, getattr(r, key)[name]) for r in train if name in getattr(r, key)])
+        for name in names
+    ]
 
 
 def _token_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
@@ -152,7 +162,7 @@ def _token_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
     ]
 
 
-def _policy_charts(of: _Of) -> list[str]:
+def _policy_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
     return [
         line_chart("Ratio: current / proximal", [of(n, f"ratio_{n}") for n in _MEAN_MAX]),
         line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in _MEAN_MAX]),
@@ -180,7 +190,9 @@ def _policy_charts(of: _Of) -> list[str]:
         line_chart("Entropy of the policy, in nats", [of("entropy", "entropy")]),
         line_chart("Gradient norm, before clipping", [of("norm", "gradient_norm")]),
         line_chart("Loss", [of("loss", "loss")]),
-        line_chart("Seconds of a step", [of("training", "train_step_s"), of("waiting for its batch", "wait_s")]),
+        line_chart("Seconds of a step, by what it does", _by_name(train, "times_s")),
+        line_chart("Tokens forward and backward per second of training", [of("tokens/s", "learner_tokens_per_s")]),
+        line_chart("Model FLOPs utilization (MFU)", [of("share", "model_flops_share")]),
         line_chart(
             "Idle seconds since the start", [of("learner", "learner_idle_s"), of("rollout, mean", "rollout_idle_s")]
         ),

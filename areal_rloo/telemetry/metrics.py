@@ -32,6 +32,7 @@ from areal_rloo.telemetry.tables import (
     ROLLOUT,
     ROLLOUT_DROPPED,
     SOURCE_REWARD,
+    STEP_PART,
     TRAIN,
     TRAINED_TOKENS,
     UNBALANCED,
@@ -49,6 +50,7 @@ class LearnerMetrics:
         self._train = _Values(TRAIN, registry)
         self._evaluation = {key: _gauge(metric, registry) for key, metric in EVALUATION.items()}
         self._parts = _gauge(REWARD_PART, registry)
+        self._step_parts = _gauge(STEP_PART, registry)
         self._sources = _gauge(SOURCE_REWARD, registry)
         self._trained_tokens = _counter(TRAINED_TOKENS, registry)
         self._behaviour_kl = _gauge(BEHAVIOUR_KL, registry)
@@ -64,6 +66,8 @@ class LearnerMetrics:
             self._behaviour_kl.labels(str(staleness)).set(divergence)
         for part, mean in record.reward_parts.items():
             self._parts.labels(part).set(mean)
+        for part, seconds in record.times_s.items():
+            self._step_parts.labels(part).set(seconds)
         for source, mean in record.reward_by_source.items():
             self._sources.labels(source).set(mean)
         self.ledger(record.ledger)

@@ -79,6 +79,9 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     skipped_steps: int  # non-finite steps since the start
     failed_checkpoints: int  # that could not be written, since the start
     train_step_s: float
+    times_s: dict[str, float]  # of this step and what comes after it: docs/learner.md has the parts
+    learner_tokens_per_s: float  # forward and backward, prompts among them, while it trained
+    model_flops_share: float  # MFU: of what the devices could do meanwhile; NaN where that is not known
     wait_s: float  # before this step, for a batch
     learner_idle_s: float  # since the start
     rollout_idle_s: float  # since the first train step, mean over workers

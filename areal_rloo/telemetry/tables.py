@@ -106,6 +106,12 @@ TRAIN = {
     "truncated_share": Metric("truncated_share", "Share of trajectories that ended at the token limit"),
     "spanning_share": Metric("spanning_share", "Share of trajectories whose tokens several policy versions sampled"),
     "train_step_s": Metric("train_step_seconds", "Seconds of the last train step, without the wait for its batch"),
+    "learner_tokens_per_s": Metric(
+        "learner_tokens_per_second", "Tokens forward and backward per second of the last train step, prompts included"
+    ),
+    "model_flops_share": Metric(
+        "model_flops_share", "MFU: arithmetic of the last train step, by what the devices could have done in its time"
+    ),
     "learner_idle_s": Metric("learner_idle_seconds_total", "Seconds the learner waited for a batch"),
     "rollout_idle_s": Metric(
         "rollout_idle_seconds_total", "Seconds a worker had nothing to generate since the first step, mean over workers"
@@ -119,6 +125,7 @@ BEHAVIOUR_KL = Metric(
 )
 TRAINED_TOKENS = Metric("trained_tokens_total", "Completion tokens trained on, by staleness in versions", "staleness")
 
+STEP_PART = Metric("train_step_part_seconds", "Seconds of a part of the last train step, of the slowest rank", "part")
 REWARD_PART = Metric("reward_part_mean", "Mean of a part of the reward in the batch, before its weight", "part")
 SOURCE_REWARD = Metric("source_reward_mean", "Mean reward of the batch's samples, by data source", "source")
 
@@ -200,7 +207,17 @@ def all_metrics() -> Iterator[Metric]:
     """Every row of every table."""
     for table in (TRAIN, EVALUATION, ROLLOUT, ENGINE_SERVER, WIRE, BROADCAST, RECEIVE):
         yield from table.values()
-    yield from (TRAINED_TOKENS, BEHAVIOUR_KL, REWARD_PART, SOURCE_REWARD, LEDGER, DROPPED, UNBALANCED, ROLLOUT_DROPPED)
+    yield from (
+        TRAINED_TOKENS,
+        BEHAVIOUR_KL,
+        STEP_PART,
+        REWARD_PART,
+        SOURCE_REWARD,
+        LEDGER,
+        DROPPED,
+        UNBALANCED,
+        ROLLOUT_DROPPED,
+    )
 
 
 def metric_names() -> Iterator[str]:

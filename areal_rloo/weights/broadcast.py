@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,14 +26,11 @@ from areal_rloo.weights.manifest import (
     SharedMemoryOffer,
     checksum,
     encode_notice,
-    gather,
 )
 
 logger = get_logger(__name__)
 
 _MOST_DOUBLINGS = 5  # of the seconds until a worker that fails again and again is offered a version: 0, 1, 3, ... 31
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class SendTransport(Protocol):
@@ -131,11 +128,14 @@ class Broadcaster:
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
         self._thread.start()
 
-    def publish(self, policy_version: int, named_tensors: NamedTensors) -> None:
-        """Make this the newest version: gathers it into free buckets. A version nobody was offered yet is replaced."""
+    def publish(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None]) -> None:
+        """Make this the newest version: `fill` gathers it into free buckets, laid out as the manifest says.
+
+        A version nobody was offered yet is replaced.
+        """
         with self._changed:
             buckets = self._transport.stage()
-        gather(self._manifest, named_tensors, buckets)
+        fill(buckets)
         version = _Version(policy_version, buckets)
         with self._changed:
             replaced, self._newest = self._newest, version

@@ -15,7 +15,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -56,9 +57,13 @@ class CollectiveSender:
         self._world_size = 1  # of the epoch; members may be lost while it is being formed
         self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def stage(self) -> Sequence[Tensor]:
-        return self._free.pop() if self._free else empty_buckets(self._manifest, self._device)
+        """In CPU memory: a GPU has two buckets of it at a time, on their way."""
+        if self._free:
+            return self._free.pop()
+        return empty_buckets(self._manifest, torch.device("cpu"), pinned=self._device.type == "cuda")
 
     def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
         if self._group is None or self._store is None or frozenset(worker_ids) != self._members:
@@ -87,10 +92,20 @@ class CollectiveSender:
                 self._group = _group(
                     self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s
                 )
-            _broadcast(self._group, self._manifest, buckets, self._device, self._timeout_s)
+            with self._own_stream():
+                on_device = _on_device(buckets, self._device)
+                _broadcast(self._group, self._manifest, on_device, self._device, self._timeout_s)
         except RuntimeError as error:
             self._group = self._store = None
             raise WeightsError(f"{self._name}: {_first_line(error)}") from error
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """So that copies to a GPU neither wait for the training's kernels nor hold them up."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
 
     def taken(self, worker_id: str) -> None:
         """Nothing of a worker's reading is left here once the collective is done."""
@@ -146,8 +161,19 @@ class CollectiveReader:
         return self._buckets
 
 
+def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Buckets one after the other on a device that holds as many as are under way; the next one replaces the oldest."""
+    if device.type == "cpu":
+        yield from buckets
+        return
+    longest = max(map(len, buckets))
+    held = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)]
+    for index, bucket in enumerate(buckets):
+        yield held[index % _IN_FLIGHT][: len(bucket)].copy_(bucket, non_blocking=True)
+
+
 def _broadcast(
-    group: _Group, manifest: Manifest, buckets: Sequence[Tensor], device: torch.device, timeout_s: float
+    group: _Group, manifest: Manifest, buckets: Iterable[Tensor], device: torch.device, timeout_s: float
 ) -> None:
     options = BroadcastOptions()
     options.rootRank = 0

@@ -132,6 +132,14 @@ def views(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[str, 
         yield spec.name, raw.view(_DTYPES[spec.dtype]).view(spec.shape)
 
 
+def by_bucket(manifest: Manifest) -> list[list[TensorSpec]]:
+    """The tensors of each bucket, in order."""
+    buckets: list[list[TensorSpec]] = [[] for _ in range(manifest.num_buckets)]
+    for spec in manifest.tensors:
+        buckets[spec.bucket_index].append(spec)
+    return buckets
+
+
 def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Tensor]) -> None:
     """Copy a model's tensors into the buckets, casting to the manifest's dtypes."""
     for (name, place), (given, tensor) in zip(views(manifest, buckets), named_tensors, strict=True):
@@ -156,9 +164,9 @@ def checksum(buckets: Sequence[Tensor]) -> int:
     return total % 2**64
 
 
-def empty_buckets(manifest: Manifest, device: torch.device) -> list[Tensor]:
+def empty_buckets(manifest: Manifest, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
     """Fresh buckets in one storage. What pads them is 0 everywhere, and never sent."""
-    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     return list(flat.split(list(manifest.bucket_num_bytes)))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,9 @@ from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.broadcast import Broadcaster
-from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
@@ -28,13 +29,13 @@ from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases, SampleFailed
 LIMITS = Limits()
 
 
-def _intake(*overrides: str) -> Intake:
+def _intake(*overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None) -> Intake:
     source = Source("all", [Item("1+1=?", "2")] * 8)
     return Intake(
         load_config("quickstart.yaml", overrides),
         channel=lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
-        ledger=Ledger(),
-        stream=PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
+        ledger=ledger or Ledger(),
+        stream=stream or PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
         policy_version=0,
     )
@@ -176,7 +177,7 @@ def test_a_worker_that_died_with_an_offer_in_its_hands_is_not_waited_for_once_it
         await worker.close()  # without a word, as a killed process
 
     async def scenario() -> None:
-        broadcaster.publish(1, [("w", torch.ones(8))])
+        broadcaster.publish(1, partial(gather, manifest, [("w", torch.ones(8))]))
         async with asyncio.timeout(60):
             await offered("1")
             await offered("2")
@@ -187,3 +188,62 @@ def test_a_worker_that_died_with_an_offer_in_its_hands_is_not_waited_for_once_it
     broadcaster.leave("w")
     broadcaster.close()
     assert offers == [("1", 1), ("2", 1)]
+
+
+def test_a_trajectory_that_no_row_holds_is_refused_with_its_id_before_the_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    intake = _intake("algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
+    port = intake.start()
+    batches: list[list[Group] | None] = []
+    waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))
+    waiting.start()
+
+    def completion(num: int) -> Completion:
+        return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
+
+    async def answer() -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+        )
+        await worker.send(Hello("w", "1", 8, 0, ()))
+        while waiting.is_alive():
+            with contextlib.suppress(TimeoutError):
+                message = await asyncio.wait_for(worker.receive(), 0.1)
+                for lease in message.leases if isinstance(message, Leases) else ():
+                    prompt = np.array(lease.prompt_tokens, np.int32)
+                    for index in lease.sample_indices:
+                        num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
+                        await worker.push(Trajectory(lease.group_id, index, prompt, completion(num), float(index)))
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(answer(), 60))
+    waiting.join()
+    statistics = intake.statistics()
+    intake.close()
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    (batch,) = batches
+    assert batch is not None
+    assert [[t.sample_index for t in group.trajectories] for group in batch] == [[0, 2, 3]] * 2
+    assert statistics.ledger.dropped["too_long"] >= 2
+    assert f"sample ({batch[0].group_id}, 1) has 202 tokens, more than learner.microbatch_tokens=200" in caplog.text
+
+
+def test_what_a_checkpoint_has_buffered_and_no_row_holds_any_more_is_refused() -> None:
+    ledger = Ledger()
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")] * 8)], lambda _: (1, 2), seed=0, num_epochs=None)
+    prompt = stream.take()
+    assert prompt is not None
+    group = ledger.admit(prompt, group_size=3, admission_version=0, deadline=1)
+    for index, num in enumerate((5, 500, 6)):
+        tokens, versions = np.full(num, 2, np.int32), np.zeros(num, np.int32)
+        completion = Completion(tokens, np.full(num, -1, np.float32), versions, "stop")
+        ledger.lease((0, index), "w")
+        ledger.finish([Trajectory(0, index, np.array([1, 2], np.int32), completion, float(index))])
+    assert group.complete
+    intake = _intake("learner.microbatch_tokens=200", ledger=ledger, stream=stream)
+    intake.start()
+    intake.close()
+    assert sorted(group.samples) == [0, 2]
+    assert ledger.counts().dropped == {"too_long": 1}

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
-from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
 
 NUM_VERSIONS = 200
@@ -129,12 +130,12 @@ def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Call
         on_failed=lambda version, detail: failures.append(detail),
         device=CPU,
     )
-    broadcaster.publish(0, models[0].named_parameters())
+    broadcaster.publish(0, partial(gather, manifest, list(models[0].named_parameters())))
     broadcaster.join("w", 0)
     sizes = [measure()]
     for version in range(1, NUM_VERSIONS + 1):
         made = engine.statistics().generated_tokens
-        broadcaster.publish(version, models[version].named_parameters())
+        broadcaster.publish(version, partial(gather, manifest, list(models[version].named_parameters())))
 
         def arrived(version: int = version, made: int = made) -> bool:
             while bodies:

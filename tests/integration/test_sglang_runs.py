@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from sglang_support import server_processes, sglang_python
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import SGLangConfig, load_config
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.export import write_model
+from areal_rloo.learner.team import Team
+from areal_rloo.models.loading import load_tokenizer
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
 
@@ -22,8 +27,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def server(tiny_folders: dict[str, Path], tmp_path: Path) -> Iterator[ServerProcess]:
-    plan = ServerPlan(tiny_folders["qwen2"], 4096, "cpu", "float32", 1, 8, 256, 1)
+def exported(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A model as a checkpoint has it."""
+    folder = str(tiny_folders["qwen2"])
+    rank = build_rank(load_config("quickstart.yaml"), model_path=folder, device=torch.device("cpu"))
+    weights = Team(rank).whole_weights()
+    write_model(tmp_path / "exported", rank.policy.causal, weights, tokenizer=load_tokenizer(folder))
+    return tmp_path / "exported"
+
+
+@pytest.fixture
+def server(exported: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    plan = ServerPlan(exported, 4096, "cpu", "float32", 1, 8, 256, 1)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path / "server.log")
     yield process
     process.kill()
@@ -51,12 +66,10 @@ def _train_records(folder: Path) -> list[TrainRecord]:
     return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
 
 
-def test_runs_follow_each_other_on_a_server_that_goes_on(
-    server: ServerProcess, tiny_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_runs_follow_each_other_on_a_server_that_goes_on(server: ServerProcess, exported: Path, tmp_path: Path) -> None:
     """The second run finds the weights and the prompt cache of the first one's last version, and uses neither."""
     for name in ("first", "second"):
-        done = _run_at(server, tiny_folders["qwen2"], tmp_path / name)
+        done = _run_at(server, exported, tmp_path / name)
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert summary["num_train_steps"] == 4
@@ -65,7 +78,7 @@ def test_runs_follow_each_other_on_a_server_that_goes_on(
         assert fresh.mismatch_max < 1e-3, "its tokens are of the first weights, cache and all"
     assert server.exit_code() is None
     assert len(server_processes(tmp_path / "server.log")) >= 3
-    wrong = _run_at(server, tiny_folders["qwen2"], tmp_path / "third", "rollout.tensor_parallel=2")
+    wrong = _run_at(server, exported, tmp_path / "third", "rollout.tensor_parallel=2")
     assert wrong.returncode == 2
     assert "expected a server with tp_size 2, as rollout.tensor_parallel says, got 1" in wrong.stdout + wrong.stderr
 

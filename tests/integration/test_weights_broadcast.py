@@ -6,8 +6,9 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from areal_rloo.errors import WeightsError
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
-from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
@@ -30,6 +31,10 @@ spawn = multiprocessing.get_context("spawn")
 
 def _tensors(version: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{i}", torch.full((64, 128 + i), float(version))) for i in range(5)]
+
+
+def _fill(version: int) -> Callable[[Sequence[torch.Tensor]], None]:
+    return partial(gather, build_manifest(_tensors(version), bucket_bytes=100_000), _tensors(version))
 
 
 def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tuple[Any, ...]]", device: str) -> None:
@@ -151,7 +156,7 @@ def test_every_receiver_gets_version_after_version_whole(cluster: Cluster) -> No
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
     for version in range(1, 31):
-        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.broadcaster.publish(version, _fill(version))
         cluster.pump(lambda v=version: cluster.at("a", v)() and cluster.at("b", v)())  # type: ignore[misc]
     assert cluster.broadcaster.statistics().failures == 0
 
@@ -159,7 +164,7 @@ def test_every_receiver_gets_version_after_version_whole(cluster: Cluster) -> No
 def test_versions_published_faster_than_they_are_taken_end_at_the_newest(cluster: Cluster) -> None:
     cluster.start("a")
     for version in range(1, 41):
-        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.broadcaster.publish(version, _fill(version))
     cluster.pump(cluster.at("a", 40))
     assert cluster.broadcaster.statistics().broadcasts < 40
 
@@ -167,7 +172,7 @@ def test_versions_published_faster_than_they_are_taken_end_at_the_newest(cluster
 def test_a_heartbeat_from_before_the_swap_repeats_no_broadcast(cluster: Cluster) -> None:
     cluster.start("a")
     for version in range(1, 4):
-        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.broadcaster.publish(version, _fill(version))
         cluster.pump(cluster.at("a", version))
         cluster.broadcaster.heard("a", version - 1)
     time.sleep(0.2)
@@ -176,7 +181,7 @@ def test_a_heartbeat_from_before_the_swap_repeats_no_broadcast(cluster: Cluster)
 
 def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
     cluster.start("a")
-    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.broadcaster.publish(3, _fill(3))
     cluster.pump(cluster.at("a", 3))
     cluster.start("b")
     cluster.pump(cluster.at("b", 3))
@@ -185,7 +190,7 @@ def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
 def test_an_engine_that_started_anew_gets_the_version_it_had_again(cluster: Cluster) -> None:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
-    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.broadcaster.publish(3, _fill(3))
     cluster.pump(lambda: cluster.at("a", 3)() and cluster.at("b", 3)())
     cluster.offers["a"].put(START_ANEW)
     cluster.broadcaster.join("a", 0)
@@ -197,11 +202,11 @@ def test_an_engine_that_started_anew_gets_the_version_it_had_again(cluster: Clus
 def test_a_worker_whose_engine_is_being_started_is_offered_nothing_until_it_is_there(cluster: Cluster) -> None:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
-    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.broadcaster.publish(1, _fill(1))
     cluster.pump(lambda: cluster.at("a", 1)() and cluster.at("b", 1)())
     cluster.offers["b"].put(START_ANEW)
     cluster.broadcaster.heard("b", None)
-    cluster.broadcaster.publish(2, _tensors(2))
+    cluster.broadcaster.publish(2, _fill(2))
     cluster.pump(cluster.at("a", 2))
     assert "b" not in cluster.broadcaster.statistics().versions
     cluster.broadcaster.heard("b", 0)
@@ -211,13 +216,13 @@ def test_a_worker_whose_engine_is_being_started_is_offered_nothing_until_it_is_t
 def test_a_killed_receiver_holds_nobody_up(cluster: Cluster) -> None:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
-    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.broadcaster.publish(1, _fill(1))
     cluster.pump(lambda: cluster.at("a", 1)() and cluster.at("b", 1)())
     cluster.signal("b", signal.SIGKILL)
-    cluster.broadcaster.publish(2, _tensors(2))
+    cluster.broadcaster.publish(2, _fill(2))
     cluster.pump(cluster.at("a", 2))
     cluster.broadcaster.leave("b")
-    cluster.broadcaster.publish(3, _tensors(3))
+    cluster.broadcaster.publish(3, _fill(3))
     cluster.pump(cluster.at("a", 3))
 
 
@@ -225,10 +230,10 @@ def test_a_stopped_receiver_is_left_out_and_comes_back_to_whole_weights(cluster:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
     cluster.signal("b", signal.SIGSTOP)
-    cluster.broadcaster.publish(1, _tensors(1))
+    cluster.broadcaster.publish(1, _fill(1))
     cluster.pump(lambda: cluster.broadcaster.statistics().left_out > 0)
     for version in range(2, 8):
-        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.broadcaster.publish(version, _fill(version))
         cluster.pump(cluster.at("a", version))
     cluster.signal("b", signal.SIGCONT)
 
@@ -243,7 +248,7 @@ def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> N
     cluster.start("a")
     cluster.signal("a", signal.SIGSTOP)
     for version in range(1, 6):
-        cluster.broadcaster.publish(version, _tensors(version))
+        cluster.broadcaster.publish(version, _fill(version))
     assert cluster.broadcaster.statistics().newest_version == 5
     assert cluster.broadcaster.statistics().broadcasts == 0
     cluster.signal("a", signal.SIGCONT)
@@ -277,7 +282,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
         on_failed=lambda version, detail: failures.append(detail),
         device=torch.device("cpu"),
     )
-    broadcaster.publish(1, tensors)
+    broadcaster.publish(1, partial(gather, manifest, tensors))
     segment = next((tmp_path / "segments").iterdir())
     broadcaster.join("a", 0)
     _wait(lambda: bodies)
@@ -310,7 +315,7 @@ def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seld
         timeout_s=TIMEOUT_S,
         send_notice=lambda worker_id, version, body: offers.append(version),
     )
-    broadcaster.publish(1, _tensors(1))
+    broadcaster.publish(1, _fill(1))
     broadcaster.join("a", 0)
     _wait(lambda: len(offers) == 1)
     broadcaster.fail("a", 1, "no room")

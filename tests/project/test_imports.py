@@ -50,7 +50,7 @@ def test_the_launcher_starts_without_torch() -> None:
     ("library", "homes"),
     [
         ("zmq", ["wire"]),
-        ("torch.distributed", ["weights/collective.py", "learner/parallel.py"]),
+        ("torch.distributed", ["weights/collective.py", "learner/parallel"]),
         ("ray", ["launcher/ray.py"]),
         ("sglang", []),
     ],

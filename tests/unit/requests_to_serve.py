@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.learner.packing import pack
+from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models.loading import load_policy
-from areal_rloo.models.packed import packed_logprobs
+from areal_rloo.models.policy import Policy
 from areal_rloo.trajectory import Completion, Trajectory
 
 PROMPT = (7, 12, 33, 40, 9)
@@ -78,18 +78,12 @@ def learner_logprobs(
             completion=completion,
             reward=0.0,
         )
-        (row,) = pack([trajectory], max_tokens=4096, device=torch.device("cpu"))
+        ((microbatch,),) = pack([trajectory], max_tokens=4096).microbatches
+        row = Row.of(microbatch, torch.device("cpu"))
+        policy = Policy(model, temperature=one.sampling.temperature, dtype=dtype)
         with torch.no_grad():
-            computed = packed_logprobs(
-                model,
-                input_ids=row.input_ids,
-                layout=row.layout,
-                predicts=row.predicts,
-                targets=row.targets,
-                temperature=one.sampling.temperature,
-                dtype=dtype,
-            )
-        by_request.append(computed.logprobs.numpy())
+            logprobs, _ = policy(row.input_ids, row.layout, row.predicts, row.targets)
+        by_request.append(logprobs.numpy())
     return by_request
 
 

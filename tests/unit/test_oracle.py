@@ -8,10 +8,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from one_rank import one_rank
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import load_config
-from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.loading import load_policy
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
@@ -60,7 +60,7 @@ def test_its_gradient_on_what_it_sampled_is_the_learner_s(oracle: ModuleType, ti
         ],
     )
     policy = load_policy(folder, device=torch.device("cpu"))
-    step = TrainStep(policy, config, device=torch.device("cpu"))
+    step = one_rank(policy, config)
     result = step.step(groups, policy_version=0)
     assert result.num_optimizer_steps == 1
     assert result.policy.behaviour_weight_mean == pytest.approx(1.0, abs=1e-4)  # it sampled with what it trains

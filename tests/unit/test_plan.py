@@ -16,7 +16,7 @@ def planned(*overrides: str, gpus: int = 8, workers: int = 2) -> list[ProcessSpe
         Machine(16, tuple(str(index) for index in range(gpus))),
         run_folder=Path("/run"),
         model_path="/model",
-        addresses=Addresses(1, tuple(range(2, 3 + workers)), Path("/segments")),
+        addresses=Addresses(1, 9, tuple(range(2, 3 + workers)), Path("/segments")),
         resume=False,
         warm_start_s=0.0,
     )
@@ -57,3 +57,15 @@ def test_more_gpus_than_there_are_is_refused_by_name() -> None:
         planned(
             "rollout.engine=sglang", "rollout.tensor_parallel=2", "rollout.device=cuda", "learner.device=cuda", gpus=4
         )
+
+
+def test_each_rank_of_the_learner_is_a_process_with_a_gpu_and_a_share_of_the_cores() -> None:
+    specs = planned("learner.num_ranks=3", "rollout.device=auto", "learner.device=auto")
+    assert [spec.name for spec in specs] == ["learner", "learner-1", "learner-2", "rollout-0", "rollout-1"]
+    assert visible(specs) == ["0", "1", "2", "3", "4"]
+    assert {spec.num_threads for spec in specs} == {16 // 5}
+    assert all(f"--rank={rank}" in spec.command for rank, spec in enumerate(specs[:3]))
+    assert len({argument for spec in specs[:3] for argument in spec.command if "--meeting" in argument}) == 1
+    assert all(spec.max_restarts == 0 for spec in specs[:3]), "none of them can begin anew alone"
+    with pytest.raises(PreflightError, match=r"needs 6 GPUs.*learner.num_ranks=4.*lower learner.num_ranks"):
+        planned("learner.num_ranks=4", "rollout.device=auto", "learner.device=auto", gpus=5)

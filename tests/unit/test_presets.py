@@ -11,7 +11,6 @@ from torch import Tensor
 
 from areal_rloo.config import PRESETS, Config, load_config
 from areal_rloo.learner.advantages import compute_advantages
-from areal_rloo.learner.parallel import Ranks
 from areal_rloo.trajectory import Completion, Trajectory
 
 EOS = 1
@@ -47,7 +46,6 @@ def _advantages(
         config=config,
         kl_coefficient=config.algorithm.kl.coefficient,
         stop_token_ids=frozenset({EOS}),
-        ranks=Ranks(),
     ).of_tokens
 
 

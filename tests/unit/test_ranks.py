@@ -1,22 +1,23 @@
-"""A batch spread over ranks gives the gradient of the same batch on one: real processes, Gloo."""
+"""A batch spread over ranks gives the gradient, the loss and the numbers of the same batch on one: real processes."""
 
-import multiprocessing
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed
+from ranks_to_run import Job, on_one, on_ranks
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal_rloo.config import load_config
-from areal_rloo.learner.parallel import Ranks
+from areal_rloo.config import Config, load_config
+from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
-from areal_rloo.models.loading import load_policy
-from areal_rloo.models.reference import Reference
 from areal_rloo.trajectory import Completion, Group, Trajectory
+from areal_rloo.weights.manifest import empty_buckets
 
-CPU = torch.device("cpu")
-SETUPS = (
+PRESETS = (
     ("algorithm.preset=rloo",),
     ("algorithm.preset=grpo", "algorithm.kl.adaptive={target: 1e-6, horizon: 100}"),
     ("algorithm.preset=dr_grpo", "algorithm.adv_norm.std_level=batch"),
@@ -46,71 +47,171 @@ def _groups() -> list[Group]:
     return groups
 
 
-def _gradients(folder: Path, groups: list[Group], ranks: Ranks) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """Of every setup, the gradient as the optimizer would see it on this rank, and the KL coefficient afterwards."""
-    gathered, coefficients = [], []
-    for overrides in SETUPS:
-        config = load_config(
-            "quickstart.yaml",
-            ["learner.num_minibatches=1", "learner.optimizer.max_grad_norm=1e9", *overrides],
+def _config(*overrides: str) -> Config:
+    return load_config(
+        "quickstart.yaml",
+        [
+            "learner.num_minibatches=2",
+            "learner.optimizer.max_grad_norm=0.5",
+            "algorithm.max_staleness=4",
+            *overrides,
+        ],
+    )
+
+
+def _steps(team: Team, config: Config) -> dict[str, Any]:
+    """Two train steps of two minibatches each; the weights are of their sum."""
+    train_step = TrainStep(team, config)
+    results = [train_step.step(_groups(), policy_version=version) for version in (2, 3)]
+    return {
+        "weights": {name: weight.clone() for name, weight in team.whole_weights().items()},
+        "losses": [result.loss for result in results],
+        "norms": [result.gradient_norm for result in results],
+        "entropy": [result.policy.entropy for result in results],
+        "ratio_max": [result.policy.ratio_max for result in results],
+        "kl": [result.reference_kl_k3 for result in results],
+        "coefficient": train_step.kl_coefficient,
+    }
+
+
+def _assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, label: str) -> None:
+    for name in ("losses", "norms", "entropy", "ratio_max", "kl", "coefficient"):
+        assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance, nan_ok=True), f"{label}: {name}"
+    moved = 0.0
+    for name, weight in other["weights"].items():
+        torch.testing.assert_close(
+            one["weights"][name].double(), weight.double(), rtol=0, atol=tolerance, msg=f"{label}: {name}"
         )
-        reference = None
-        if config.algorithm.kl.coefficient > 0:
-            reference = Reference(load_policy(str(folder), device=CPU), device=CPU, offload=False)
-        step = TrainStep(load_policy(str(folder), device=CPU), config, device=CPU, reference=reference, ranks=ranks)
-        named = dict(step.model.named_parameters())
-        step.optimizer.step = lambda *_, **__: None  # type: ignore[method-assign, assignment]
-        step.schedule.step = lambda *_, **__: None  # type: ignore[method-assign]
-        step.step(groups, policy_version=2)
-        gathered.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
-        coefficients.append(step.kl_coefficient)
-    return gathered, coefficients
+        moved = max(moved, float(weight.abs().max()))
+    assert moved > 0
 
 
-def _rank(rank: int, size: int, store: str, folder: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    group = torch.distributed.new_group()
-    assert group is not None
-    # Groups are cut apart: their trajectories are dealt out one by one.
-    dealt = [
-        Group(g.group_id, g.deadline, tuple(t for t in g.trajectories if (t.group_id + t.sample_index) % size == rank))
-        for g in _groups()
-    ]
-    torch.save(_gradients(folder, [g for g in dealt if g.trajectories], Ranks(group)), output)
-    torch.distributed.destroy_process_group()
+OPTIONS = (
+    ("learner.microbatch_tokens=128",),
+    ("learner.microbatch_tokens=256", "learner.gradient_checkpointing=true"),
+    ("learner.offload=parameters",),
+    ("learner.offload=optimizer", "learner.gradient_checkpointing=true"),
+    *([("learner.lora={rank: 4}",)] if find_spec("peft") else []),
+)
+
+
+def _exact(folder: Path, config: Config) -> dict[str, Any]:
+    return dict(on_one(Job(folder, config, _steps, double=True, plain=True)))
+
+
+@pytest.mark.parametrize("options", [options for options in OPTIONS if "learner.offload=parameters" not in options])
+def test_one_rank_is_that_of_float64_with_any_budget_and_any_way_to_save_memory(
+    tiny_folders: dict[str, Path], options: tuple[str, ...]
+) -> None:
+    folder = tiny_folders["llama"]
+    adapters = [option for option in options if option.startswith("learner.lora")]
+    exact = _exact(folder, _config("learner.microbatch_tokens=128", *adapters))
+    _assert_same(on_one(Job(folder, _config(*options), _steps, plain=True)), exact, 1e-5, str(options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_ranks_gradients_add_up_to_that_of_one_rank_under_every_norm(
-    tiny_folders: dict[str, Path], tmp_path: Path, size: int
-) -> None:
+@pytest.mark.parametrize("num", [2, 4])
+def test_ranks_train_as_float64_on_one_process_does(tiny_folders: dict[str, Path], tmp_path: Path, num: int) -> None:
+    """Under every norm, with any budget of tokens, and with every way to save memory."""
+    folder = tiny_folders["qwen2" if num == 2 else "llama"]
+    setups = [*(preset for preset in PRESETS), *OPTIONS]
+    ranks = (f"learner.num_ranks={num}", f"learner.num_replicas={num // 2}")
+    jobs = [Job(folder, _config(*setup, *ranks), _steps, plain=True) for setup in setups]
+    given = on_ranks(num, jobs, tmp_path / "given")
+    for setup, one in zip(setups, given, strict=True):
+        preset = [option for option in setup if option.startswith(("algorithm", "learner.lora"))]
+        _assert_same(one, _exact(folder, _config(*preset)), 1e-5, f"{num} ranks, {setup}")
+
+
+def _saved(team: Team, config: Config) -> dict[str, Any]:
+    """Trained a step, written to the folder that the run's name is."""
+    TrainStep(team, config).step(_groups(), policy_version=2)
+    team.save_shards(Path(config.run.name)).result()
+    return _moments(team)
+
+
+def _loaded(team: Team, config: Config) -> dict[str, Any]:
+    team.own.load(Path(config.run.name), num_optimizer_steps=2)
+    return _moments(team)
+
+
+def _moments(team: Team) -> dict[str, Any]:
+    weights = {name: weight.clone() for name, weight in team.whole_weights().items()}
+    return {"weights": weights, "rate": team.learning_rate, "steps": team.num_optimizer_steps}
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_to_the_bit_from_what_four_saved(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tiny_folders["qwen2"]
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_rank, args=(rank, size, str(tmp_path / "store"), folder, tmp_path / f"{rank}.pt"))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    expected, coefficients = _gradients(folder, _groups(), Ranks())
-    assert coefficients[1] != 0.04, "the controller moved it"
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
-    assert all(of_rank == pytest.approx(coefficients) for _, of_rank in saved)
-    parts = [part for part, _ in saved]
-    for index, overrides in enumerate(SETUPS):
-        scale = max(float(gradient.abs().max()) for gradient in expected[index].values())
-        assert scale > 0
-        for name, gradient in expected[index].items():
-            total = sum(part[index][name] for part in parts)
-            torch.testing.assert_close(total, gradient, rtol=1e-4, atol=2e-6 * scale, msg=f"{overrides} {name}")
+    options = (f"run.name={tmp_path / 'shards'}", "learner.optimizer={schedule: cosine, learning_rate: 1e-2}")
+    many = _config(*options, "learner.num_ranks=4")
+    (saved,) = on_ranks(4, [Job(folder, many, _saved)], tmp_path / "given")
+    alone = Job(folder, _config(*options), _loaded)
+    loaded = on_one(alone)
+    assert (loaded["rate"], loaded["steps"]) == (saved["rate"], saved["steps"])
+    assert all(torch.equal(loaded["weights"][name], weight) for name, weight in saved["weights"].items())
 
 
-def test_alone_a_rank_has_everything() -> None:
-    values, own = Ranks().gather(torch.tensor([1.0, 2.0]))
-    assert values[own].tolist() == [1.0, 2.0]
-    assert Ranks().total(torch.tensor([3.0])).tolist() == [3.0]
+def _peak_of_gathering(team: Team, config: Config) -> dict[str, int]:
+    """Most memory that gathering took on rank 0 beside the buckets it fills."""
+    manifest = team.own.manifest
+    buckets = empty_buckets(manifest, torch.device("cpu"))
+    team.gather_weights(buckets)  # once before, for what any first call leaves behind
+    status = Path("/proc/self/status")
+
+    def kibibytes(key: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(key)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
+    before = kibibytes("VmRSS")
+    team.gather_weights(buckets)
+    peak = (kibibytes("VmHWM") - before) * 1024
+    return {"peak": peak, "model": manifest.total_bytes, "bucket": max(manifest.bucket_num_bytes)}
+
+
+@pytest.mark.slow
+def test_gathering_the_weights_takes_two_buckets_and_not_a_second_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 258}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")
+    config = _config("learner.num_ranks=2", f"weights.bucket_bytes={16 * 2**20}")
+    (given,) = on_ranks(2, [Job(tmp_path / "model", config, _peak_of_gathering)], tmp_path / "given")
+    assert given["model"] > 10 * given["bucket"]
+    assert given["bucket"] / 2 < given["peak"] < 2.2 * given["bucket"]
+
+
+def _generation_config(team: Team, config: Config) -> list[int]:
+    generation = team.own.policy.causal.generation_config
+    assert generation is not None
+    return list(generation.eos_token_id)
+
+
+def _compiled(team: Team, config: Config) -> dict[str, int]:
+    """Graphs and breaks of two train steps."""
+    _steps(team, config)
+    counters = torch._dynamo.utils.counters
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_stop_tokens_compile_whole_layers_and_compute_in_bfloat16(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folders["qwen2"], folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    ranks = "learner.num_ranks=2"
+    compiles = _config(ranks, "learner.compile=true", "learner.gradient_checkpointing=true")
+    low = _config(ranks, "model.dtype=bfloat16")
+    jobs = [Job(folder, _config(ranks), _generation_config), Job(folder, low, _steps, plain=True)]
+    if shutil.which("g++") is not None:
+        jobs.append(Job(folder, compiles, _compiled))
+    stops, rounded, *compiled = on_ranks(2, jobs, tmp_path / "given")
+    assert stops == [1, 5]
+    alone = on_one(Job(folder, _config("model.dtype=bfloat16"), _steps, plain=True))
+    assert rounded["losses"] == pytest.approx(alone["losses"], rel=0.02, abs=2e-3)
+    assert rounded["norms"] == pytest.approx(alone["norms"], rel=0.1)  # after steps at a rate of 1
+    for counts in compiled:
+        assert counts["breaks"] == 0, "a layer is one graph"
+        assert 1 <= counts["graphs"] <= 4, "whatever the lengths are"

@@ -44,7 +44,11 @@ def test_a_trajectory_spans_versions_where_several_sampled_its_tokens() -> None:
 
 def test_shares_of_a_step_are_of_all_its_completion_tokens() -> None:
     result = StepResult(
-        num_tokens=70, num_stale_tokens=20, num_truncated_tokens=10, staleness_tokens=Counter({0: 35, 2: 35})
+        train_step_s=2.0,
+        num_tokens=70,
+        num_stale_tokens=20,
+        num_truncated_tokens=10,
+        staleness_tokens=Counter({0: 35, 2: 35}),
     )
     got = step_numbers(result)
     assert (got["masked_token_share"], got["truncated_token_share"]) == (0.2, 0.1)

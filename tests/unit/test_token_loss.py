@@ -5,14 +5,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from one_rank import policy_of
 from torch import Tensor
 
 from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.config import BehaviourWeightConfig, LossConfig
 from areal_rloo.models.attention import PackedLayout
-from areal_rloo.models.loading import load_policy
 from areal_rloo.models.logprobs import TokenLogprobs
-from areal_rloo.models.packed import packed_logprobs, packed_loss
 from areal_rloo.models.token_loss import loss_of_tokens
 
 VOCABULARY = 37
@@ -103,8 +102,6 @@ def test_a_policys_gradient_is_that_of_the_path_that_recomputes(
         "layout": PackedLayout.of_lengths(lengths, device),
         "predicts": torch.tensor([2, 3, 4, 5, 6, 7, 9, 10, 11]),
         "targets": torch.tensor([3, 90, 5, 6, 7, 8, 10, 11, 12]),
-        "temperature": 0.9,
-        "dtype": torch.float32,
         "entropy": "value" if config.entropy_coefficient == 0 else "gradient",
     }
     index = torch.tensor([0] * 6 + [1] * 3)
@@ -124,10 +121,10 @@ def test_a_policys_gradient_is_that_of_the_path_that_recomputes(
             config=config,
         ).loss
 
-    one, other = (load_policy(str(tiny_folders[folder]), device=device) for _ in range(2))
-    at_once, _ = packed_loss(one, token_loss=loss, **asked)
+    one, other = (policy_of(tiny_folders[folder], temperature=0.9) for _ in range(2))
+    at_once, *_ = one(token_loss=loss, **asked)
     at_once.backward()
-    expected = loss(packed_logprobs(other, **asked))
+    expected = loss(TokenLogprobs(*other(**asked)))
     expected.backward()
     torch.testing.assert_close(at_once.detach(), expected.detach())
     for (name, parameter), theirs in zip(one.named_parameters(), other.parameters(), strict=True):

@@ -1,6 +1,5 @@
 """One train step against a 40-line synchronous reference: the gradient does not depend on how it is computed."""
 
-import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from one_rank import one_rank, policy_of
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from areal_rloo.config import PRESETS, Config, load_config
 from areal_rloo.errors import ModelError
 from areal_rloo.learner.packing import plan_rows
-from areal_rloo.learner.train_step import StepResult, TrainStep
+from areal_rloo.learner.train_step import StepResult
 from areal_rloo.models.loading import load_policy
 from areal_rloo.models.reference import Reference
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -105,11 +105,10 @@ def _step(
     folder: Path, groups: list[Group], config: Config, frozen: PreTrainedModel | None = None
 ) -> tuple[list[dict[str, torch.Tensor]], StepResult]:
     model = load_policy(str(folder), device=torch.device("cpu"))
-    reference = None if frozen is None else Reference(frozen, device=torch.device("cpu"), offload=False)
-    train_step = TrainStep(model, config, device=torch.device("cpu"), reference=reference)
+    train_step = one_rank(model, config, reference=frozen)
     spy = _Spy(list(model.named_parameters()))
-    train_step.optimizer = spy  # type: ignore[assignment]
-    train_step.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
+    train_step.team.own.optimizer = spy
+    train_step.team.own.schedule = torch.optim.lr_scheduler.LambdaLR(spy, lambda step: 1.0)
     result = train_step.step(groups, policy_version=VERSION)
     return spy.gradients, result
 
@@ -238,9 +237,7 @@ def test_proximal_logprobs_of_later_minibatches_are_those_of_the_steps_beginning
 
 def test_the_second_minibatch_is_clipped_against_the_weights_before_the_first(tiny_folders: dict[str, Path]) -> None:
     config = _config("learner.num_minibatches=2", "learner.optimizer.learning_rate=1e-2")
-    train_step = TrainStep(
-        load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu")), config, device=torch.device("cpu")
-    )
+    train_step = one_rank(tiny_folders["qwen2"], config)
     result = train_step.step(_groups(), policy_version=VERSION)
     assert result.num_optimizer_steps == 2
     assert result.policy.ratio_max > 1.1
@@ -285,12 +282,24 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_folders: dict[str,
 def test_rows_are_full_hold_everything_once_and_never_pass_the_budget() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        lengths = rng.integers(1, 100, rng.integers(1, 60)).tolist()
-        rows = plan_rows(lengths, 128)
+        lengths, num_ranks = rng.integers(1, 100, rng.integers(1, 60)).tolist(), int(rng.integers(1, 5))
+        by_rank = plan_rows(lengths, 128, num_ranks=num_ranks)
+        assert len({len(rows) for rows in by_rank}) == 1, "no rank has a row more than another"
+        rows = [row for rows in by_rank for row in rows]
         assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-        assert all(sum(lengths[index] for index in row) <= 128 for row in rows)
-        sizes = [sum(lengths[index] for index in row) for row in rows]
-        assert all(a + b > 128 for a, b in itertools.pairwise(sizes)) or len(rows) < 2
+        sizes = sorted(sum(lengths[index] for index in row) for row in rows)
+        assert sizes[-1] <= 128
+        least = -(-sum(lengths) // 128)  # first-fit decreasing is within 11/9 of the fewest
+        assert len(rows) <= -(-(11 * least // 9 + 1) // num_ranks) * num_ranks
+
+
+def test_the_ranks_rows_hold_about_as_many_tokens() -> None:
+    lengths = np.random.default_rng(1).lognormal(5, 1, 256).astype(int).clip(1, 4000).tolist()
+    for num_ranks in (2, 4, 8):
+        by_rank = plan_rows(lengths, 8192, num_ranks=num_ranks)
+        for rows in zip(*by_rank, strict=True):
+            sizes = [sum(lengths[index] for index in row) for row in rows]
+            assert max(sizes) <= 1.05 * min(sizes)
 
 
 def _replaced(groups: list[Group], change: Callable[[Trajectory], Trajectory]) -> list[Group]:
@@ -364,7 +373,7 @@ def test_an_entropy_bonus_adds_the_gradient_of_the_whole_distribution_s_entropy(
 def _real_step(folder: Path, *overrides: str, groups: list[Group] | None = None) -> StepResult:
     """With an optimizer that moves the weights far in its first minibatch."""
     config = _config("learner.num_minibatches=2", "learner.optimizer.learning_rate=1e-2", *overrides)
-    train_step = TrainStep(load_policy(str(folder), device=torch.device("cpu")), config, device=torch.device("cpu"))
+    train_step = one_rank(folder, config)
     return train_step.step(groups or _groups(), policy_version=VERSION)
 
 
@@ -398,9 +407,7 @@ def test_the_kl_coefficient_follows_its_controller_only_after_a_step_that_was_ta
 ) -> None:
     folder = tiny_folders["qwen2"]
     config = _config("algorithm.kl.coefficient=0.2", "algorithm.kl.adaptive={target: 1e-6, horizon: 100}")
-    cpu = torch.device("cpu")
-    reference = Reference(_another_policy(folder), device=cpu, offload=False)
-    train_step = TrainStep(load_policy(str(folder), device=cpu), config, device=cpu, reference=reference)
+    train_step = one_rank(folder, config, reference=_another_policy(folder))
     groups = _groups()
     num = sum(len(group.trajectories) for group in groups)
     first = train_step.step(groups, policy_version=VERSION)
@@ -409,7 +416,7 @@ def test_the_kl_coefficient_follows_its_controller_only_after_a_step_that_was_ta
     after = 0.2 * (1 + direction * num / 100)
     assert train_step.kl_coefficient == pytest.approx(after)
     with torch.no_grad():
-        next(train_step.model.parameters()).fill_(torch.nan)
+        next(train_step.team.own.policy.parameters()).fill_(torch.nan)
     skipped = train_step.step(groups, policy_version=VERSION)
     assert skipped.num_skipped == 1
     assert np.isnan(skipped.gradient_norm)
@@ -420,20 +427,16 @@ def test_the_kl_coefficient_follows_its_controller_only_after_a_step_that_was_ta
 def test_a_reference_is_refreshed_at_every_nth_version_and_then_has_no_divergence(
     tiny_folders: dict[str, Path],
 ) -> None:
-    folder, cpu = tiny_folders["qwen2"], torch.device("cpu")
+    folder = tiny_folders["qwen2"]
     config = _config("algorithm.kl.coefficient=0.2", "model.reference.refresh_every_n_versions=3")
-    model, reference = (
-        load_policy(str(folder), device=cpu),
-        Reference(_another_policy(folder), device=cpu, offload=False),
-    )
-    train_step = TrainStep(model, config, device=cpu, reference=reference)
+    model, reference = load_policy(str(folder), device=torch.device("cpu")), _another_policy(folder)
+    train_step = one_rank(model, config, reference=reference)
     before = [parameter.clone() for parameter in model.parameters()]
     train_step.step(_groups(), policy_version=2)
-    assert not torch.equal(next(reference.model.parameters()), before[0])
+    assert not torch.equal(next(reference.parameters()), before[0])
     now = [parameter.clone() for parameter in model.parameters()]
     train_step.step(_groups(), policy_version=3)
-    assert all(torch.equal(own, theirs) for own, theirs in zip(reference.model.parameters(), now, strict=True))
-    assert train_step.refreshed_reference is reference.model
+    assert all(torch.equal(own, theirs) for own, theirs in zip(reference.parameters(), now, strict=True))
 
 
 class _Moves(torch.nn.Linear):
@@ -461,12 +464,10 @@ def test_an_offloaded_reference_is_on_its_device_only_while_it_is_used(offload: 
 @pytest.mark.gpu
 def test_an_offloaded_reference_leaves_no_weights_on_the_gpu(tiny_folders: dict[str, Path]) -> None:
     cuda = torch.device("cuda")
-    reference = Reference(
-        load_policy(str(tiny_folders["qwen2"]), device=torch.device("cpu")), device=cuda, offload=True
-    )
-    with reference.loaded() as model:
-        assert all(parameter.is_cuda for parameter in model.parameters())
-    assert not any(parameter.is_cuda for parameter in reference.model.parameters())
+    reference = Reference(policy_of(tiny_folders["qwen2"]), device=cuda, offload=True)
+    with reference.loaded() as policy:
+        assert all(parameter.is_cuda for parameter in policy.parameters())
+    assert not any(parameter.is_cuda for parameter in reference.policy.parameters())
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -102,10 +102,13 @@ class _Attention:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _together(self, layout: PackedLayout, heads: Tensor) -> Tensor:
-        laid = heads.index_select(0, layout.to_padded).unflatten(0, (layout.num_sequences, layout.longest))
-        kv = [self._a.num_heads, self._a.num_kv_heads, self._a.num_kv_heads]
-        q, k, v = laid.transpose(1, 2).split(kv, dim=1)
-        return self._attend(q, k, v, None).flatten(0, 1).index_select(0, layout.to_packed)
+        sizes = [self._a.num_heads, self._a.num_kv_heads, self._a.num_kv_heads]
+        parts = []
+        for block in layout.blocks:
+            laid = heads.index_select(0, block.to_padded).unflatten(0, (block.num_sequences, block.longest))
+            q, k, v = laid.transpose(1, 2).split(sizes, dim=1)
+            parts.append(self._attend(q, k, v, None).flatten(0, 1))
+        return torch.cat(parts).index_select(0, layout.to_packed)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """[num, num_heads, num_queries, head_dim] to [num, num_queries, num_heads * head_dim]."""

@@ -1,0 +1,88 @@
+"""A whole run under the local launcher, small, for tests to watch, signal and read."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
+
+REPO = Path(__file__).resolve().parents[1]
+SMALL = [
+    "model.tiny.warm_start=null",
+    "model.tiny.hidden_size=48",
+    "model.tiny.num_layers=2",
+    "data.eval.num_prompts=8",
+    "rollout.num_slots=16",
+    "rollout.sampling.max_new_tokens=24",
+    "algorithm.group_size=4",
+    "learner.groups_per_step=4",
+    "learner.num_train_steps=5",
+    "evaluation.every_n_versions=2",
+    "checkpoint.every_n_steps=2",
+    "wire.heartbeat_s=0.2",
+    "wire.heartbeat_timeout_s=2",
+    "launcher.drain_timeout_s=20",
+]
+
+
+class Run:
+    """A launcher process and its run folder."""
+
+    def __init__(self, folder: Path, *arguments: str, config: str = "quickstart.yaml") -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", config, f"run.folder={folder}"]
+        self.process = subprocess.Popen(
+            [*command, *SMALL, *arguments],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def wait(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def records(self) -> list[TrainRecord]:
+        return [r for r in read_records(self.folder / "metrics.jsonl") if isinstance(r, TrainRecord)]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def children(self, module: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if module in command and f"--run-folder={self.folder}" in command:
+                found.append(process)
+        return found
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + 90
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < ends_s, "the run makes no progress"
+            time.sleep(0.05)
+
+
+def gone(run: Run) -> bool:
+    ends_s = time.monotonic() + 20
+    while run.children("areal_rloo.learner") or run.children("areal_rloo.rollout"):
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def balanced(ledger: dict[str, Any]) -> bool:
+    parts = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["buffered"] + ledger["in_flight"]
+    return bool(ledger["admitted"] == parts)

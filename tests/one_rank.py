@@ -1,0 +1,42 @@
+"""A learner of one rank around models that a test made."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from areal_rloo.config import Config
+from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.learner.team import Team
+from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.models.loading import load_policy
+from areal_rloo.models.policy import Policy
+from areal_rloo.models.reference import Reference
+
+CPU = torch.device("cpu")
+
+
+def policy_of(model: PreTrainedModel | Path, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> Policy:
+    causal = load_policy(str(model), device=CPU) if isinstance(model, Path) else model
+    return Policy(causal, temperature=temperature, dtype=dtype)
+
+
+def one_rank(
+    model: PreTrainedModel | Path,
+    config: Config,
+    *,
+    reference: PreTrainedModel | Path | None = None,
+    stop_token_ids: Sequence[int] = (),
+) -> TrainStep:
+    """Its rank is `.team.own`."""
+    settings: dict[str, Any] = {
+        "temperature": config.rollout.sampling.temperature,
+        "dtype": torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+    }
+    frozen = None
+    if reference is not None:
+        frozen = Reference(policy_of(reference, **settings), device=CPU, offload=False)
+    rank = LearnerRank(policy_of(model, **settings), config, device=CPU, reference=frozen)
+    return TrainStep(Team(rank), config, stop_token_ids=stop_token_ids)
