@@ -15,6 +15,12 @@ settings.load_profile("areal_rloo")
 REPO = Path(__file__).resolve().parent.parent
 
 
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

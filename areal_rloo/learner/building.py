@@ -41,10 +41,11 @@ def build_rank(
     sharding = Sharding.over(ranks, device, replicas=learner.num_replicas, offload=offload)
     policy = _policy(model_path, config, device=device, ranks=ranks, sharding=sharding, trained=True)
     reference = _reference(model_path, config, device=device, ranks=ranks, sharding=sharding)
-    if reference is not None and _vocabulary(reference.policy) != _vocabulary(policy):
+    settings = config.model.reference
+    if reference is not None and settings is not None and _vocabulary(reference.policy) != _vocabulary(policy):
         raise ModelError(
-            f"model.reference.path: its vocabulary has {_vocabulary(reference.policy)} tokens, expected the policy's "
-            f"{_vocabulary(policy)}; both must share a tokenizer"
+            f"model.reference.path: {settings.path} has a vocabulary of "
+            f"{_vocabulary(reference.policy)}, expected the policy's {_vocabulary(policy)}; both must share a tokenizer"
         )
     return LearnerRank(policy, config, device=device, reference=reference, ranks=ranks, sharding=sharding)
 

@@ -1,5 +1,6 @@
 """A batch spread over ranks gives the gradient, the loss and the numbers of the same batch on one: real processes."""
 
+import ctypes
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,6 +153,9 @@ def test_one_process_goes_on_to_the_bit_from_what_four_saved(tiny_folders: dict[
     assert all(torch.equal(loaded["weights"][name], weight) for name, weight in saved["weights"].items())
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def _peak_of_gathering(team: Team, config: Config) -> dict[str, int]:
     """Most memory that gathering took on rank 0 beside the buckets it fills."""
     manifest = team.own.manifest
@@ -162,6 +166,9 @@ def _peak_of_gathering(team: Team, config: Config) -> dict[str, int]:
     def kibibytes(key: str) -> int:
         return int(next(line for line in status.read_text().splitlines() if line.startswith(key)).split()[1])
 
+    # What the allocator keeps for later goes back to the system, so that using it again shows.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
     before = kibibytes("VmRSS")
     team.gather_weights(buckets)
@@ -178,7 +185,7 @@ def test_gathering_the_weights_takes_two_buckets_and_not_a_second_model(tmp_path
     config = _config("learner.num_ranks=2", f"weights.bucket_bytes={16 * 2**20}")
     (given,) = on_ranks(2, [Job(tmp_path / "model", config, _peak_of_gathering)], tmp_path / "given")
     assert given["model"] > 10 * given["bucket"]
-    assert given["bucket"] / 2 < given["peak"] < 2.2 * given["bucket"]
+    assert given["bucket"] / 4 < given["peak"] < 1.2 * given["bucket"], "a bucket has a half on each rank"
 
 
 def _generation_config(team: Team, config: Config) -> list[int]:

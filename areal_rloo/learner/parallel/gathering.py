@@ -1,11 +1,12 @@
 """From shards to the buckets of a broadcast: one collective a bucket, towards rank 0, and never a second model.
 
-What is needed beside the buckets is one bucket's shards: this rank's own to send, and on rank 0 those of all.
+What is needed beside the buckets is one bucket's shards of two ranks, on rank 0: one that is copied into its place, and
+one on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,28 +53,50 @@ def _gather_shards(
             assert name == spec.name, f"the policy gives {name} where the manifest has {spec.name}"
             assert isinstance(tensor, DTensor), f"{name} is not sharded"
             shards.append(tensor.to_local())
-        parts = _to_rank_0(specs, shards, sharding)
-        if places is not None:
-            for index, spec in enumerate(specs):
-                rows = torch.cat([of_rank[index] for of_rank in parts])
-                places[spec.name].copy_(rows.view(spec.shape), non_blocking=True)
+        _gather_bucket(specs, shards, places, sharding)  # a call of its own: what it took is free before the next
 
 
-def _to_rank_0(specs: Sequence[TensorSpec], shards: Sequence[Tensor], sharding: Sharding) -> list[list[Tensor]]:
-    """By rank, the flat shards of a bucket's tensors; nothing on ranks other than 0."""
+def _gather_bucket(
+    specs: Sequence[TensorSpec], shards: Sequence[Tensor], places: Mapping[str, Tensor] | None, sharding: Sharding
+) -> None:
+    """Not by `dist.gather`, for which Gloo takes a second copy of everything it receives."""
     group = sharding.shards
     num, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank != 0:
+        size = sum(shard.numel() for shard in shards)
+        flat = torch.empty(size, dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
+        for part, shard in zip(flat.split([shard.numel() for shard in shards]), shards, strict=True):
+            part.copy_(shard.flatten())
+        if size:
+            dist.send(flat, group=group, group_dst=0)
+        return
+    assert places is not None, "rank 0 has the buckets"
     sizes = [[_rows(spec, of_rank, num) * _row_size(spec) for spec in specs] for of_rank in range(num)]
-    longest = max(map(sum, sizes))
-    dtype = getattr(torch, specs[0].dtype)
-    own = torch.zeros(longest, dtype=dtype, device=sharding.mesh.device_type)
-    start = 0
-    for shard in shards:
-        own[start : start + shard.numel()].copy_(shard.flatten())
-        start += shard.numel()
-    everyone = [torch.empty_like(own) for _ in range(num)] if rank == 0 else None
-    dist.gather(own, everyone, group=group, group_dst=0)
-    return [list(flat[: sum(of_rank)].split(of_rank)) for flat, of_rank in zip(everyone or (), sizes, strict=False)]
+    flats = [places[spec.name].view(-1) for spec in specs]
+    starts = [0] * len(specs)
+    coming = _begun(1, sizes, specs, sharding)
+    for of_rank in range(num):
+        if of_rank == 0:
+            parts: Sequence[Tensor] = [shard.flatten() for shard in shards]
+        else:
+            received, work = coming
+            coming = _begun(of_rank + 1, sizes, specs, sharding)
+            if work is not None:
+                work.wait()
+            parts = received.split(sizes[of_rank])
+        for index, part in enumerate(parts):
+            flats[index][starts[index] : starts[index] + len(part)].copy_(part, non_blocking=True)
+            starts[index] += len(part)
+
+
+def _begun(
+    rank: int, sizes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], sharding: Sharding
+) -> tuple[Tensor, dist.Work | None]:
+    """What a rank sends, on its way here; nothing of one that has no rows, or that is not there."""
+    size = sum(sizes[rank]) if rank < len(sizes) else 0
+    received = torch.empty(size, dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
+    work = dist.irecv(received, group=sharding.shards, group_src=rank) if size else None
+    return received, work
 
 
 def _rows(spec: TensorSpec, rank: int, num_ranks: int) -> int:
