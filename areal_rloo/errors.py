@@ -117,6 +117,12 @@ class TrainingError(ArealRlooError):
     """Training cannot go on."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library raised, without the pages that some put below it; its class where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def described(error: BaseException) -> str:
     """The detail of a sample that the user's code failed: a line that says what was raised, and the traceback below."""
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]

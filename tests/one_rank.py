@@ -11,7 +11,7 @@ from areal_rloo.config import Config
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
-from areal_rloo.models.loading import load_policy
+from areal_rloo.models.loading import computation_dtype, load_policy
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference
 
@@ -33,7 +33,7 @@ def one_rank(
     """Its rank is `.team.own`."""
     settings: dict[str, Any] = {
         "temperature": config.rollout.sampling.temperature,
-        "dtype": torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        "dtype": computation_dtype(config.model),
     }
     frozen = None
     if reference is not None:

@@ -17,6 +17,8 @@ from areal_rloo.config.section import (
 )
 from areal_rloo.errors import ConfigError
 
+_MOST_BETA = 0.99  # bfloat16 has 8 bits: what is less than 1/256 of a number leaves it as it is
+
 
 class OptimizerConfig(Section, frozen=True):
     learning_rate: PositiveFloat = 1e-6
@@ -78,6 +80,3 @@ def validate_learner(learner: LearnerConfig) -> None:
             f"learner.optimizer.betas: expected a second one of at most {_MOST_BETA} with state_dtype=bfloat16, got "
             f"{learner.optimizer.betas[1]}; what a step adds to the second moment would be rounded away"
         )
-
-
-_MOST_BETA = 0.99  # bfloat16 has 8 bits: what is less than 1/256 of a number leaves it as it is

@@ -11,7 +11,7 @@ from areal_rloo.errors import ConfigError, ModelError
 from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.parallel import Ranks, Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
-from areal_rloo.models.loading import empty_policy, fill_buffers, load_policy
+from areal_rloo.models.loading import computation_dtype, empty_policy, fill_buffers, load_policy
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference
 
@@ -53,19 +53,19 @@ def build_rank(
 def _policy(
     path: str, config: Config, *, device: torch.device, ranks: Ranks, sharding: Sharding | None, trained: bool
 ) -> Policy:
-    low = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    dtype = computation_dtype(config.model)
     whole = load_policy(path, device=device if sharding is None else torch.device("cpu")) if ranks.rank == 0 else None
     causal = whole if whole is not None and sharding is None else empty_policy(path)
     for model in (whole, causal if causal is not whole else None):
         if model is not None and trained:
             _prepare(model, config, device)
-    policy = Policy(causal, temperature=config.rollout.sampling.temperature, dtype=low)
+    policy = Policy(causal, temperature=config.rollout.sampling.temperature, dtype=dtype)
     if sharding is not None:
         named = () if whole is None else whole.named_parameters(prefix="causal")
         values: dict[str, Tensor] = dict(named)
         if whole is not None:
             causal.generation_config = whole.generation_config  # an empty model knows what its config says alone
-        shard(policy, sharding, dtype=low)
+        shard(policy, sharding, dtype=dtype)
         policy.to_empty(device="cpu" if sharding.offload else device)
         fill_buffers(causal, device)
         fill_shards(policy, values, sharding)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedConfig
 
+from areal_rloo.models.attention import head_dim
+
 # Dense bfloat16 FLOP/s of data sheets, by what the device calls itself; the first that fits counts.
 _PEAK_FLOPS = (
     ("B200", 2250e12),
@@ -38,12 +40,11 @@ def train_flops(
         num_targets: of each, how many places reach the head.
         frozen: whether the weights have no gradient, as under adapters (whose own products are not counted).
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projections = config.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+    projections = config.hidden_size * head_dim(config) * (2 * heads + 2 * kv_heads)
     layer = projections + 3 * config.hidden_size * config.intermediate_size
     scores = sum(length * (length + 1) // 2 for length in lengths)  # a token sees those before it, and itself
-    attention = 2 * heads * head_dim * scores  # with keys, and with values
+    attention = 2 * heads * head_dim(config) * scores  # with keys, and with values
     head = config.vocab_size * config.hidden_size * sum(num_targets)
     weights = config.num_hidden_layers * layer * sum(lengths) + head
     return float((4 if frozen else 6) * weights + 6 * config.num_hidden_layers * attention)

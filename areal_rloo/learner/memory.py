@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from areal_rloo.config import Config
-from areal_rloo.models.token_loss import CHUNK_LOGITS
+from areal_rloo.models.attention import head_dim
+from areal_rloo.models.loading import computation_dtype
+from areal_rloo.models.logprobs import CHUNK_LOGITS
 
 _GIB = 2**30
 _WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of allocators and libraries
@@ -28,9 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def activation_bytes(model: PreTrainedConfig, config: Config) -> float:
     """Kept for the backward pass, for each token of a microbatch."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    head_dim = getattr(model, "head_dim", None) or hidden // model.num_attention_heads
-    q, kv = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
-    low = 2 if config.model.dtype == "bfloat16" else 4
+    q, kv = model.num_attention_heads * head_dim(model), model.num_key_value_heads * head_dim(model)
+    low = computation_dtype(config.model).itemsize
     norm = hidden * (4 + 4 + low)  # its input, what it scales, and what the next product reads
     layer = 2 * norm + low * (3 * q + 2 * kv + 4 * inner)
     top = norm + 2 * 4 * hidden  # and the gradient that the head gives
@@ -50,7 +51,7 @@ def estimate(model: PreTrainedConfig, config: Config, *, num_parameters: int, nu
     """
     learner = config.learner
     ranks = learner.num_ranks // learner.num_replicas
-    low = 2 if config.model.dtype == "bfloat16" else 4
+    low = computation_dtype(config.model).itemsize
     moments = 2 * (4 if learner.optimizer.state_dtype == "float32" else 2)
     reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
     at_home = config.model.reference is not None and config.model.reference.offload

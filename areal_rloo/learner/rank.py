@@ -52,6 +52,7 @@ from areal_rloo.learner.parallel import (
     saved_names,
 )
 from areal_rloo.learner.row_loss import RowLoss
+from areal_rloo.models.loading import computation_dtype
 from areal_rloo.models.logprobs import Entropy, TokenLogprobs
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference
@@ -89,7 +90,7 @@ class LearnerRank:
         self.manifest = build_manifest(
             named_weights(policy.causal),
             bucket_bytes=config.weights.bucket_bytes,
-            dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+            dtype=computation_dtype(config.model),
         )
         self.peak_flops = peak_flops(device, configured=config.learner.peak_flops, dtype=config.model.dtype)
         self._config = config

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 PACKED_ATTENTION = "areal_rloo_packed"
 
@@ -96,6 +96,11 @@ def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
             scores = padded = lengths[index] ** 2
         blocks[-1].append(index)
     return blocks
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Of a model that says it, or whose heads share the hidden size."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def packed_attention(

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from areal_rloo.config import ModelConfig
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import PACKED_ATTENTION
 
@@ -57,6 +58,12 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """What an empty model lacks beside its weights, once those have memory: the frequencies of its rotations."""
     inner: Any = model.base_model
     inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
+
+
+def computation_dtype(model: ModelConfig) -> torch.dtype:
+    """`model.dtype`, which is called as torch calls it."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return dtype
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_LOGITS = 2**25  # logits alive at once: 128 MiB of float32
+CHUNK_LOGITS = 2**25  # logits alive at once: 128 MiB of float32, and as much again while they are differentiated
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -46,7 +46,7 @@ def chosen_logprobs(
         temperature: above 0.
         entropy: whether it is wanted.
     """
-    chunk = max(1, _CHUNK_LOGITS // head.shape[0])
+    chunk = max(1, CHUNK_LOGITS // head.shape[0])
     head = head.to(hidden.dtype)
     if len(targets) <= chunk:
         return TokenLogprobs(*_chunk(hidden, head, targets, temperature, entropy))

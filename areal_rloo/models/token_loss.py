@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_rloo.models.logprobs import Entropy, TokenLogprobs
-
-CHUNK_LOGITS = 2**25  # logits alive at once: 128 MiB of float32, and as much again while they are differentiated
+from areal_rloo.models.logprobs import CHUNK_LOGITS, Entropy, TokenLogprobs
 
 TokenLoss = Callable[[TokenLogprobs, slice], Tensor]
 """The loss of the tokens of a slice, a scalar, from their logprobs and entropies alone."""

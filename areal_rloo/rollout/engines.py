@@ -18,9 +18,10 @@ from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
 from areal_rloo.errors import WeightsError
+from areal_rloo.models.loading import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
 from areal_rloo.telemetry.tables import ENGINE_SERVER
-from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice
+from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice, by_bucket
 
 _CONNECT_TIMEOUT_S = 5.0
 _SCRAPE_TIMEOUT_S = 10.0
@@ -88,11 +89,10 @@ def make_engine(
     """
     rollout = config.rollout
     if rollout.engine == "embedded":
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         embedded = EmbeddedEngine(
             model_path,
             device=device,
-            dtype=dtype,
+            dtype=computation_dtype(config.model),
             num_slots=rollout.num_slots,
             context_tokens=config.context_tokens,
             options=rollout.embedded,
@@ -147,12 +147,11 @@ def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, Colle
 
 def _bucket_layouts(manifest: Manifest) -> list[BucketLayout]:
     """What each bucket holds, in order."""
-    specs = [[spec for spec in manifest.tensors if spec.bucket_index == index] for index in range(manifest.num_buckets)]
     return [
         BucketLayout(
             names=tuple(spec.name for spec in bucket),
             dtypes=tuple(spec.dtype for spec in bucket),
             shapes=tuple(spec.shape for spec in bucket),
         )
-        for bucket in specs
+        for bucket in by_bucket(manifest)
     ]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from areal_rloo.errors import WeightsError
+from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class CollectiveSender:
                 _broadcast(self._group, self._manifest, on_device, self._device, self._timeout_s)
         except RuntimeError as error:
             self._group = self._store = None
-            raise WeightsError(f"{self._name}: {_first_line(error)}") from error
+            raise WeightsError(f"{self._name}: {first_line(error)}") from error
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """So that copies to a GPU neither wait for the training's kernels nor hold them up."""
@@ -157,7 +157,7 @@ class CollectiveReader:
             _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
         except RuntimeError as error:
             self._group = None
-            raise WeightsError(f"{offer.name}: {_first_line(error)}") from error
+            raise WeightsError(f"{offer.name}: {first_line(error)}") from error
         return self._buckets
 
 
@@ -221,7 +221,3 @@ def _address_towards(host: str) -> str:
         probe.connect((host, 1))
         address: str = probe.getsockname()[0]
         return address
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

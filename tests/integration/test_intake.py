@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Hello, Leases, SampleFailed, WeightsNotice
+from areal_rloo.wire.messages import Drain, Goodbye, Hello, Lease, Leases, SampleFailed, WeightsNotice
 
 LIMITS = Limits()
 
@@ -52,6 +53,23 @@ async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, 
         message = await worker.receive()
     await may_leave.wait()
     await worker.send(Goodbye(worker_id))
+    await worker.close()
+
+
+async def _answer_leases(
+    port: int, waiting: threading.Thread, answer: Callable[[WorkerChannel, Lease, int], Awaitable[None]]
+) -> None:
+    """A worker that answers for each sample it is leased, for as long as somebody waits for the batch."""
+    worker = WorkerChannel(
+        f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+    )
+    await worker.send(Hello("w", "1", 8, 0, ()))
+    while waiting.is_alive():
+        with contextlib.suppress(TimeoutError):
+            message = await asyncio.wait_for(worker.receive(), 0.1)
+            for lease in message.leases if isinstance(message, Leases) else ():
+                for index in lease.sample_indices:
+                    await answer(worker, lease, index)
     await worker.close()
 
 
@@ -129,24 +147,12 @@ def test_rewards_that_all_fail_end_the_wait_for_a_batch_with_the_reason() -> Non
         except UserError as error:
             raised.append(error)
 
-    async def fail_every_lease() -> None:
-        worker = WorkerChannel(
-            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
-        )
-        await worker.send(Hello("w", "1", 8, 0, ()))
-        while waiting.is_alive():
-            with contextlib.suppress(TimeoutError):
-                message = await asyncio.wait_for(worker.receive(), 0.1)
-                for lease in message.leases if isinstance(message, Leases) else ():
-                    for index in lease.sample_indices:
-                        await worker.send(
-                            SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no", "")
-                        )
-        await worker.close()
+    async def fail(worker: WorkerChannel, lease: Lease, index: int) -> None:
+        await worker.send(SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no", ""))
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    asyncio.run(asyncio.wait_for(fail_every_lease(), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, fail), 60))
     waiting.join()
     intake.close()
     assert "the first: reward_error: ValueError: no" in str(raised[0])
@@ -203,22 +209,12 @@ def test_a_trajectory_that_no_row_holds_is_refused_with_its_id_before_the_step(
     def completion(num: int) -> Completion:
         return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
 
-    async def answer() -> None:
-        worker = WorkerChannel(
-            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
-        )
-        await worker.send(Hello("w", "1", 8, 0, ()))
-        while waiting.is_alive():
-            with contextlib.suppress(TimeoutError):
-                message = await asyncio.wait_for(worker.receive(), 0.1)
-                for lease in message.leases if isinstance(message, Leases) else ():
-                    prompt = np.array(lease.prompt_tokens, np.int32)
-                    for index in lease.sample_indices:
-                        num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
-                        await worker.push(Trajectory(lease.group_id, index, prompt, completion(num), float(index)))
-        await worker.close()
+    async def answer(worker: WorkerChannel, lease: Lease, index: int) -> None:
+        prompt = np.array(lease.prompt_tokens, np.int32)
+        num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
+        await worker.push(Trajectory(lease.group_id, index, prompt, completion(num), float(index)))
 
-    asyncio.run(asyncio.wait_for(answer(), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, answer), 60))
     waiting.join()
     statistics = intake.statistics()
     intake.close()

@@ -1,7 +1,6 @@
 """Learners of several ranks as real processes over Gloo, for tests to ask what they computed."""
 
 import multiprocessing
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from areal_rloo.config import Config
+from areal_rloo.launcher.preflight import free_ports
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.parallel import Ranks
 from areal_rloo.learner.rank import LearnerRank, follow
@@ -45,7 +45,8 @@ def on_one(job: Job) -> Any:
 def on_ranks(num: int, jobs: Sequence[Job], output: Path) -> list[Any]:
     """What each job gives on rank 0 of `num`, each a process; one after the other in the same processes."""
     context = multiprocessing.get_context("spawn")
-    address = f"127.0.0.1:{_free_port()}"
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     processes = [
         context.Process(target=_run, args=(rank, num, address, jobs, output), daemon=True) for rank in range(num)
     ]
@@ -87,10 +88,3 @@ def _rank(job: Job, ranks: Ranks) -> LearnerRank:
         rank.optimizer = torch.optim.SGD((p for p in rank.policy.parameters() if p.requires_grad), lr=1.0)
         rank.schedule = torch.optim.lr_scheduler.LambdaLR(rank.optimizer, lambda step: 1.0)
     return rank
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.models.attention import head_dim
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
@@ -67,7 +68,7 @@ class Architecture:
             num_layers=config.num_hidden_layers,
             num_heads=heads,
             num_kv_heads=config.num_key_value_heads or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim(config),
             norm_eps=config.rms_norm_eps,
             qkv_bias=config.model_type == "qwen2" or attention_bias,
             output_bias=config.model_type != "qwen2" and attention_bias,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from areal_rloo.errors import CheckpointError
+from areal_rloo.errors import CheckpointError, first_line
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 
 # A single process is not distributed, and is told so at every checkpoint.
@@ -82,5 +82,4 @@ def _cause(error: BaseException) -> str:
     """The first thing that went wrong on any rank."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)

@@ -1,4 +1,4 @@
-"""From shards to the buckets of a broadcast: one collective a bucket, towards rank 0, and never a second model.
+"""From shards to the buckets of a broadcast: bucket by bucket, a message of each rank to rank 0; never a second model.
 
 What is needed beside the buckets is one bucket's shards of two ranks, on rank 0: one that is copied into its place, and
 one on its way.
@@ -62,41 +62,45 @@ def _gather_bucket(
     """Not by `dist.gather`, for which Gloo takes a second copy of everything it receives."""
     group = sharding.shards
     num, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [[_rows(spec, of_rank, num) * _row_size(spec) for spec in specs] for of_rank in range(num)]
     if rank != 0:
-        size = sum(shard.numel() for shard in shards)
-        flat = torch.empty(size, dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
-        for part, shard in zip(flat.split([shard.numel() for shard in shards]), shards, strict=True):
-            part.copy_(shard.flatten())
-        if size:
+        flat = _flat(specs, sizes[rank], sharding)
+        _copy(shards, flat.split(sizes[rank]))
+        if len(flat):
             dist.send(flat, group=group, group_dst=0)
         return
     assert places is not None, "rank 0 has the buckets"
-    sizes = [[_rows(spec, of_rank, num) * _row_size(spec) for spec in specs] for of_rank in range(num)]
-    flats = [places[spec.name].view(-1) for spec in specs]
-    starts = [0] * len(specs)
+    of_tensors = (
+        places[spec.name].view(-1).split(of_ranks)
+        for spec, of_ranks in zip(specs, map(list, zip(*sizes, strict=True)), strict=True)
+    )
+    own, *others = zip(*of_tensors, strict=True)
     coming = _begun(1, sizes, specs, sharding)
-    for of_rank in range(num):
-        if of_rank == 0:
-            parts: Sequence[Tensor] = [shard.flatten() for shard in shards]
-        else:
-            received, work = coming
-            coming = _begun(of_rank + 1, sizes, specs, sharding)
-            if work is not None:
-                work.wait()
-            parts = received.split(sizes[of_rank])
-        for index, part in enumerate(parts):
-            flats[index][starts[index] : starts[index] + len(part)].copy_(part, non_blocking=True)
-            starts[index] += len(part)
+    _copy(shards, own)
+    for of_rank, theirs in enumerate(others, start=1):
+        received, work = coming
+        coming = _begun(of_rank + 1, sizes, specs, sharding)
+        if work is not None:
+            work.wait()
+        _copy(received.split(sizes[of_rank]), theirs)
 
 
 def _begun(
     rank: int, sizes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], sharding: Sharding
 ) -> tuple[Tensor, dist.Work | None]:
     """What a rank sends, on its way here; nothing of one that has no rows, or that is not there."""
-    size = sum(sizes[rank]) if rank < len(sizes) else 0
-    received = torch.empty(size, dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
-    work = dist.irecv(received, group=sharding.shards, group_src=rank) if size else None
+    received = _flat(specs, sizes[rank] if rank < len(sizes) else (), sharding)
+    work = dist.irecv(received, group=sharding.shards, group_src=rank) if len(received) else None
     return received, work
+
+
+def _flat(specs: Sequence[TensorSpec], sizes: Sequence[int], sharding: Sharding) -> Tensor:
+    return torch.empty(sum(sizes), dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
+
+
+def _copy(parts: Iterable[Tensor], places: Iterable[Tensor]) -> None:
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part.flatten(), non_blocking=True)
 
 
 def _rows(spec: TensorSpec, rank: int, num_ranks: int) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_rloo.errors import TrainingError
+from areal_rloo.errors import TrainingError, first_line
 
 _PATIENCE = timedelta(days=30)  # of one who waits to be told: a batch may take as long as it takes
 _TAG_SIZE, _TAG_BODY = 1, 2
@@ -75,7 +75,7 @@ class Ranks:
         except RuntimeError as error:
             raise TrainingError(
                 f"learner rank {rank} of {num} did not meet the others at {address} within {timeout_s:g} s: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
         orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
         answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -117,7 +117,7 @@ class Ranks:
         try:
             dist.all_reduce(summed, group=self._answers)
         except RuntimeError as error:
-            raise RankLostError(f"a learner rank is gone: {_first_line(error)}") from error
+            raise RankLostError(f"a learner rank is gone: {first_line(error)}") from error
         return summed
 
     def close(self) -> None:
@@ -153,9 +153,5 @@ class Ranks:
 
     def _gone(self, rank: int, error: Exception) -> RankLostError:
         return RankLostError(
-            f"learner rank {rank} does not answer rank {self.rank}: {_first_line(error)}; its own log says why"
+            f"learner rank {rank} does not answer rank {self.rank}: {first_line(error)}; its own log says why"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
