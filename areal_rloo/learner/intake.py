@@ -241,6 +241,8 @@ class Intake:
 
     def _handle(self, peer: str, message: WorkerMessage) -> None:
         match message:
+            case TrajectoryBatch() | SampleFailed() if not self._workers.has_met(peer):
+                pass  # leased by the learner before this one, whose groups may have been others; a Hello is to come
             case TrajectoryBatch():
                 self._arrivals.finished(message)
                 self._channel.acknowledge(peer, [message.batch_id])

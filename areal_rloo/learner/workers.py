@@ -54,11 +54,13 @@ class Workers:
 
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
+        self._met: set[str] = set()
         self._idle_before_s = 0.0
         self._generated_before = 0
 
     def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> tuple[Worker, set[SampleId]]:
         """Register a worker; also the samples its account held that it says it does not hold."""
+        self._met.add(peer)
         worker = self.alive.get(hello.worker_id)
         lost: set[SampleId] = set()
         if worker is not None and worker.incarnation != hello.incarnation:
@@ -76,6 +78,10 @@ class Workers:
         worker.peer, worker.last_heard_s, worker.lease_sequence = peer, now_s, 0
         worker.policy_version = hello.policy_version
         return worker, lost
+
+    def has_met(self, peer: str) -> bool:
+        """Whether this peer ever said Hello, also if it was taken for dead since."""
+        return peer in self._met
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Worker | None:
         """Note a sign of life; None if this worker has to say Hello first."""

@@ -84,6 +84,7 @@ class RolloutWorker:
         self._limits = Limits(max_message_bytes=config.wire.max_message_bytes)
         self._lease_sequence = 0
         self._learner_id: str | None = None
+        self._welcome_due_s = 0.0
         self._rewards = rewards
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -142,12 +143,14 @@ class RolloutWorker:
             case WeightsNotice() if self._receiver is not None:
                 self._receiver.offer(message.body)
             case HeartbeatReply():
-                if message.lease_sequence != self._lease_sequence:
+                self._meet(message)
+                if message.lease_sequence != self._lease_sequence and time.monotonic() > self._welcome_due_s:
                     logger.warning("leases were lost (%d of %d came)", self._lease_sequence, message.lease_sequence)
                     await self._hello()
             case Welcome():
                 self._meet(message)
                 self._lease_sequence = 0
+                self._welcome_due_s = 0.0
                 await self._channel.resend_unacknowledged()
             case Abort():
                 for sample_id in self._held.keys() & set(message.sample_ids):
@@ -158,24 +161,33 @@ class RolloutWorker:
             case Refusal():
                 logger.error("the learner refuses a message: %s", message.detail)
 
-    def _meet(self, message: Welcome) -> None:
-        """A learner answers; it may be another than the last time.
+    def _meet(self, message: Welcome | HeartbeatReply) -> None:
+        """A learner answers; it may be another than the last time, and then knows nothing of what we hold.
+
+        Group ids after its checkpoint may name other prompts there, so what the one before had leased is given up,
+        finished or not.
 
         Raises:
             WeightsError: it begins again at an earlier version, so ours, and what is tagged with it, are of no run.
         """
-        another = self._learner_id not in (None, message.learner_id)
-        self._learner_id = message.learner_id
+        before, self._learner_id = self._learner_id, message.learner_id
+        if before in (None, message.learner_id):
+            return
         version = self._engine.statistics().policy_version
-        if another and version > message.policy_version:
+        if version > message.policy_version:
             raise WeightsError(
                 f"the learner went back to version {message.policy_version}, and its next ones will not be those that "
                 f"led to our version {version}; this worker starts anew"
             )
-        if another:
-            logger.info("the learner is another one")
+        logger.info("the learner is another one: giving up %d samples of the one before", len(self._held))
+        for episode in self._held.values():
+            episode.cancel()
+        self._held.clear()
+        self._channel.forget()
 
     async def _hello(self) -> None:
+        """Say what we hold. Again only when the Welcome is overdue: each Hello costs the leases on their way."""
+        self._welcome_due_s = time.monotonic() + self._config.wire.heartbeat_timeout_s
         held = {*self._held, *self._channel.unacknowledged()}
         await self._channel.send(
             Hello(

@@ -237,6 +237,13 @@ class WorkerChannel:
         for batch_id in list(self._unacked):
             await self._resend(batch_id)
 
+    def forget(self) -> None:
+        """Nobody wants what is not acknowledged."""
+        self._ready.clear()
+        self._unacked.clear()
+        self._num_unacked = 0
+        self._wake.set()
+
     async def drain(self, timeout_s: float) -> bool:
         """Wait until all is acknowledged; False when the timeout came first. `receive` must go on meanwhile."""
         try:

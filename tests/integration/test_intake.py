@@ -243,3 +243,38 @@ def test_what_a_checkpoint_has_buffered_and_no_row_holds_any_more_is_refused() -
     intake.close()
     assert sorted(group.samples) == [0, 2]
     assert ledger.counts().dropped == {"too_long": 1}
+
+
+def test_trajectories_that_an_earlier_learner_leased_are_not_taken_before_their_worker_has_said_hello() -> None:
+    """They lay in the worker's socket while no learner was there; the groups of these ids may be others now."""
+    intake = _intake("algorithm.group_size=2")
+    port = intake.start()
+
+    async def scenario() -> None:
+        early, late = (
+            WorkerChannel(
+                f"tcp://127.0.0.1:{port}", worker_id=name, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
+            )
+            for name in ("early", "late")
+        )
+        await late.send(Hello("late", "1", 2, 0, ()))
+        while not isinstance(await late.receive(), Leases):
+            pass
+        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
+        trajectory = Trajectory(0, 0, np.array([1, 2], np.int32), completion, 1.0)
+        await early.push(trajectory)
+        while early.statistics().messages_out == 0:  # noqa: ASYNC110 - its sender has a task of its own
+            await asyncio.sleep(0.01)
+        await early.send(Hello("early", "1", 0, 0, ((0, 0),)))
+        await early.receive()  # so what was pushed before is there
+        assert intake.statistics().ledger.buffered == 0
+        assert early.unacknowledged() == [(0, 0)]
+        await late.push(trajectory)
+        while late.unacknowledged() or not intake.statistics().ledger.buffered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(late.receive(), 0.1)
+        await early.close()
+        await late.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    intake.close()

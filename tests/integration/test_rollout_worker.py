@@ -19,7 +19,18 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, SampleId, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Abort, Drain, Goodbye, Hello, Lease, Leases, SampleFailed, TrajectoryBatch, Welcome
+from areal_rloo.wire.messages import (
+    Abort,
+    Drain,
+    Goodbye,
+    HeartbeatReply,
+    Hello,
+    Lease,
+    Leases,
+    SampleFailed,
+    TrajectoryBatch,
+    Welcome,
+)
 
 LIMITS = Limits()
 
@@ -34,21 +45,26 @@ class _Right:
 class _Learner:
     """The learner's end, as far as a test plays it."""
 
+    acknowledges = True
+
     def __init__(self, channel: LearnerChannel) -> None:
         self.channel = channel
         self.peer = ""
         self.finished: list[SampleId] = []
         self.failed: list[SampleFailed] = []
+        self.last: Hello | Goodbye | None = None
 
     async def until(self, done: Callable[[], bool]) -> None:
         while not done():
             self.peer, message = await self.channel.receive()
             if isinstance(message, TrajectoryBatch):
                 self.finished += [trajectory.sample_id for trajectory in message.trajectories]
-                self.channel.acknowledge(self.peer, [message.batch_id])
+                if self.acknowledges:
+                    self.channel.acknowledge(self.peer, [message.batch_id])
             elif isinstance(message, SampleFailed):
                 self.failed.append(message)
             elif isinstance(message, Hello | Goodbye):
+                self.last = message
                 return
 
     def lease(self, *, sequence: int, min_version: int = 0) -> None:
@@ -203,5 +219,45 @@ def test_a_learner_that_only_reconnects_changes_nothing(tiny_folders: dict[str, 
         learner.channel.send(learner.peer, Welcome("another, further on", 60))
         learner.lease(sequence=1)
         await learner.until(lambda: len(learner.finished) == 2)
+
+    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
+
+
+def test_a_learner_that_went_back_gets_no_hello_and_so_leases_nothing_that_would_be_lost(
+    tiny_folders: dict[str, Path],
+) -> None:
+    """It hears of the worker by heartbeats that were sent to the one before, and answers each."""
+
+    async def scenario(learner: _Learner) -> None:
+        for _ in range(3):
+            learner.channel.send(learner.peer, HeartbeatReply("the same, from a checkpoint", 50, -1))
+        await learner.until(lambda: False)
+        assert isinstance(learner.last, Goodbye)
+
+    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
+    assert isinstance(error, WeightsError)
+
+
+def test_another_learner_gets_one_hello_and_nothing_that_the_one_before_had_leased(
+    tiny_folders: dict[str, Path],
+) -> None:
+    """Its group 7 may be of another prompt. Each Hello more would cost the leases that are on their way."""
+
+    async def scenario(learner: _Learner) -> None:
+        learner.acknowledges = False
+        learner.lease(sequence=1)
+        await learner.until(lambda: len(learner.finished) == 2)
+        for _ in range(3):
+            learner.channel.send(learner.peer, HeartbeatReply("another", 60, -1))
+        await learner.until(lambda: False)
+        assert isinstance(learner.last, Hello)
+        assert learner.last.held == ()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(learner.until(lambda: False), 1)
+            raise AssertionError("a second Hello")
+        learner.channel.send(learner.peer, Welcome("another", 60))
+        learner.acknowledges = True
+        learner.lease(sequence=1)
+        await learner.until(lambda: len(learner.finished) == 4)
 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
