@@ -1,11 +1,11 @@
-"""A whole run under the local launcher, small, for tests to watch, signal and read."""
+"""A whole run under a launcher, small, for tests to watch, signal and read."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,34 @@ SMALL = [
     "wire.heartbeat_s=0.2",
     "wire.heartbeat_timeout_s=2",
     "launcher.drain_timeout_s=20",
+    "launcher.max_learner_restarts=0",
 ]
 
 
 class Run:
     """A launcher process and its run folder."""
 
-    def __init__(self, folder: Path, *arguments: str, config: str = "quickstart.yaml") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        config: str = "quickstart.yaml",
+        launcher: str = "local",
+        before: Sequence[str] = (),
+        entry: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`before` stands in front of the command, as `nsenter ...` does; `entry` is the user's script."""
         self.folder = folder
-        command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", config, f"run.folder={folder}"]
+        script = [] if entry is None else [str(entry)]
+        command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
         self.process = subprocess.Popen(
-            [*command, *SMALL, *arguments],
+            [*before, *command, f"run.folder={folder}", *SMALL, *arguments],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
         )
 
     def wait(self) -> tuple[int, str]:
@@ -62,7 +74,7 @@ class Run:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if module in command and f"--run-folder={self.folder}" in command:
+            if command[1:3] == ["-m", module] and f"--run-folder={self.folder}" in command:
                 found.append(process)
         return found
 

@@ -21,7 +21,8 @@ from areal_rloo.config.data import (
 )
 from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, argument_name, is_loopback
 from areal_rloo.config.episode import EpisodeConfig
-from areal_rloo.config.imports import import_function
+from areal_rloo.config.imports import ENTRY, import_entry, import_function
+from areal_rloo.config.launcher import ContainerConfig, LauncherConfig, SlurmConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import dump_config, load_config
 from areal_rloo.config.presets import PRESETS, PresetName
@@ -29,7 +30,6 @@ from areal_rloo.config.schema import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
-    LauncherConfig,
     ModelConfig,
     ReferenceConfig,
     RolloutConfig,
@@ -40,9 +40,11 @@ from areal_rloo.config.schema import (
     WarmStartConfig,
     WeightsConfig,
     WireConfig,
+    validate,
 )
 
 __all__ = [
+    "ENTRY",
     "PRESETS",
     "AdaptiveKLConfig",
     "AlgorithmConfig",
@@ -50,6 +52,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfiguredSource",
+    "ContainerConfig",
     "DataConfig",
     "EmbeddedConfig",
     "EpisodeConfig",
@@ -73,6 +76,7 @@ __all__ = [
     "RunConfig",
     "SGLangConfig",
     "SamplingConfig",
+    "SlurmConfig",
     "SourceConfig",
     "TelemetryConfig",
     "TinyModelConfig",
@@ -81,8 +85,10 @@ __all__ = [
     "WireConfig",
     "argument_name",
     "dump_config",
+    "import_entry",
     "import_function",
     "is_loopback",
     "load_config",
     "source_key",
+    "validate",
 ]

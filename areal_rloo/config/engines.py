@@ -120,7 +120,7 @@ def _validate_urls(rollout: RolloutConfig, *, wire_host: str, transport: str) ->
         if sglang.api_key_env is not None:
             raise ConfigError("rollout.sglang.api_key_env: nothing reads it without urls; leave it out")
         return
-    if len(sglang.urls) != rollout.num_workers:
+    if rollout.num_workers and len(sglang.urls) != rollout.num_workers:
         raise ConfigError(
             f"rollout.sglang.urls: expected one for each of rollout.num_workers={rollout.num_workers}, "
             f"got {len(sglang.urls)}"

@@ -1,15 +1,41 @@
-"""A user's function by its import path: `package.module:function` or `path/to/file.py:function`."""
+"""A user's function by its import path: `package.module:function`, `path/to/file.py:function` or `entry:function`.
+
+The entry is what `run.entry` names: the user's own script, imported by every process of a run. Launchers tell it in an
+environment variable, so that processes which never see the config (rewards) have it too.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from areal_rloo.errors import ConfigError
+
+ENTRY = "AREAL_RLOO_ENTRY"  # the environment variable
+
+
+def import_entry(path: str | None = None) -> None:
+    """Import the entry once, as the module `entry`.
+
+    Args:
+        path: a module or file.py; None for the one this process was started with, if any.
+
+    Raises:
+        ConfigError: it cannot be imported; says why.
+    """
+    path = path or os.environ.get(ENTRY)
+    if path is None or "entry" in sys.modules:
+        return
+    os.environ[ENTRY] = path  # for the processes that this one starts
+    try:
+        sys.modules["entry"] = _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
+    except Exception as error:
+        raise ConfigError(f"run.entry: {path} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def import_function(key: str, path: str) -> Callable[..., Any]:
@@ -23,6 +49,8 @@ def import_function(key: str, path: str) -> Callable[..., Any]:
         ConfigError: it is not of this form, the module cannot be imported, or it has no such function.
     """
     module_name, colon, name = path.rpartition(":")
+    if module_name == "entry":
+        import_entry()
     if not colon or not module_name or not name:
         raise ConfigError(f"{key}: expected module:function or path/to/file.py:function, got '{path}'")
     try:

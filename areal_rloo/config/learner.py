@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from areal_rloo.config.section import (
+    AutoInt,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -41,7 +42,8 @@ class LoraConfig(Section, frozen=True):
 
 class LearnerConfig(Section, frozen=True):
     device: str = "auto"  # auto | cpu | cuda
-    num_ranks: PositiveInt = 1  # processes, each on a device of its own, that share weights, gradients and states
+    # Processes, each on a device of its own, that share weights, gradients and states; auto: a quarter of the GPUs.
+    num_ranks: AutoInt = 1
     num_replicas: PositiveInt = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
     num_threads: NonNegativeInt = 0  # CPU threads of a rank; 0: its share of the cores
     num_train_steps: PositiveInt = 100

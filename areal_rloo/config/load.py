@@ -21,6 +21,7 @@ import yaml
 from areal_rloo.config.areal import translate_file, translate_override
 from areal_rloo.config.presets import expand, forget
 from areal_rloo.config.schema import Config, validate
+from areal_rloo.config.section import AutoInt
 from areal_rloo.errors import ConfigError
 
 
@@ -147,7 +148,7 @@ def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
 
 def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callable[[str], str]) -> Any:
     """Refuse unknown keys with a suggestion, and numbers that are none; read YAML's null as the word `none` where a
-    Literal has that word."""
+    Literal has that word, and the word `auto` as the count 0 where the launcher may choose."""
     struct = _struct_in(expected)
     if struct is not None and isinstance(node, list):
         return [_checked_keys(child, struct, f"{path}.{index}", source_of) for index, child in enumerate(node)]
@@ -155,6 +156,8 @@ def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callabl
         for number in node if isinstance(node, list) else [node]:
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{source_of(path)}: {path}: expected a finite number; the value is {node!r}")
+        if node == "auto" and expected == AutoInt:
+            return 0
         return "none" if node is None and _has_word_none(expected) else node
     hints = typing.get_type_hints(struct, include_extras=True)
     clean = {}

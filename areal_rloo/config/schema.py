@@ -14,8 +14,10 @@ from areal_rloo.config.algorithm import AlgorithmConfig, validate_algorithm
 from areal_rloo.config.data import DataConfig, validate_data
 from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, is_loopback, validate_engines
 from areal_rloo.config.episode import EpisodeConfig, validate_episode
+from areal_rloo.config.launcher import LauncherConfig, validate_launcher
 from areal_rloo.config.learner import LearnerConfig, validate_learner
 from areal_rloo.config.section import (
+    AutoInt,
     NonNegativeInt,
     Port,
     PositiveFloat,
@@ -31,6 +33,7 @@ class RunConfig(Section, frozen=True):
     name: str = "run"
     seed: NonNegativeInt = 0
     folder: str | None = None  # default: runs/<name>-<time>
+    entry: str | None = None  # module, or file.py, imported by every process; `entry:name` names what is in it
 
 
 class WarmStartConfig(Section, frozen=True):
@@ -89,7 +92,7 @@ class SamplingConfig(Section, frozen=True):
 
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang"] = "embedded"
-    num_workers: PositiveInt = 1
+    num_workers: AutoInt = 1  # auto: one for each GPU that the learner leaves, or for each host
     device: str = "auto"  # auto | cpu | cuda
     num_threads: NonNegativeInt = 0  # CPU threads of a worker; 0: its share of the cores
     num_slots: PositiveInt = 64  # completions decoded together
@@ -138,17 +141,12 @@ class EvaluationConfig(Section, frozen=True):
 
 
 class TelemetryConfig(Section, frozen=True):
-    metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones
+    metrics_port: Port = 0  # of the learner; the workers take the next ones; 0: free ones, which the logs name
+    metrics_host: str = "127.0.0.1"  # where /metrics is served; 0.0.0.0 for a Prometheus elsewhere
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
     # Written to trajectories.jsonl, some 25 bytes a token, and beside them the last 256 dropped ones; 0: none at all.
     trajectories_per_step: NonNegativeInt = 16
-
-
-class LauncherConfig(Section, frozen=True):
-    max_restarts: NonNegativeInt = 10  # of each rollout worker
-    drain_timeout_s: PositiveFloat = 60.0
-    min_free_disk_bytes: NonNegativeInt = 200 * 2**20
 
 
 class Config(Section, frozen=True):
@@ -185,7 +183,7 @@ class Config(Section, frozen=True):
         """Samples a worker may hold beside those in its slots."""
         if self.rollout.lease_ahead_samples is not None:
             return self.rollout.lease_ahead_samples
-        return -(-self.samples_per_step // self.rollout.num_workers)
+        return -(-self.samples_per_step // max(1, self.rollout.num_workers))
 
     def weights_transport(self, *, same_host: bool) -> Literal["collective", "shared_memory"]:
         """The way the weights take, where `weights.transport` leaves it open.
@@ -219,6 +217,7 @@ def validate(config: Config) -> None:
     validate_data(config.data)
     validate_episode(config.rollout.episode)
     validate_learner(learner)
+    validate_launcher(config.launcher)
     validate_engines(
         config.rollout,
         context_tokens=config.context_tokens,

@@ -8,6 +8,7 @@ import msgspec
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+AutoInt = Annotated[int, msgspec.Meta(ge=0, extra={"auto": True})]  # the word auto is 0: the launcher fills it in
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 FiniteFloat = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]

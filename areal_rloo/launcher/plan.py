@@ -1,169 +1,207 @@
-"""From a config and a machine to the processes of a run: a pure function, printed by `--dry-run`."""
+"""From a config and a placement to the processes of a run: a pure function, printed by `--dry-run`.
+
+Every launcher runs the same plan; they differ in where hosts come from and in what starts a process on one.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import msgspec
 
-from areal_rloo.config import Config
-from areal_rloo.errors import PreflightError
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a host offers."""
-
-    num_cores: int
-    gpu_ids: tuple[str, ...]
+from areal_rloo.config import ENTRY, Config
+from areal_rloo.launcher.placement import Host, Placement, Seat
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a run listens. `metrics_ports` are the learner's and then one for each rollout worker."""
+    """Ports on the learner's host, and the folder of its shared memory. A port is 0 where nobody listens."""
 
     wire_port: int
     meeting_port: int  # of the learner's ranks
-    metrics_ports: tuple[int, ...]
     segment_folder: Path
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to start."""
+    """One process to start.
+
+    Attributes:
+        name: of the process, of its log, and of what a scheduler calls it.
+        role: what it does, in words.
+        host: name of where it runs.
+        device: cuda or cpu.
+        gpu_ids: of the host, that it sees.
+        num_threads: of the CPU.
+        memory_bytes: its share of the host; 0 where nobody knows.
+        environment: variables that it has beside its launcher's.
+        command: to be run in the folder of the launcher.
+        max_restarts: by itself; a rank of the learner begins anew with all the others.
+    """
 
     name: str
     role: str
+    host: str
     device: str
+    gpu_ids: tuple[str, ...]
     num_threads: int
+    memory_bytes: int
+    environment: dict[str, str]
     command: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
     max_restarts: int = 0
 
 
-class _Placement(TypedDict):
-    device: str
-    num_threads: int
-    environment: dict[str, str]
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes of a run.
 
+    Attributes:
+        preparation: runs to its end before the others start; None where nothing is to be prepared.
+        learner: its ranks.
+        workers: rollout workers.
+        max_learner_restarts: of all ranks together, from the newest checkpoint, while the workers go on.
+    """
 
-def plan_preparation(config: Config, machine: Machine, run_folder: Path) -> ProcessSpec | None:
-    """The process that makes the tiny model before the others start, where the run uses it; it has all cores."""
-    if config.model.path != "tiny":
-        return None
-    command = (
-        *_module("areal_rloo.learner.warm_start"),
-        f"--run-folder={run_folder}",
-        f"--num-threads={machine.num_cores}",
-    )
-    return ProcessSpec(
-        name="warm_start",
-        role="warm start",
-        device="cpu",
-        num_threads=machine.num_cores,
-        command=command,
-        environment=_environment(machine.num_cores, ()),
-    )
+    preparation: ProcessSpec | None
+    learner: tuple[ProcessSpec, ...]
+    workers: tuple[ProcessSpec, ...]
+    max_learner_restarts: int
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        """All, in the order they start in."""
+        first = () if self.preparation is None else (self.preparation,)
+        return (*first, *self.learner, *self.workers)
 
 
 def plan_run(
     config: Config,
-    machine: Machine,
+    placement: Placement,
     *,
     run_folder: Path,
     model_path: str,
     addresses: Addresses,
     resume: bool,
     warm_start_s: float,
-) -> list[ProcessSpec]:
-    """The learner first, then its other ranks, then the rollout workers.
+) -> Plan:
+    """The plan of a run.
 
-    GPUs go one to each rank of the learner and `rollout.tensor_parallel` to each worker, in order, and to none whose
-    SGLang server runs already; cores are shared evenly where the config says 0.
-
-    Raises:
-        PreflightError: a device was asked for that the machine does not have; says by how much.
+    Args:
+        config: with numbers for counts, and a wire.host that all hosts of the placement reach.
+        placement: a seat for each process.
+        run_folder: on a file system that all hosts share.
+        model_path: a folder or a hub name; read by every process.
+        addresses: where the learner listens.
+        resume: whether the learner goes on from its newest checkpoint.
+        warm_start_s: what the preparation took, for the summary.
     """
     common = (f"--run-folder={run_folder}", f"--model-path={model_path}")
+    same_host = len(placement.used_hosts) == 1
+    meeting_host = "127.0.0.1" if same_host else placement.learner_host.address
     of_learner = (
         *common,
-        f"--meeting=127.0.0.1:{addresses.meeting_port}",
+        f"--meeting={meeting_host}:{addresses.meeting_port}",
         f"--port={addresses.wire_port}",
-        f"--metrics-port={addresses.metrics_ports[0]}",
+        f"--metrics-port={config.telemetry.metrics_port}",
         f"--segment-folder={addresses.segment_folder}",
         f"--warm-start-s={warm_start_s}",
-        "--same-host",
+        *(("--same-host",) if same_host else ()),
         *(("--resume",) if resume else ()),
     )
-    return [*_learner_ranks(config, machine, of_learner), *_rollout_workers(config, machine, addresses, common)]
+    return Plan(
+        preparation=_preparation(config, placement, run_folder),
+        learner=tuple(_learner_rank(config, rank, seat, of_learner) for rank, seat in enumerate(placement.learner)),
+        workers=tuple(
+            _rollout_worker(config, index, seat, addresses, common) for index, seat in enumerate(placement.workers)
+        ),
+        max_learner_restarts=config.launcher.max_learner_restarts,
+    )
 
 
-def _learner_ranks(config: Config, machine: Machine, arguments: tuple[str, ...]) -> list[ProcessSpec]:
-    num_gpus, _ = _gpus_wanted(config, machine)
-    threads = config.learner.num_threads or _share_of_cores(config, machine)
-    return [
-        ProcessSpec(
-            name=f"learner-{rank}" if rank else "learner",
-            role="learner rank" if rank else "learner",
-            **_placement(threads, machine.gpu_ids[rank * num_gpus :][:num_gpus]),
-            command=(
-                *_module("areal_rloo.learner"),
-                f"--rank={rank}",
-                *_place_arguments(threads, num_gpus),
-                *arguments,
-            ),
-        )
-        for rank in range(config.learner.num_ranks)
-    ]
+def _preparation(config: Config, placement: Placement, run_folder: Path) -> ProcessSpec | None:
+    """What makes the tiny model, where the run uses it; it has all cores of the learner's host."""
+    if config.model.path != "tiny":
+        return None
+    host = placement.learner_host
+    several = len(placement.used_hosts) > 1
+    return _spec(
+        config,
+        Seat(host, (), host.num_cores, host.memory_bytes),
+        name="warm_start",
+        role="warm start",
+        module="areal_rloo.learner.warm_start",
+        arguments=(
+            f"--run-folder={run_folder}",
+            f"--num-threads={host.num_cores}",
+            *((f"--models={run_folder / 'models'}",) if several else ()),  # the cache is of one host
+        ),
+    )
 
 
-def _rollout_workers(
-    config: Config, machine: Machine, addresses: Addresses, arguments: tuple[str, ...]
-) -> list[ProcessSpec]:
-    rank_gpus, num_gpus = _gpus_wanted(config, machine)
-    gpu_ids = machine.gpu_ids[config.learner.num_ranks * rank_gpus :]
-    threads = config.rollout.num_threads or _share_of_cores(config, machine)
-    return [
-        ProcessSpec(
-            name=f"rollout-{index}",
-            role=_worker_role(config, index),
-            **_placement(threads, gpu_ids[index * num_gpus :][:num_gpus]),
-            command=(
-                *_module("areal_rloo.rollout"),
-                *arguments,
-                *_place_arguments(threads, num_gpus),
-                f"--worker-id=rollout-{index}",
-                f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
-                f"--metrics-port={addresses.metrics_ports[1 + index]}",
-                *(f"--server-url={url}" for url in config.rollout.server_urls[index : index + 1]),
-            ),
-            max_restarts=config.launcher.max_restarts,
-        )
-        for index in range(config.rollout.num_workers)
-    ]
+def _learner_rank(config: Config, rank: int, seat: Seat, arguments: tuple[str, ...]) -> ProcessSpec:
+    return _spec(
+        config,
+        seat,
+        name=f"learner-{rank}" if rank else "learner",
+        role="learner rank" if rank else "learner",
+        module="areal_rloo.learner",
+        arguments=(f"--rank={rank}", *_place_arguments(seat), *arguments),
+    )
 
 
-def _share_of_cores(config: Config, machine: Machine) -> int:
-    return max(1, machine.num_cores // (config.learner.num_ranks + config.rollout.num_workers))
+def _rollout_worker(
+    config: Config, index: int, seat: Seat, addresses: Addresses, arguments: tuple[str, ...]
+) -> ProcessSpec:
+    first_port = config.telemetry.metrics_port
+    return _spec(
+        config,
+        seat,
+        name=f"rollout-{index}",
+        role=_worker_role(config, index),
+        module="areal_rloo.rollout",
+        arguments=(
+            *arguments,
+            *_place_arguments(seat),
+            f"--worker-id=rollout-{index}",
+            f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
+            f"--metrics-port={first_port + 1 + index if first_port else 0}",
+            *(f"--server-url={url}" for url in config.rollout.server_urls[index : index + 1]),
+        ),
+        max_restarts=config.launcher.max_restarts,
+    )
 
 
-def _gpus_wanted(config: Config, machine: Machine) -> tuple[int, int]:
-    """GPUs of each learner rank and of each worker; refuses more than there are."""
-    num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
-    rank_gpus, worker_gpus = _wants_gpu(config.learner.device, machine), _wants_gpu(config.rollout.device, machine)
-    worker_gpus *= 0 if config.rollout.server_urls else config.rollout.tensor_parallel
-    wanted = num_ranks * rank_gpus + num_workers * worker_gpus
-    if wanted > len(machine.gpu_ids):
-        raise PreflightError(
-            f"devices: the plan needs {wanted} GPUs (learner.device={config.learner.device}, "
-            f"learner.num_ranks={num_ranks}, rollout.device={config.rollout.device}, "
-            f"rollout.num_workers={num_workers}, "
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel}), this machine has {len(machine.gpu_ids)}; "
-            "lower learner.num_ranks, rollout.num_workers or rollout.tensor_parallel, or set a device to cpu"
-        )
-    return rank_gpus, worker_gpus
+def _spec(
+    config: Config,
+    seat: Seat,
+    *,
+    name: str,
+    role: str,
+    module: str,
+    arguments: tuple[str, ...],
+    max_restarts: int = 0,
+) -> ProcessSpec:
+    threads = str(seat.num_threads)
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": ",".join(seat.gpu_ids),
+    }
+    if config.run.entry is not None:
+        environment[ENTRY] = config.run.entry
+    return ProcessSpec(
+        name=name,
+        role=role,
+        host=seat.host.name,
+        device="cuda" if seat.gpu_ids else "cpu",
+        gpu_ids=seat.gpu_ids,
+        num_threads=seat.num_threads,
+        memory_bytes=seat.memory_bytes,
+        environment=environment,
+        command=(sys.executable, "-m", module, *arguments),
+        max_restarts=max_restarts,
+    )
 
 
 def _worker_role(config: Config, index: int) -> str:
@@ -173,46 +211,13 @@ def _worker_role(config: Config, index: int) -> str:
     return f"rollout worker of {urls[index]}" if urls else "rollout worker and its SGLang server"
 
 
-def _place_arguments(num_threads: int, num_gpus: int) -> tuple[str, str]:
-    return (f"--device={'cuda' if num_gpus else 'cpu'}", f"--num-threads={num_threads}")
+def _place_arguments(seat: Seat) -> tuple[str, str]:
+    return (f"--device={'cuda' if seat.gpu_ids else 'cpu'}", f"--num-threads={seat.num_threads}")
 
 
-def _placement(num_threads: int, gpu_ids: tuple[str, ...]) -> _Placement:
-    return {
-        "device": "cuda" if gpu_ids else "cpu",
-        "num_threads": num_threads,
-        "environment": _environment(num_threads, gpu_ids),
-    }
-
-
-def describe(specs: list[ProcessSpec]) -> str:
-    """The plan as a table."""
-    rows = [("PROCESS", "ROLE", "DEVICE", "THREADS", "RESTARTS", "COMMAND")]
-    for spec in specs:
-        device = spec.environment.get("CUDA_VISIBLE_DEVICES", "")
-        shown = f"cuda:{device}" if spec.device == "cuda" else spec.device
-        command = " ".join(("python", *spec.command[1:]))
-        rows.append((spec.name, spec.role, shown, str(spec.num_threads), str(spec.max_restarts), command))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
-    return "\n".join(lines)
-
-
-def _wants_gpu(device: str, machine: Machine) -> int:
-    if device == "auto":
-        return int(bool(machine.gpu_ids))
-    return int(device.startswith("cuda"))
-
-
-def _module(name: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", name)
-
-
-def _environment(num_threads: int, gpu_ids: tuple[str, ...]) -> dict[str, str]:
-    threads = str(num_threads)
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids),
-    }
+def on_network(config: Config, placement: Placement) -> Config:
+    """The config with a wire.host that every host of the placement reaches; then CURVE is on."""
+    learner_host: Host = placement.learner_host
+    if len(placement.used_hosts) == 1 or config.wire.host not in ("127.0.0.1", "localhost", "0.0.0.0", "::"):
+        return config
+    return msgspec.structs.replace(config, wire=msgspec.structs.replace(config.wire, host=learner_host.address))

@@ -9,14 +9,18 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import CheckpointError, PreflightError
-from areal_rloo.launcher.plan import Machine
+from areal_rloo.launcher.placement import Host
 from areal_rloo.wire.security import make_keys
+
+SUBMITTED = "submitted.yaml"  # a config on its way to a job, which finds out what it becomes on its hosts
 
 _LATEST = Path("runs") / "latest"
 
@@ -46,7 +50,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     return folder
 
 
-def write_beginning(folder: Path, config: Config, machine: Machine) -> None:
+def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
     """The resolved config, the environment, and CURVE keys where the wire needs them; runs/latest points here."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -56,17 +60,35 @@ def write_beginning(folder: Path, config: Config, machine: Machine) -> None:
     environment = {
         "python": sys.version,
         "platform": platform.platform(),
-        "num_cores": machine.num_cores,
-        "gpu_ids": machine.gpu_ids,
+        "hosts": hosts,
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
     (folder / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(environment), indent=2))
-    if folder.parent == _LATEST.parent.resolve():
-        fresh = _LATEST.with_name(f".latest-{os.getpid()}")
+    if folder.parent.name == _LATEST.parent.name:
+        fresh = folder.with_name(f".latest-{os.getpid()}")
         with contextlib.suppress(OSError):  # a file system without links; the folder is named in the output anyway
             fresh.symlink_to(folder.name)
-            fresh.rename(_LATEST)
+            fresh.rename(folder.with_name(_LATEST.name))
+
+
+def seed_folder(folder: Path, config: Config, seed: int | str) -> Path:
+    """Of one job of an array of seeds; the run folder itself where there is no array."""
+    return folder if config.launcher.slurm.num_seeds == 1 else folder / f"seed-{seed}"
+
+
+def newest_checkpoint(folder: Path) -> str | None:
+    """The name of the newest checkpoint of a run, or None."""
+    return max((path.name for path in (folder / "checkpoints").glob("step-*")), default=None)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the learner says in its summary that there is nothing more to train."""
+    try:
+        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return False
+    return summary["exit_reason"] in ("completed", "end_of_data")
 
 
 def segment_folder(run_id: str) -> Path:

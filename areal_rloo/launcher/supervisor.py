@@ -1,30 +1,49 @@
-"""Starts processes, watches them, restarts what may be restarted, and leaves none behind.
-
-Every child is in a session of its own, so that Ctrl-C reaches the launcher alone, which decides what it means. Should
-the launcher itself be killed, Linux sends the children SIGTERM, and they drain.
-"""
+"""Starts processes, watches them, starts again what may be, and leaves none behind. What starts one is a `Starter`."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
 _CLEAN_BACKOFF_S = 10.0
+_LOOK_EVERY_S = 0.02
+
+
+class Handle(Protocol):
+    """A process that was started, wherever it is."""
+
+    label: str
+
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + n for signal n, as a shell says it."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+
+
+class Starter(Protocol):
+    """Starts processes. `restarts` says that one which dies is started again without us, `max_restarts` times."""
+
+    restarts: bool
+
+    def start(self, spec: ProcessSpec, log: Path) -> Handle:
+        """Start a process whose output is appended to a file."""
+
+    def close(self) -> None:
+        """Give back what was held for the processes."""
 
 
 @dataclass(slots=True)
@@ -32,8 +51,7 @@ class Child:
     """A process and its history."""
 
     spec: ProcessSpec
-    process: subprocess.Popen[bytes]
-    output: IO[bytes]
+    handle: Handle
     num_restarts: int = 0
     restart_at_s: float | None = None
 
@@ -41,72 +59,71 @@ class Child:
 class Supervisor:
     """The children of one launcher. Standard output and error of each go to logs/<name>.out."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, starter: Starter, logs: Path) -> None:
+        self._starter = starter
         self._logs = logs
         self._children: dict[str, Child] = {}
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process."""
-        self._logs.mkdir(parents=True, exist_ok=True)
-        output = (self._logs / f"{spec.name}.out").open("ab")
-        self._children[spec.name] = Child(spec, _spawn(spec, output), output)
-        logger.info("started %s (pid %d)", spec.name, self._children[spec.name].process.pid)
+        child = Child(spec, self._started(spec))
+        self._children[spec.name] = child
+        logger.info("started %s (%s)", spec.name, child.handle.label)
 
     def exit_code(self, name: str) -> int | None:
         """None while it runs; 128 + n for signal n, as a shell says it."""
-        code = self._children[name].process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return self._children[name].handle.exit_code()
 
     def tend(self, name: str) -> bool:
         """Restart a dead process when its time has come; False if it may not be restarted any more."""
         child = self._children[name]
-        if self.exit_code(name) is None:
+        code = self.exit_code(name)
+        if code is None:
             return True
         if child.restart_at_s is None:
-            if child.num_restarts >= child.spec.max_restarts:
+            if child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts):
                 return False
             # A worker that ended well was told to: the learner is about to end too, and then none is needed.
-            clean = self.exit_code(name) == 0
-            wait_s = _CLEAN_BACKOFF_S if clean else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
-            log = logger.info if clean else logger.warning
-            log("%s ended with code %s; restart in %.1f s", name, self.exit_code(name), wait_s)
+            wait_s = _CLEAN_BACKOFF_S if code == 0 else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
+            log = logger.info if code == 0 else logger.warning
+            log("%s ended with code %s; restart in %.1f s", name, code, wait_s)
             child.restart_at_s = time.monotonic() + wait_s
         if time.monotonic() >= child.restart_at_s:
-            child.process = _spawn(child.spec, child.output)
+            child.handle.kill()  # what it may have left
+            child.handle = self._started(child.spec)
             child.num_restarts += 1
             child.restart_at_s = None
-            logger.info("restarted %s (pid %d, restart %d)", name, child.process.pid, child.num_restarts)
+            logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
         return True
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process, if it still runs."""
-        process = self._children[name].process
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+        self._children[name].handle.signal(number)
 
-    def wait(self, names: list[str], timeout_s: float) -> bool:
+    def kill(self, name: str) -> None:
+        """End a process at once."""
+        self._children[name].handle.kill()
+
+    def wait(self, names: Iterable[str], timeout_s: float) -> bool:
         """True when all of these have ended within the timeout."""
         ends_s = time.monotonic() + timeout_s
+        names = list(names)
         while any(self.exit_code(name) is None for name in names):
             if time.monotonic() > ends_s:
                 return False
-            time.sleep(0.02)
+            time.sleep(_LOOK_EVERY_S)
         return True
 
     def stop_all(self, grace_s: float) -> None:
-        """SIGTERM, the grace, then SIGKILL to whole sessions."""
-        names = list(self._children)
-        for name in names:
+        """SIGTERM, the grace, then the end."""
+        for name in self._children:
             self.signal(name, signal.SIGTERM)
-        if not self.wait(names, grace_s):
+        if not self.wait(self._children, grace_s):
             logger.warning("killing what did not end within %.0f s", grace_s)
         for child in self._children.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.process.pid, signal.SIGKILL)  # the rest of its session, if any
-            child.process.wait()
-            child.output.close()
+            child.handle.kill()
         self._children.clear()
+        self._starter.close()
 
     def last_words(self, name: str) -> str:
         """The last line a process wrote to its output, or nothing."""
@@ -114,18 +131,6 @@ class Supervisor:
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         return lines[-1] if lines else ""
 
-
-def _spawn(spec: ProcessSpec, output: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        spec.command,
-        env={**os.environ, **spec.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - this process has one thread
-    )
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    def _started(self, spec: ProcessSpec) -> Handle:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self._starter.start(spec, self._logs / f"{spec.name}.out")

@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,13 +19,14 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, import_function, load_config
+from areal_rloo.config import Config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
 from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
+from areal_rloo.learner.lock import lock_run_folder
 from areal_rloo.learner.parallel import RankLostError, Ranks
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.rank import LearnerRank, follow
@@ -50,6 +52,8 @@ from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
+
+_LAUNCHER_FIRST_S = 5.0  # it says why it ends a learner that takes too long
 
 
 class Arguments(argparse.Namespace):
@@ -80,12 +84,13 @@ def main() -> int:
 
 
 def _run(config: Config, arguments: Arguments) -> int:
+    import_entry(config.run.entry)
     torch.manual_seed(config.run.seed)
     device = torch.device(arguments.device)
     ranks = _meet(config, arguments, device)
     if ranks.rank == 0:
         return _lead(config, arguments, ranks)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for its last checkpoint
     try:
         checkpoint = ranks.take().decode()
@@ -122,6 +127,7 @@ def _meet(config: Config, arguments: Arguments, device: torch.device) -> Ranks:
 
 def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
     folder = arguments.run_folder
+    lock_run_folder(folder)
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     restored = checkpoints.load_newest() if arguments.resume else None
     if arguments.resume and restored is None:
@@ -159,8 +165,8 @@ def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
     broadcaster.publish(policy_version, train_step.team.gather_weights)
     intake.start()
     intake.attach(broadcaster)
-    _serve_metrics(registry, arguments.metrics_port, intake, broadcaster)
-    _drain_on_signals(intake)
+    _serve_metrics(registry, config.telemetry.metrics_host, arguments.metrics_port, intake, broadcaster)
+    _drain_on_signals(intake, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     learner = Learner(
         config,
         train_step=train_step,
@@ -296,21 +302,25 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank, intake
     )
 
 
-def _serve_metrics(registry: CollectorRegistry, port: int, intake: Intake, broadcaster: Broadcaster) -> None:
+def _serve_metrics(registry: CollectorRegistry, host: str, port: int, intake: Intake, broadcaster: Broadcaster) -> None:
     watch(registry, WIRE, lambda: msgspec.structs.asdict(intake.wire_statistics()))
     watch(registry, BROADCAST, lambda: msgspec.structs.asdict(broadcaster.statistics()))
-    serve_metrics(registry, port)
+    served, _ = serve_metrics(registry, port, address=host)
+    logger.info("metrics on http://%s:%d/metrics", host, served)
 
 
-def _drain_on_signals(intake: Intake) -> None:
+def _drain_on_signals(intake: Intake, timeout_s: float) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         if intake.draining:
-            os._exit(128 + number)  # a second signal stops at once
+            return  # Slurm tells each process and so does the launcher, which also ends one that takes too long
         logger.info("signal %d: draining", number)
         intake.begin_drain()
+        deadline = threading.Timer(timeout_s, os._exit, [128 + number])  # where the launcher itself is gone
+        deadline.daemon = True
+        deadline.start()
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm passes on to a step
+        signal.signal(number, handle)
 
 
 def _parse() -> Arguments:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from areal_rloo.config import Config, SourceConfig, WarmStartConfig, load_config
+from areal_rloo.config import Config, SourceConfig, WarmStartConfig, import_entry, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.packing import plan_rows
 from areal_rloo.models.attention import PACKED_ATTENTION, PackedLayout
@@ -53,8 +53,13 @@ class PreparedModel(msgspec.Struct, frozen=True):
     cached: bool
 
 
-def prepare_tiny_model(config: Config) -> PreparedModel:
-    """The model of `model.tiny`, from the cache or made now; safe when two processes make it at once."""
+def prepare_tiny_model(config: Config, models: Path | None = None) -> PreparedModel:
+    """The model of `model.tiny`, from the cache or made now; safe when two processes make it at once.
+
+    Args:
+        config: of the run.
+        models: the folder of models that all hosts of the run see; None for the cache of this host.
+    """
     warm_start = config.model.tiny.warm_start
     if not config.warm_starts:
         tasks = ", ".join(source.task for source in config.data.train_sources)
@@ -62,7 +67,7 @@ def prepare_tiny_model(config: Config) -> PreparedModel:
         warm_start = None
     recipe = msgspec.structs.replace(config.model.tiny, warm_start=warm_start)
     digest = hashlib.sha256(msgspec.json.encode((recipe, _RECIPE_VERSION))).hexdigest()[:16]
-    folder = _cache_folder() / f"tiny-{digest}"
+    folder = (models or _cache_folder()) / f"tiny-{digest}"
     if folder.is_dir():
         logger.info("the tiny model is in the cache: %s", folder)
         return PreparedModel(str(folder), 0.0, None, cached=True)
@@ -188,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.learner.warm_start")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--models", type=Path, help="folder for models that other hosts read too")
     arguments = parser.parse_args()
     folder: Path = arguments.run_folder
     torch.set_num_threads(arguments.num_threads)
@@ -195,7 +201,8 @@ def main() -> int:
     try:
         config = load_config(str(folder / "config.yaml"))
         setup_logs("warm_start", level=config.telemetry.log_level, file=folder / "logs" / "warm_start.log")
-        prepared = prepare_tiny_model(config)
+        import_entry(config.run.entry)
+        prepared = prepare_tiny_model(config, arguments.models)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
         return 2

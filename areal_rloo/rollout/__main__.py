@@ -16,7 +16,7 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from areal_rloo.config import Config, load_config
+from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import Engine
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards.scoring import Scoring
@@ -67,6 +67,7 @@ def main() -> int:
 
 
 async def _run(config: Config, arguments: Arguments) -> int:
+    import_entry(config.run.entry)
     tokenizer = load_tokenizer(arguments.model_path)
     worker: RolloutWorker | None = None
 
@@ -101,7 +102,7 @@ async def _run(config: Config, arguments: Arguments) -> int:
             chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
             stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
         )
-        await _serve(worker, made, episode, rewards, channel, arguments)
+        await _serve(worker, made, episode, rewards, channel, arguments, config.telemetry.metrics_host)
     finally:
         made.engine.close()
     logger.info("done")
@@ -115,6 +116,7 @@ async def _serve(
     rewards: Scoring,
     channel: WorkerChannel,
     arguments: Arguments,
+    metrics_host: str,
 ) -> None:
     """Run the worker to its end, with weights coming in and metrics going out."""
     engine = made.engine
@@ -129,12 +131,12 @@ async def _serve(
     )
     worker.attach(receiver)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm passes on to a step
         loop.add_signal_handler(number, worker.stop)
     registry = CollectorRegistry()
     made.watch(registry)
     metrics = asyncio.create_task(
-        _publish_metrics(engine, channel, receiver, rewards, registry, arguments.metrics_port)
+        _publish_metrics(engine, channel, receiver, rewards, registry, (metrics_host, arguments.metrics_port))
     )
     logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)
     try:
@@ -164,12 +166,14 @@ async def _publish_metrics(
     receiver: Receiver,
     rewards: Scoring,
     registry: CollectorRegistry,
-    port: int,
+    address: tuple[str, int],
 ) -> None:
     metrics = RolloutMetrics(registry)
     watch(registry, WIRE, lambda: msgspec.structs.asdict(channel.statistics()))
     watch(registry, RECEIVE, lambda: msgspec.structs.asdict(receiver.statistics()))
-    serve_metrics(registry, port)
+    host, port = address
+    served, _ = serve_metrics(registry, port, address=host)
+    logger.info("metrics on http://%s:%d/metrics", host, served)
     while True:
         statistics, scoring = engine.statistics(), rewards.statistics()
         metrics.update(

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from areal_rloo.config import Config, import_function
+from areal_rloo.errors import ConfigError
 from areal_rloo.rewards.request import Scored
 from areal_rloo.rollout.agent import Agent
 from areal_rloo.rollout.episode import Conversation, Episode, Rewards, Sample, SingleTurn, TurnEngine
@@ -21,7 +22,7 @@ def make_episode(config: Config) -> Episode:
     """The episode of `rollout.episode`.
 
     Raises:
-        ConfigError: it is an import path, and cannot be imported.
+        ConfigError: it is an import path, and cannot be imported or called with the config.
     """
     settings = config.rollout.episode
     match settings.type:
@@ -34,7 +35,13 @@ def make_episode(config: Config) -> Episode:
         case "agent":
             return Agent(config)
         case path:
-            episode: Episode = import_function("rollout.episode.type", path)(config)
+            made = import_function("rollout.episode.type", path)
+            try:
+                episode: Episode = made(config)
+            except Exception as error:
+                raise ConfigError(
+                    f"rollout.episode.type: {path} cannot be made from the config: {type(error).__name__}: {error}"
+                ) from error
             return episode
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_rloo.config import ConfiguredSource, DataConfig, import_function
-from areal_rloo.errors import DataError, ModelError
+from areal_rloo.errors import DataError
+from areal_rloo.models.folder import check_model_folder
 from areal_rloo.tasks.base import Split
 from areal_rloo.tasks.loading import eval_sources
 from areal_rloo.tasks.registry import make_task
 from areal_rloo.tasks.scorer import RewardPart, reward_parts, task_source
 
 _READ_BYTES = 64 * 2**20  # about a second
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_data(data: DataConfig) -> None:
@@ -48,21 +46,12 @@ def _check_reward(part: RewardPart) -> None:
     if part.config.task is not None:
         make_task(task_source(part), seed=0)
     if part.config.model is not None:
-        _check_reward_model(f"{part.key}.model", part.config.model)
-
-
-def _check_reward_model(key: str, path: str) -> None:
-    folder = Path(path)
-    if not folder.exists():
-        if _HUB_NAME.fullmatch(path) and not path.startswith("."):
-            return  # a hub name; whether the hub can be reached, the rollout worker finds out
-        raise ModelError(f"{key}: {path}: no such folder; expected a model folder or a hub name (org/name)")
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{key}: {path}: config.json cannot be read: {error}; expected a sequence classification model"
-        ) from error
+        check_model_folder(
+            f"{part.key}.model",
+            part.config.model,
+            else_expected="a model folder or a hub name (org/name)",
+            files="a sequence classification model",
+        )
 
 
 def _check_files(key: str, source: ConfiguredSource) -> None:

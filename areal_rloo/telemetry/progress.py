@@ -25,6 +25,7 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
         self._eval: EvalRecord | None = None
+        self._said: set[str] = set()
         self._printed_s = -_PLAIN_EVERY_S
 
     def __enter__(self) -> Progress:
@@ -59,8 +60,10 @@ class Progress:
             else:
                 if self._eval is None or record.name == self._eval.name:
                     self._eval = record  # of several sets the first is in the line
-                if self._live is None:
-                    self.say(evaluation_line(record))
+                line = evaluation_line(record)
+                if self._live is None and line not in self._said:  # a learner that went back writes its file again
+                    self.say(line)
+                self._said.add(line)
         if self._train is None or not records:
             return
         if self._live is not None:

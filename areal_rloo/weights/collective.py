@@ -211,12 +211,12 @@ def _group(store: Store, name: str, rank: int, size: int, backend: str, host: st
         return ProcessGroupNCCL(prefixed, rank, size, options)
     gloo_options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo_options._timeout = timeout
-    gloo_options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    gloo_options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
     return ProcessGroupGloo(prefixed, rank, size, gloo_options)
 
 
-def _address_towards(host: str) -> str:
-    """This machine's address on the way to the sender; Gloo would otherwise guess from the host's name."""
+def address_towards(host: str) -> str:
+    """This machine's address on the way to a host; Gloo would otherwise guess from the machine's name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         address: str = probe.getsockname()[0]

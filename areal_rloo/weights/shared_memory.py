@@ -41,7 +41,8 @@ class SharedMemorySender:
         self._segments: list[_Segment] = []
         self._offered: _Segment | None = None
         self._num_made = 0
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.rmtree(folder, ignore_errors=True)  # of a learner that was killed, and began anew as this one
+        folder.mkdir(parents=True, mode=0o700)
 
     def stage(self) -> Sequence[Tensor]:
         segment = next((s for s in self._segments if not s.in_use and not s.readers), None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_runs import REPO, Run, gone
@@ -12,7 +13,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setenv("AREAL_RLOO_CACHE", str(REPO / ".pytest_cache" / "models"))
     runs: list[Run] = []
 
-    def begin(*arguments: str, name: str = "run", **options: str) -> Run:
+    def begin(*arguments: str, name: str = "run", **options: Any) -> Run:
         runs.append(Run(tmp_path / name, *arguments, **options))
         return runs[-1]
 

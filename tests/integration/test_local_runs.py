@@ -1,6 +1,7 @@
 """Whole runs under the local launcher, small and on CPU: real processes, sockets, weights and signals."""
 
 import itertools
+import re
 import signal
 import time
 import urllib.request
@@ -70,68 +71,46 @@ def test_a_reference_of_another_vocabulary_is_refused_before_the_first_step(
     assert "Traceback" not in output
 
 
-def test_a_killed_rollout_worker_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=8")
-    run.wait_for(lambda: len(run.records()) >= 2)
-    (worker,) = run.children("areal_rloo.rollout")
-    worker.kill()
-    code, output = run.wait()
-    assert code == 0, output
-    assert balanced(run.summary()["ledger"])
-    assert run.summary()["ledger"]["trained"] == 8 * 16
-    assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
-
-
-def test_a_killed_reward_process_is_replaced_and_costs_at_most_the_sample_it_had(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=8")
+def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:
+    """A reward process, then a rollout worker, then the learner, in one run."""
+    run = start("learner.num_train_steps=16", "launcher.max_learner_restarts=1")
     run.wait_for(lambda: len(run.records()) >= 2)
     (worker,) = run.children("areal_rloo.rollout")
     scorers = worker.children()
     assert len(scorers) == 2
     scorers[0].kill()
-    code, output = run.wait()
-    assert code == 0, output
-    ledger = run.summary()["ledger"]
-    assert balanced(ledger)
-    assert ledger["dropped"].get("reward_crash", 0) <= 1
-    assert run.summary()["num_train_steps"] == 8
-
-
-def test_a_killed_rollout_worker_takes_its_reward_processes_with_it(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=8")
-    run.wait_for(lambda: len(run.records()) >= 1)
-    (worker,) = run.children("areal_rloo.rollout")
+    psutil.wait_procs(scorers[:1], timeout=20)
+    _wait_for_steps(run, 2)
     scorers = worker.children()
     assert len(scorers) == 2
     worker.kill()
     _, alive = psutil.wait_procs(scorers, timeout=20)
-    assert alive == []
-    code, output = run.wait()
-    assert code == 0, output
-
-
-def test_a_killed_learner_fails_the_job_and_resume_goes_on_from_the_checkpoint(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=8")
-    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    assert alive == [], "it takes its reward processes with it"
+    _wait_for_steps(run, 2)
     (learner,) = run.children("areal_rloo.learner")
     learner.kill()
     code, output = run.wait()
-    assert code == 137, output
-    assert "--resume" in output
-    again = Run(run.folder, "learner.num_train_steps=8", "--resume")
-    code, output = again.wait()
-    assert again.process.stdout is not None
-    again.process.stdout.close()
     assert code == 0, output
-    assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
-    assert [record.num_train_steps for record in run.records()] == list(range(1, 9))
+    assert "the learner ended with code 137" in output
+    assert re.search(r"it begins anew from step-0000\d\d \(restart 1 of 1\)", output)
+    assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
+    assert len(output.splitlines()) == len(set(output.splitlines())), "nothing is said twice, evaluations included"
     ledger = run.summary()["ledger"]
     assert balanced(ledger)
-    assert ledger["trained"] == 8 * 16
-    assert run.summary()["num_train_steps"] == 8
+    assert ledger["dropped"].keys() <= {"reward_crash"}
+    assert ledger["dropped"].get("reward_crash", 0) <= 1
+    assert ledger["trained"] + ledger["dropped"].get("reward_crash", 0) == 16 * 16
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 17))
 
 
-def test_a_resumed_run_has_the_kl_coefficient_and_the_reference_it_had(start: Callable[..., Run]) -> None:
+def _wait_for_steps(run: Run, num: int) -> None:
+    at = len(run.records())
+    run.wait_for(lambda: len(run.records()) >= at + num)
+
+
+def test_a_killed_learner_fails_the_job_and_resume_goes_on_with_the_kl_coefficient_and_the_reference_it_had(
+    start: Callable[..., Run],
+) -> None:
     """Every step's coefficient follows from the one before it and that step's divergence, over the kill as well."""
     kl = (
         "algorithm.preset=grpo",
@@ -144,12 +123,15 @@ def test_a_resumed_run_has_the_kl_coefficient_and_the_reference_it_had(start: Ca
     run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
     (learner,) = run.children("areal_rloo.learner")
     learner.kill()
-    assert run.wait()[0] == 137
+    code, output = run.wait()
+    assert code == 137, output
+    assert "--resume" in output
     again = Run(run.folder, *kl, "--resume")
     code, output = again.wait()
     assert again.process.stdout is not None
     again.process.stdout.close()
     assert code == 0, output
+    assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
     records = run.records()
     assert [record.num_train_steps for record in records] == list(range(1, 9))
     adaptive = AdaptiveKLConfig(target=1e-6, horizon=100)
@@ -159,6 +141,9 @@ def test_a_resumed_run_has_the_kl_coefficient_and_the_reference_it_had(start: Ca
         )
         assert following.kl_coefficient == pytest.approx(expected)
     assert len({record.kl_coefficient for record in records}) == 8
+    ledger = run.summary()["ledger"]
+    assert balanced(ledger)
+    assert (ledger["trained"], run.summary()["num_train_steps"]) == (8 * 16, 8)
 
 
 def test_groups_that_a_filter_refuses_are_replaced_and_counted(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -186,9 +171,19 @@ def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_
     assert balanced(summary["ledger"])
 
 
-def test_sigterm_drains_to_a_checkpoint_and_exit_code_zero(start: Callable[..., Run]) -> None:
+def test_every_process_serves_its_metrics_and_sigterm_drains_to_a_checkpoint_and_exit_code_zero(
+    start: Callable[..., Run],
+) -> None:
     run = start("learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 2)
+    for process, metric in (
+        ("learner", "areal_rloo_train_steps_total"),
+        ("rollout-0", "areal_rloo_rollout_generated_tokens_total"),
+    ):
+        log = (run.folder / "logs" / f"{process}.log").read_text()
+        found = re.search(r"metrics on http://127.0.0.1:(\d+)/metrics", log)
+        assert found is not None, log
+        run.wait_for(lambda p=int(found[1]), m=metric: _scraped(p, m) > 0)  # type: ignore[misc]
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
@@ -240,20 +235,6 @@ def _scraped(port: int, metric: str) -> float:
     return float(values[0].split()[1]) if values else 0.0
 
 
-def test_every_process_serves_its_metrics(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=10000")
-    run.wait_for(lambda: len(run.records()) >= 2)
-    for module, metric in (
-        ("areal_rloo.learner", "areal_rloo_train_steps_total"),
-        ("areal_rloo.rollout", "areal_rloo_rollout_generated_tokens_total"),
-    ):
-        (process,) = run.children(module)
-        port = next(a.partition("=")[2] for a in process.cmdline() if a.startswith("--metrics-port="))
-        run.wait_for(lambda p=port, m=metric: _scraped(int(p), m) > 0)  # type: ignore[misc]
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait()[0] == 0
-
-
 def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folder: Path) -> None:
     run = start(
         f"data.train.path={gsm8k_folder / 'train.jsonl'}",
@@ -281,3 +262,29 @@ def test_every_prompt_of_an_epoch_is_trained_once_and_the_last_batch_may_be_smal
     assert summary["exit_reason"] == "end_of_data"
     assert summary["num_train_steps"] == 3
     assert summary["ledger"] == {"admitted": 40, "trained": 40, "dropped": {}, "buffered": 0, "in_flight": 0}
+
+
+def test_two_runs_side_by_side_do_not_collide_and_an_entry_script_is_imported_by_every_process(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "my_rl.py"
+    script.write_text(
+        "import os, sys\n"
+        "from areal_rloo.rollout.episode import SingleTurn\n"
+        "with open(os.path.join(os.path.dirname(__file__), 'imported'), 'a') as file:\n"
+        "    print(*(word for word in sys.argv if word.startswith(('--worker-id', '--rank'))), file=file)\n"
+        "def brevity(completion_ids):\n"
+        "    return 1 - len(completion_ids) / 24\n"
+        "class Mine(SingleTurn):\n"
+        "    def __init__(self, config):\n"
+        "        pass\n"
+    )
+    mine = "data.train.rewards=[{task: arithmetic}, {function: 'entry:brevity', weight: 0.5}]"
+    one = start(mine, "rollout.episode.type=entry:Mine", name="one", entry=script)
+    other = start(name="other")
+    for run in (one, other):
+        code, output = run.wait()
+        assert code == 0, output
+        assert balanced(run.summary()["ledger"])
+    assert all("brevity" in record.reward_parts for record in one.records())
+    assert {"--rank=0", "--worker-id=rollout-0"} <= set((tmp_path / "imported").read_text().splitlines())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from areal_rloo.config import Config
-from areal_rloo.launcher.preflight import free_ports
+from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.parallel import Ranks
 from areal_rloo.learner.rank import LearnerRank, follow
@@ -45,15 +45,15 @@ def on_one(job: Job) -> Any:
 def on_ranks(num: int, jobs: Sequence[Job], output: Path) -> list[Any]:
     """What each job gives on rank 0 of `num`, each a process; one after the other in the same processes."""
     context = multiprocessing.get_context("spawn")
-    (port,) = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    processes = [
-        context.Process(target=_run, args=(rank, num, address, jobs, output), daemon=True) for rank in range(num)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(400)
+    with ReservedPorts(1) as reserved:
+        address = f"127.0.0.1:{reserved.ports[0]}"
+        processes = [
+            context.Process(target=_run, args=(rank, num, address, jobs, output), daemon=True) for rank in range(num)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(400)
     codes = [process.exitcode for process in processes]
     assert codes == [0] * num, f"exit codes of the ranks: {codes}"
     given: list[Any] = torch.load(output, weights_only=False)

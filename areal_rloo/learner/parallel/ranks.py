@@ -6,14 +6,17 @@ over Gloo in CPU memory, and everybody takes part in the same calls in the same 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal_rloo.errors import TrainingError, first_line
+from areal_rloo.weights.collective import address_towards
 
 _PATIENCE = timedelta(days=30)  # of one who waits to be told: a batch may take as long as it takes
 _TAG_SIZE, _TAG_BODY = 1, 2
@@ -60,6 +63,7 @@ class Ranks:
         Raises:
             TrainingError: they did not come in time.
         """
+        _use_interface_towards(address.rpartition(":")[0])
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
@@ -155,3 +159,11 @@ class Ranks:
         return RankLostError(
             f"learner rank {rank} does not answer rank {self.rank}: {first_line(error)}; its own log says why"
         )
+
+
+def _use_interface_towards(host: str) -> None:
+    """Let Gloo listen where the others come from; it would otherwise guess from the machine's name."""
+    own = address_towards(host)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

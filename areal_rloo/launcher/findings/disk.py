@@ -1,0 +1,199 @@
+"""The run folder and the shared memory: can be written, have room, and tell the same time as this host.
+
+Folders that are made for a look are removed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_rloo.config import Config
+from areal_rloo.launcher.findings.base import Finding, Situation, ok, size, unsure, wrong
+from areal_rloo.launcher.findings.inputs import policy_parameters
+from areal_rloo.launcher.run_folder import segment_folder
+
+_KEY = "run.folder"
+_LEAST_INODES = 1000
+_LEAST_SHARED_BYTES = 2**30  # without a model to go by: containers get 64 MiB, which NCCL alone may use up
+_NUM_SEGMENTS = 3  # of weights, at most: offered, being read, being written
+_UNSURE_OFFSET_S, _WRONG_OFFSET_S = 2.0, 60.0
+# Of mountinfo: a rename there copies, or is seen late by other hosts.
+_OBJECT_STORES = ("fuse.s3fs", "fuse.gcsfuse", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.mount-s3", "9p")
+
+
+def check_run_folder(situation: Situation) -> Iterator[Finding]:
+    """It can be made and written, renames are there, and files can be locked."""
+    folder = situation.folder
+    if folder is None:
+        return
+    if not _is_mounted(situation, folder):
+        yield unsure(_KEY, f"{folder}: not on this host", "make sure that all hosts of the run can write it")
+        return
+    try:
+        with _probed(folder) as probe:
+            locks = _locks(probe)
+    except OSError as error:
+        yield wrong(_KEY, f"{folder} cannot be written: {error}", "choose another")
+        return
+    kind = file_system(folder)
+    if kind in _OBJECT_STORES:
+        what = f"{folder} is on {kind}: a checkpoint's rename may be seen late, or half done"
+        yield unsure(_KEY, what, "choose a folder on a file system that is none over objects, such as NFS or Lustre")
+    elif not locks:
+        what = f"{folder} is on {kind}, which does not lock files"
+        yield unsure(_KEY, what, "mount it with locks (Lustre: -o flock), or choose another")
+    else:
+        yield ok(_KEY, f"{folder} can be written ({kind})")
+
+
+def check_free_disk(situation: Situation) -> Iterator[Finding]:
+    """Room for logs, and for the checkpoints that are kept."""
+    config, folder = situation.config, situation.folder
+    if config is None or folder is None or not _is_mounted(situation, folder):
+        return
+    place = existing(folder)
+    free, least = shutil.disk_usage(place).free, config.launcher.min_free_disk_bytes
+    if free < least:
+        what = f"{folder} has {free} bytes free, expected launcher.min_free_disk_bytes={least} or more"
+        yield wrong(_KEY, what, "free some disk, or choose another")
+        return
+    inodes = os.statvfs(place)
+    if inodes.f_files and inodes.f_favail < _LEAST_INODES:
+        yield wrong(_KEY, f"{folder} has room for {inodes.f_favail} files", "remove small files, or choose another")
+    parameters = policy_parameters(situation)
+    if parameters is None:
+        yield ok("disk", f"{size(free)} free")
+        return
+    one, keep = checkpoint_bytes(config, parameters), config.checkpoint.keep
+    wanted = (keep + 1) * one + least  # the next is whole before the first is removed
+    what = f"{size(free)} free, a checkpoint is some {size(one)}"
+    fix = "free some disk, lower checkpoint.keep, or choose another run.folder"
+    if free < one + least:
+        yield wrong("disk", f"{what}: not one fits", fix)
+    elif free < wanted:
+        yield unsure("disk", f"{what}: checkpoint.keep={keep} of them and the next need {size(wanted)}", fix)
+    else:
+        yield ok("disk", f"{what}, {keep + 1} of them fit")
+
+
+def checkpoint_bytes(config: Config, parameters: int) -> int:
+    """About what a checkpoint takes: float32 weights, two moments of each that is trained, and the model to serve."""
+    learner = config.learner
+    moments = 0 if learner.lora is not None else 2 * (2 if learner.optimizer.state_dtype == "bfloat16" else 4)
+    return parameters * (4 + moments + weight_bytes(config))
+
+
+def weight_bytes(config: Config) -> int:
+    """Of one parameter, as it travels and is served."""
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def check_clock(situation: Situation) -> Iterator[Finding]:
+    """The file system, which may be of another host, tells the same time."""
+    folder = situation.folder
+    if folder is None or not _is_mounted(situation, folder):
+        return
+    try:
+        with _probed(folder) as probe:
+            before_s = time.time()  # noqa: TID251 - clocks are what is compared
+            probe.write_bytes(b"now")
+            offset_s = probe.stat().st_mtime - before_s
+    except OSError:
+        return  # `check_run_folder` says so
+    yield clock_finding("clock", "the file system of run.folder", offset_s)
+
+
+def clock_finding(name: str, whose: str, offset_s: float) -> Finding:
+    """What the difference of another clock to this one means."""
+    if abs(offset_s) <= _UNSURE_OFFSET_S:
+        return ok(name, f"{whose} and this host tell the same time")
+    what = f"{whose} is {abs(offset_s):.3g} s {'ahead of' if offset_s > 0 else 'behind'} this host"
+    fix = "set both by NTP: see `timedatectl` or `chronyc tracking`"
+    if abs(offset_s) < _WRONG_OFFSET_S:
+        return unsure(name, f"{what}: times of logs and files cannot be compared", fix)
+    return wrong(name, f"{what}: certificates and schedulers refuse that", fix)
+
+
+def check_shared_memory(situation: Situation) -> Iterator[Finding]:
+    """Room for the weights on their way from the learner to the workers of its host."""
+    config = situation.config
+    if config is not None and config.weights_transport(same_host=True) != "shared_memory":
+        return
+    base = segment_folder("").parent
+    usage = shutil.disk_usage(base)
+    fix = "enlarge /dev/shm (docker run --shm-size=...), or set weights.transport=collective"
+    if base != Path("/dev/shm"):
+        yield unsure("shared memory", f"/dev/shm cannot be written; weights would go through {base}", fix)
+    left = [path for path in base.glob("areal_rloo-*") if path.is_dir()]
+    what = f"{base} has {size(usage.free)} of {size(usage.total)} free"
+    if left:
+        what += f", and {len(left)} folders of other runs"
+        fix += f"; if no other run is on, rm -r {base}/areal_rloo-*"
+    parameters = policy_parameters(situation)
+    if parameters is None or config is None:
+        enough = usage.free >= _LEAST_SHARED_BYTES
+        yield ok("shared memory", what) if enough else unsure("shared memory", what, fix)
+        return
+    one = parameters * weight_bytes(config)
+    if usage.free < 2 * one:
+        yield wrong("shared memory", f"{what}; two versions of the weights take {size(2 * one)}", fix)
+    elif usage.free < _NUM_SEGMENTS * one:
+        yield unsure("shared memory", f"{what}; with a slow worker the weights take {size(_NUM_SEGMENTS * one)}", fix)
+    else:
+        yield ok("shared memory", f"{what}; the weights take {size(_NUM_SEGMENTS * one)} at most")
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the innermost one above it that is there."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on, or will be."""
+    place, found, longest = existing(folder.absolute()).resolve(), "an unknown file system", -1
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            before, _, after = line.partition(" - ")
+            mounted = Path(before.split()[4].replace("\\040", " "))
+            if place.is_relative_to(mounted) and len(mounted.parts) >= longest:
+                found, longest = after.split()[0], len(mounted.parts)
+    return found
+
+
+def _is_mounted(situation: Situation, folder: Path) -> bool:
+    """On a host that only submits, a folder of which nothing is there belongs to another host's disks."""
+    return situation.runs_here or existing(folder.absolute()) != Path("/")
+
+
+@contextlib.contextmanager
+def _probed(folder: Path) -> Iterator[Path]:
+    """A file in the folder, renamed once; the folder is made for it where need be."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    first, probe = folder / f".probe-{os.getpid()}", folder / f".probed-{os.getpid()}"
+    try:
+        first.write_bytes(b"")
+        first.rename(probe)
+        yield probe
+    finally:
+        for path in (first, probe):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        for path in missing:
+            with contextlib.suppress(OSError):  # somebody else may have begun to use it
+                path.rmdir()
+
+
+def _locks(probe: Path) -> bool:
+    with probe.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,153 @@
+"""The hosts of a run, as a launcher finds them or as the config describes them; ports and GPUs that runs keep apart."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import psutil
+
+from areal_rloo.config import LauncherConfig
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.placement import Host
+
+_NVIDIA_SMI_TIMEOUT_S = 10
+
+
+def this_host(launcher: LauncherConfig) -> Host:
+    """Cores this process may use, GPUs as the driver lists them, and memory, capped as the config says; no torch."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = Host(socket.gethostname(), "127.0.0.1", affinity, _gpu_ids(), psutil.virtual_memory().total)
+    return capped(found, launcher)
+
+
+def described_hosts(launcher: LauncherConfig) -> list[Host]:
+    """What the config says of hosts that are not there yet; nothing else is known of them."""
+    return [
+        Host(
+            f"host-{index}",
+            f"host-{index}",
+            launcher.cores_per_host or 1,
+            tuple(str(gpu) for gpu in range(launcher.gpus_per_host or 0)),
+            launcher.memory_per_host,
+        )
+        for index in range(launcher.num_hosts)
+    ]
+
+
+def capped(host: Host, launcher: LauncherConfig) -> Host:
+    """A host with no more than the config lets a run use of it.
+
+    Raises:
+        PreflightError: it has fewer GPUs than the config says.
+    """
+    gpu_ids = host.gpu_ids if launcher.gpus_per_host is None else host.gpu_ids[: launcher.gpus_per_host]
+    if launcher.gpus_per_host is not None and len(gpu_ids) < launcher.gpus_per_host:
+        raise PreflightError(
+            f"launcher.gpus_per_host: expected {launcher.gpus_per_host} GPUs on {host.name}, which has "
+            f"{len(gpu_ids)}, {launcher.gpus_per_host - len(gpu_ids)} too few; lower it, or leave it out"
+        )
+    return Host(
+        host.name,
+        host.address,
+        min(host.num_cores, launcher.cores_per_host or host.num_cores),
+        gpu_ids,
+        min(host.memory_bytes, launcher.memory_per_host or host.memory_bytes),
+    )
+
+
+def _gpu_ids() -> tuple[str, ...]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part for part in visible.split(",") if part)
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=_NVIDIA_SMI_TIMEOUT_S,
+        check=False,
+    )
+    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+class ReservedPorts:
+    """Ports of this host that nobody else is given while they are held, and that our own processes can listen on.
+
+    A port is bound, exclusively, and not listened on; then it is opened to sockets that share addresses, as those of
+    ZeroMQ and of torch do. So two runs that start together never get the same one, and a learner that begins anew finds
+    its port free.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._sockets = [socket.socket() for _ in range(num)]
+        for one in self._sockets:
+            one.bind(("", 0))
+        for one in self._sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.ports = tuple(int(one.getsockname()[1]) for one in self._sockets)
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+    def __enter__(self) -> ReservedPorts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ClaimedGpus:
+    """GPUs of this host that no other run of the local launcher takes while they are held, whoever's it is.
+
+    A lock on a file for each; the kernel lets it go with the process that holds it, however that ends.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir()) / "areal_rloo-gpus"
+        self._files: dict[str, IO[bytes]] = {}
+
+    def claim(self, host: Host) -> Host:
+        """The host with those of its GPUs that nobody had; they are ours until `keep` or `close`."""
+        if not host.gpu_ids:
+            return host
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir()
+            self._folder.chmod(0o1777)  # everybody's, whatever our umask
+        for gpu_id in host.gpu_ids:
+            file = self._opened(gpu_id)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            self._files[gpu_id] = file
+        return dataclasses.replace(host, gpu_ids=tuple(gpu for gpu in host.gpu_ids if gpu in self._files))
+
+    def keep(self, gpu_ids: Iterable[str]) -> None:
+        """Let all others go."""
+        for gpu_id in self._files.keys() - set(gpu_ids):
+            self._files.pop(gpu_id).close()
+
+    def close(self) -> None:
+        self.keep(())
+
+    def _opened(self, gpu_id: str) -> IO[bytes]:
+        path = self._folder / gpu_id.replace("/", "_")
+        with contextlib.suppress(OSError):  # another user's: opened for reading, which is enough for a lock
+            path.touch(mode=0o666)
+        return path.open("rb")

@@ -1,0 +1,231 @@
+"""A run, from its first process to its last, on whatever starts processes.
+
+    preparation, to its end ─► learner ranks and rollout workers ─► watch until the learner has ended ─► report
+
+A rollout worker that dies is started again; so is the learner, from its newest checkpoint. The first signal drains: a
+checkpoint, then exit 0; the second stops at once. The exit code is the learner's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from rich.console import Console
+
+from areal_rloo.config import Config
+from areal_rloo.errors import DataError, PreflightError, UserError
+from areal_rloo.launcher.learner_ranks import LearnerRanks
+from areal_rloo.launcher.placement import Placement
+from areal_rloo.launcher.plan import Addresses, Plan, plan_run
+from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
+from areal_rloo.launcher.supervisor import Starter, Supervisor
+from areal_rloo.report import write_report
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metrics import RecordTail
+from areal_rloo.telemetry.progress import Progress
+
+logger = get_logger(__name__)
+
+_GRACE_S = 5.0
+_LOOK_EVERY_S = 0.1
+_TOLD_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What is to be run.
+
+    Attributes:
+        config: with numbers for counts.
+        placement: of its processes.
+        folder: the run folder, with what its processes read already in it.
+        addresses: where the learner listens.
+        resume: whether it goes on from its newest checkpoint.
+    """
+
+    config: Config
+    placement: Placement
+    folder: Path
+    addresses: Addresses
+    resume: bool
+
+    def plan(self, *, model_path: str, warm_start_s: float) -> Plan:
+        return plan_run(
+            self.config,
+            self.placement,
+            run_folder=self.folder,
+            model_path=model_path,
+            addresses=self.addresses,
+            resume=self.resume,
+            warm_start_s=warm_start_s,
+        )
+
+
+class Job:
+    """One run. Afterwards, `unfinished` says that it ended well with steps left to train, and `cancelled` that somebody
+    asked this process for the end."""
+
+    def __init__(self, request: JobRequest, starter: Starter) -> None:
+        self._request = request
+        self._config = request.config
+        self._folder = request.folder
+        self._supervisor = Supervisor(starter, request.folder / "logs")
+        console = Console(quiet=not self._config.telemetry.progress)
+        self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
+        self._num_signals = 0
+        self._asked_to_drain = False
+        self._drain_ends_s: float | None = None
+        self._disk_is_full = False
+        self.unfinished = False
+
+    def run(self) -> int:
+        """All of it; gives the exit code."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        progress = self._progress
+        progress.say(f"run folder: {self._folder}")
+        try:
+            with progress:
+                code = self._supervise(*self._prepare())
+        except UserError as error:
+            logger.error("%s", error)
+            raise
+        finally:
+            self._supervisor.stop_all(_GRACE_S)
+            shutil.rmtree(self._request.addresses.segment_folder, ignore_errors=True)
+        try:
+            progress.say(f"report: {write_report(self._folder)}")
+        except DataError as error:  # the run is what it is, drawn or not
+            progress.say(f"no report: {error}")
+        return code
+
+    @property
+    def cancelled(self) -> bool:
+        return self._num_signals > 0
+
+    def ask_to_drain(self) -> None:
+        """End with a checkpoint; callable from a signal handler, and saying it twice is no more than once."""
+        self._asked_to_drain = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+
+    def _prepare(self) -> tuple[str, float]:
+        """The model's path, and the seconds its warm start took."""
+        preparation = self._request.plan(model_path="", warm_start_s=0.0).preparation
+        if preparation is None:
+            return self._config.model.path, 0.0
+        if self._request.resume and (made := self._made()) is not None:
+            return made
+        self._progress.say("preparing the tiny model (the first time that takes a minute)")
+        if not self._config.warm_starts:
+            self._progress.say(
+                "the tiny model has random weights: it is shown sums before the training, and nothing else"
+            )
+        name = preparation.name
+        self._supervisor.start(preparation)
+        while (code := self._supervisor.exit_code(name)) is None:
+            if self._num_signals or self._asked_to_drain:
+                raise PreflightError("stopped during the warm start; nothing was trained yet")
+            time.sleep(_LOOK_EVERY_S)
+        if code != 0:
+            words = self._supervisor.last_words(name).removeprefix("error: ")
+            raise PreflightError(f"the warm start ended with code {code}: {words}")
+        made = self._made()
+        assert made is not None, "what ended well has written it"
+        return made
+
+    def _made(self) -> tuple[str, float] | None:
+        """What the preparation of this run left, if it is there: the path of the model, and the seconds it took."""
+        file = self._folder / "model.json"
+        if not file.exists():
+            return None
+        made = msgspec.json.decode(file.read_bytes(), type=dict[str, str | float | bool | None])
+        path = str(made["path"])
+        return (path, float(made["warm_start_s"] or 0.0)) if Path(path).is_dir() else None
+
+    def _supervise(self, model_path: str, warm_start_s: float) -> int:
+        """Start learner and workers, and watch until the learner has ended for good."""
+        plan = self._request.plan(model_path=model_path, warm_start_s=warm_start_s)
+        ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
+        workers = [spec.name for spec in plan.workers]
+        ranks.start()
+        for spec in plan.workers:
+            self._supervisor.start(spec)
+        tail = RecordTail(self._folder / "metrics.jsonl")
+        failure: int | None = None
+        while (code := self._ended(ranks, failure)) is None:
+            self._progress.show(tail.read())
+            self._look_at_disk()
+            self._obey_signals(ranks)
+            if self._drain_ends_s is None and failure is None:
+                failure = self._tend(workers)
+                if failure is not None:
+                    self._begin_drain(ranks)
+            time.sleep(_LOOK_EVERY_S)
+        self._progress.show(tail.read())
+        self._supervisor.wait(workers, _GRACE_S)
+        if self._drain_ends_s is not None and failure is None and code in _TOLD_TO_END and self._num_signals <= 1:
+            code = 0  # it was told before it had begun
+        self.unfinished = code == 0 and failure is None and not is_finished(self._folder)
+        if code != 0:
+            self._say_where_to_look(ranks, code)
+        return code if failure is None else failure
+
+    def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
+        """The learner's exit code, once it is not to begin anew."""
+        code = ranks.exit_code()
+        if code is None:
+            return None
+        code = ranks.finish(code)
+        ends = code in (0, 2) or self._drain_ends_s is not None or self._num_signals > 0 or failure is not None
+        return code if ends or not ranks.begin_anew(code) else None
+
+    def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
+        self._progress.warn(ranks.last_words(code))
+        goes_on = newest_checkpoint(self._folder) is not None and code != 2
+        remedy = "; go on from the newest checkpoint with --resume" if goes_on else ""
+        self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
+
+    def _tend(self, workers: list[str]) -> int | None:
+        """Restart dead workers; an exit code once the run cannot go on for want of them."""
+        alive = 0
+        for name in workers:
+            if self._supervisor.exit_code(name) == 2:
+                self._progress.warn(self._supervisor.last_words(name))
+                return 2
+            alive += self._supervisor.tend(name)
+        if alive == 0:
+            self._progress.warn(
+                "every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint"
+            )
+            return 1
+        return None
+
+    def _look_at_disk(self) -> None:
+        """Say when the disk gets full: what goes missing then are the very files that would say so."""
+        free, least = shutil.disk_usage(self._folder).free, self._config.launcher.min_free_disk_bytes
+        full = free < least
+        if full and not self._disk_is_full:
+            self._progress.warn(
+                f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
+                "on, but checkpoints, metrics and logs may be missing; free some disk"
+            )
+        self._disk_is_full = full
+
+    def _obey_signals(self, ranks: LearnerRanks) -> None:
+        if (self._num_signals > 0 or self._asked_to_drain) and self._drain_ends_s is None:
+            self._progress.say("draining: a checkpoint, then the end; once more stops at once")
+            self._begin_drain(ranks)
+        if self._num_signals > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
+            ranks.kill()
+
+    def _begin_drain(self, ranks: LearnerRanks) -> None:
+        self._drain_ends_s = time.monotonic() + self._config.launcher.drain_timeout_s
+        ranks.drain()

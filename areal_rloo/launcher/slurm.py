@@ -1,0 +1,125 @@
+"""`python -m areal_rloo.launcher.slurm`: submit a run as a Slurm job, from a login node.
+
+    checks ─► run folder, job script ─► sbatch ─► with --wait: its output as it comes, and its exit code
+
+What the job does on its nodes is in slurm_job.py. `--dry-run` prints the script and starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+
+from areal_rloo.config import Config, argument_name, dump_config
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.assets import read_asset
+from areal_rloo.launcher.cli import parse, run_main
+from areal_rloo.launcher.hosts import described_hosts
+from areal_rloo.launcher.preflight import check
+from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, seed_folder
+from areal_rloo.launcher.slurm_follow import follow
+from areal_rloo.launcher.start import show_plan
+
+_MIB = 2**20
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the script, submit it, and follow it where asked; gives 0, or the job's exit code with --wait.
+
+    Raises:
+        UserError: something to be mended before anything is submitted.
+    """
+    options = parse("slurm", arguments, extend=_extend)
+    config = options.config
+    check(config, runs_here=False)
+    folder = choose_folder(config, resume=options.resume)
+    script = sbatch_script(config, folder, resume=options.resume)
+    if options.dry_run:
+        show_plan(options, described_hosts(config.launcher), folder)
+        if not options.as_json:
+            print(f"\n{script}", end="")  # noqa: T201 - the face of the program
+        return 0
+    if shutil.which("sbatch") is None:
+        raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
+    seeds = _seeds(config)
+    for seed in seeds:
+        seed_folder(folder, config, seed).mkdir(parents=True, exist_ok=True)  # sbatch makes none for the output
+    output = seed_folder(folder, config, seeds[0]) / "job.out"
+    (folder / SUBMITTED).write_text(dump_config(config), encoding="utf-8")
+    (folder / "job.sbatch").write_text(script, encoding="utf-8")
+    if options.of_launcher["wait"]:
+        return follow(folder / "job.sbatch", output)
+    job_id = _submitted(folder / "job.sbatch")
+    print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
+    print(f"output: tail -F {output}; drain it: scancel --batch --signal=TERM {job_id}")  # noqa: T201
+    return 0
+
+
+def sbatch_script(config: Config, folder: Path, *, resume: bool) -> str:
+    """The job script of a run, from the template in launcher/slurm/."""
+    arguments = [f"--run-folder={folder}", *(["--resume"] if resume else [])]
+    return Template(read_asset("slurm/run.sbatch")).substitute(
+        directives="\n".join(f"#SBATCH {directive}" for directive in _directives(config, folder)),
+        working_folder=shlex.quote(str(Path.cwd())),
+        setup=config.launcher.slurm.setup.strip() or ": # launcher.slurm.setup",
+        python=shlex.quote(sys.executable),
+        arguments=" ".join(map(shlex.quote, arguments)),
+    )
+
+
+def _directives(config: Config, folder: Path) -> list[str]:
+    launcher, slurm = config.launcher, config.launcher.slurm
+    cores = [f"--cpus-per-task={launcher.cores_per_host}"] if launcher.cores_per_host else ["--exclusive"]
+    directives = [
+        f"--job-name={shlex.quote(config.run.name)}",
+        f"--nodes={launcher.num_hosts}",
+        "--ntasks-per-node=1",
+        *cores,
+        f"--mem={-(-launcher.memory_per_host // _MIB)}M" if launcher.memory_per_host else "--mem=0",
+        *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
+        f"--output={seed_folder(folder, config, '%a') / 'job.out'}",
+        "--open-mode=append",
+        f"--signal=B:USR1@{slurm.warn_before_s}",
+        "--requeue" if slurm.requeue else "--no-requeue",
+        *([f"--array={_seeds(config)[0]}-{_seeds(config)[-1]}"] if slurm.num_seeds > 1 else []),
+        *([f"--time={slurm.time_limit}"] if slurm.time_limit else []),
+        *([f"--partition={slurm.partition}"] if slurm.partition else []),
+        *([f"--account={slurm.account}"] if slurm.account else []),
+    ]
+    for written, value in slurm.arguments.items():
+        if value is not None and value is not False:
+            name = argument_name(written)
+            directives.append(f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}")
+    return directives
+
+
+def _seeds(config: Config) -> range:
+    """Of the jobs of the array; an array index is a seed."""
+    return range(config.run.seed, config.run.seed + config.launcher.slurm.num_seeds)
+
+
+def _submitted(script: Path) -> str:
+    """The job's id.
+
+    Raises:
+        PreflightError: Slurm refuses it; in its own words.
+    """
+    ended = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        words = " ".join(ended.stderr.split())
+        raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
+    return ended.stdout.strip().partition(";")[0]
+
+
+def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wait", action="store_true", help="follow the job's output and end with its exit code")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,95 @@
+"""`--wait`: submit a job, show its output as it comes, end with its exit code. Ctrl-C drains the job."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from areal_rloo.errors import PreflightError
+
+_LOOK_EVERY_S = 0.2
+
+
+def follow(script: Path, output: Path) -> int:
+    """Submit a job script and stay until the job has ended for good, requeues included.
+
+    The first Ctrl-C or SIGTERM tells the job to drain, the second cancels it.
+
+    Raises:
+        PreflightError: Slurm refuses the job; in its own words.
+    """
+    position = output.stat().st_size if output.exists() else 0  # what an earlier job wrote there
+    submission = subprocess.Popen(
+        ["sbatch", "--wait", "--parsable", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for us
+    )
+    assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
+    job_id = submission.stdout.readline().strip().partition(";")[0]
+    if not job_id:
+        words = " ".join(submission.stderr.read().split())
+        raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
+    _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
+    signals = _Signals(job_id)
+    while submission.poll() is None:
+        position = _show(output, position)
+        signals.obey()
+        time.sleep(_LOOK_EVERY_S)
+    _show(output, position)
+    return submission.returncode
+
+
+class _Signals:
+    """What was asked for since the start, passed on to the job."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._num_asked = 0
+        self._num_passed_on = 0
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def obey(self) -> None:
+        if self._num_passed_on == self._num_asked:
+            return
+        self._num_passed_on = self._num_asked
+        if self._num_asked == 1:
+            _say(f"draining job {self._job_id}; once more cancels it\n")
+            # To its script alone, which drains the steps in order; a job that has not started has none.
+            told = self._scancel("--batch", "--signal=TERM")
+            if told and self._pending():
+                self._scancel()
+        else:
+            self._scancel()
+
+    def _scancel(self, *options: str) -> bool:
+        return subprocess.run(["scancel", *options, self._job_id], capture_output=True, check=False).returncode == 0
+
+    def _pending(self) -> bool:
+        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}"]
+        return "PENDING" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_asked += 1
+
+
+def _show(output: Path, position: int) -> int:
+    """Print what came since; gives the new position."""
+    if not output.exists():
+        return position
+    with output.open("rb") as file:
+        file.seek(position)
+        fresh = file.read()
+    _say(fresh.decode(errors="replace"))
+    return position + len(fresh)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

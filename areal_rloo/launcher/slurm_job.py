@@ -1,0 +1,70 @@
+"""`python -m areal_rloo.launcher.slurm_job`: a run, inside the Slurm job that was submitted for it, on its first node.
+
+    nodes of the job ─► plan ─► each process a step ─► the learner's exit code, or back into the queue with a checkpoint
+
+USR1, which Slurm sends before the time limit, drains and requeues; so does a preemption, which tells the steps alone.
+TERM, from scancel, drains and ends. A job that Slurm itself started again goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.config import import_entry, load_config
+from areal_rloo.launcher.cli import run_main
+from areal_rloo.launcher.hosts import ReservedPorts
+from areal_rloo.launcher.job import Job
+from areal_rloo.launcher.preflight import check, check_disk, check_tools
+from areal_rloo.launcher.run_folder import SUBMITTED, seed_folder
+from areal_rloo.launcher.slurm_nodes import allocated_hosts
+from areal_rloo.launcher.slurm_steps import StepStarter
+from areal_rloo.launcher.start import begin, placed
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; gives the learner's exit code.
+
+    Raises:
+        UserError: something to be mended before anything starts.
+    """
+    parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm_job")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
+    submitted = load_config(str(options.run_folder / SUBMITTED))
+    seed = int(os.environ.get("SLURM_ARRAY_TASK_ID", submitted.run.seed))
+    folder = seed_folder(options.run_folder, submitted, seed)
+    run = msgspec.structs.replace(submitted.run, seed=seed, folder=str(folder))
+    config = msgspec.structs.replace(submitted, run=run)
+    import_entry(config.run.entry)
+    check(config, runs_here=config.launcher.container.runtime == "none")
+    check_tools(config, folder)
+    check_disk(config, folder)
+    config, placement = placed(config, allocated_hosts(config.launcher))
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    resume = options.resume or (again and (folder / "config.yaml").exists())
+    with ReservedPorts(2) as reserved:
+        wire_port, meeting_port = reserved.ports
+        request = begin(config, placement, folder, wire_port=wire_port, meeting_port=meeting_port, resume=resume)
+        job = Job(request, StepStarter(config.launcher, folder))
+        signal.signal(signal.SIGUSR1, lambda number, frame: job.ask_to_drain())
+        code = job.run()
+    if job.unfinished and not job.cancelled and config.launcher.slurm.requeue:
+        logger.info("there is more to train: back into the queue")
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

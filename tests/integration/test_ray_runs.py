@@ -1,0 +1,132 @@
+"""Whole runs on a real Ray cluster of two nodes: places, restarts by Ray, signals, jobs."""
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from local_runs import REPO, SMALL, Run, balanced, gone
+
+pytest.importorskip("ray", reason="Ray is not installed here: make extras")
+
+from ray_cluster import RayCluster, ray_cluster
+
+pytestmark = pytest.mark.slow
+ON_TWO_NODES = ("launcher.num_hosts=2", "rollout.num_workers=2", "learner.num_ranks=2", "launcher.cores_per_host=2")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path_factory.mktemp("ray"), num_cpus=2, dashboard=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def run_on(start: Callable[..., Run], cluster: RayCluster) -> Callable[..., Run]:
+    def begin(*arguments: str) -> Run:
+        address = ("--address", cluster.address)
+        return start(*address, *arguments, launcher="ray", environment=dict(cluster.environment))
+
+    return begin
+
+
+def test_on_two_nodes_a_killed_worker_and_a_killed_learner_are_replaced(run_on: Callable[..., Run]) -> None:
+    run = run_on(*ON_TWO_NODES, "learner.num_train_steps=12", "launcher.max_learner_restarts=1")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.children("areal_rloo.rollout")[0].kill()
+    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    leader = next(p for p in run.children("areal_rloo.learner") if "--rank=0" in p.cmdline())
+    leader.kill()
+    code, output = run.wait()
+    assert code == 0, output
+    assert "begins anew from step-0000" in output
+    outputs = [(run.folder / "logs" / f"rollout-{index}.out").read_text() for index in (0, 1)]
+    assert sum("is started again by Ray" in text for text in outputs) == 1
+    summary = run.summary()
+    assert summary["num_train_steps"] == 12
+    assert balanced(summary["ledger"])
+    assert (summary["ledger"]["trained"], summary["ledger"]["dropped"]) == (12 * 16, {})
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 13))
+    started = re.findall(r"started (\S+) \(in Ray, on (\S+)\)", (run.folder / "logs" / "launcher.log").read_text())
+    hosts = dict(started)
+    assert hosts["learner"] == hosts["learner-1"], "packed"
+    assert hosts["rollout-0"] == hosts["rollout-1"] != hosts["learner"], "on what the learner leaves"
+
+
+def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., Run]) -> None:
+    run = run_on("learner.num_train_steps=10000")
+    run.wait_for((run.folder / "checkpoints" / "step-000002").is_dir)
+    run.children("areal_rloo.learner")[0].kill()
+    code, output = run.wait()
+    assert code == 137, output
+    assert "go on from the newest checkpoint with --resume" in output
+
+
+def test_without_a_cluster_one_is_started_and_ctrl_c_drains_and_ends_it(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000", launcher="ray", environment={"RAY_USAGE_STATS_ENABLED": "0"})
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 0, output
+    _assert_drained(run)
+    assert run.children("areal_rloo.rollout") == []
+
+
+def test_a_submitted_job_runs_from_its_working_folder_and_stopping_it_drains(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    wait = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
+    submit = ["ray", "job", "submit", "--address", cluster.dashboard, "--runtime-env-json", wait, "--no-wait"]
+    command = ["python", "-m", "areal_rloo.launcher.ray", "--config", "quickstart.yaml", f"run.folder={folder}"]
+    environment = {**cluster.environment, "AREAL_RLOO_CACHE": str(REPO / ".pytest_cache" / "models")}
+    submitted = subprocess.run(
+        [*submit, "--working-dir", str(REPO), "--", *command, *SMALL, "learner.num_train_steps=10000"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    found = re.search(r"raysubmit_\w+", submitted.stdout)
+    assert found is not None, submitted.stdout
+    job_id = found[0]
+    _wait_for(lambda: _num_records(folder) >= 2, cluster, job_id)
+    stopped = subprocess.run(
+        ["ray", "job", "stop", "--address", cluster.dashboard, job_id],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    run = Run.__new__(Run)
+    run.folder = folder
+    assert gone(run)
+    _assert_drained(run)
+
+
+def _num_records(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b'"trained_tokens"') if file.exists() else 0
+
+
+def _wait_for(condition: Callable[[], bool], cluster: RayCluster, job_id: str) -> None:
+    ends_s = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > ends_s:
+            logs = ["ray", "job", "logs", "--address", cluster.dashboard, job_id]
+            said = subprocess.run(logs, env=cluster.environment, capture_output=True, text=True, check=False).stdout
+            raise AssertionError(f"the job makes no progress: {said}")
+        time.sleep(0.2)
+
+
+def _assert_drained(run: Run) -> None:
+    summary = run.summary()
+    assert summary["exit_reason"] == "drained"
+    assert balanced(summary["ledger"])
+    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()

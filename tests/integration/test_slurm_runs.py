@@ -1,0 +1,134 @@
+"""Whole runs as jobs of a real Slurm cluster of two nodes, each in a network of its own: steps, signals, requeues."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from local_runs import Run, balanced, gone
+from networks import two_networks
+from slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+
+MISSING = missing_programs()
+CAN_MAKE_NETWORKS = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("nsenter") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}"),
+    pytest.mark.skipif(not CAN_MAKE_NETWORKS, reason="only root, with ip and nsenter, can make networks"),
+]
+ON_ONE_NODE = ("launcher.cores_per_host=2", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=60")
+ON_TWO_NODES = (
+    *("launcher.num_hosts=2", "rollout.num_workers=2", "learner.num_ranks=2"),
+    *("launcher.cores_per_host=1", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=60"),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with two_networks() as networks, slurm_cluster(tmp_path_factory.mktemp("slurm"), networks) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submit(start: Callable[..., Run], cluster: SlurmCluster) -> Iterator[Callable[..., Run]]:
+    def begin(*arguments: str, name: str = "run") -> Run:
+        return start(
+            *arguments, name=name, launcher="slurm", before=cluster.prefix, environment=dict(cluster.environment)
+        )
+
+    yield begin
+    cluster.run("scancel", "--user=root")
+
+
+def test_over_two_networks_with_curve_a_killed_worker_and_a_killed_learner_are_replaced(
+    submit: Callable[..., Run],
+) -> None:
+    run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=12", "launcher.max_learner_restarts=1")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.children("areal_rloo.rollout")[0].kill()
+    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    leader = next(p for p in run.children("areal_rloo.learner") if "--rank=0" in p.cmdline())
+    leader.kill()
+    code, output = run.wait()
+    assert code == 0, output
+    assert "begins anew from step-0000" in output
+    assert "restarted rollout-" in (run.folder / "logs" / "launcher.log").read_text()
+    summary = run.summary()
+    assert summary["num_train_steps"] == 12
+    assert balanced(summary["ledger"])
+    assert (summary["ledger"]["trained"], summary["ledger"]["dropped"]) == (12 * 16, {})
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 13))
+    config = (run.folder / "config.yaml").read_text()
+    assert "host: 10.77." in config
+    assert (run.folder / "keys").is_dir()
+    hosts = {line.split(" on ")[1] for line in _started(run) if " on " in line}
+    assert hosts == {"n1)", "n2)"}
+
+
+def _started(run: Run) -> list[str]:
+    log = (run.folder / "logs" / "launcher.log").read_text().splitlines()
+    return [line for line in log if ": started " in line]
+
+
+def test_the_exit_code_of_a_failing_job_reaches_the_shell(submit: Callable[..., Run]) -> None:
+    run = submit(*ON_ONE_NODE, "--wait", "learner.num_train_steps=10000")
+    run.wait_for((run.folder / "checkpoints" / "step-000002").is_dir)
+    run.children("areal_rloo.learner")[0].kill()
+    code, output = run.wait()
+    assert code == 137, output
+    assert "go on from the newest checkpoint with --resume" in output
+
+
+def test_ctrl_c_drains_the_job_that_is_waited_for(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
+    run = submit(*ON_ONE_NODE, "--wait", "learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 0, output
+    assert "draining job" in output
+    _assert_drained(run)
+    assert all(job.restarts == 0 for job in cluster.jobs())
+
+
+def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_that_resumes_until_scancel_drains_it(
+    submit: Callable[..., Run], cluster: SlurmCluster
+) -> None:
+    run = submit(
+        *ON_ONE_NODE,
+        'launcher.slurm.time_limit="2"',
+        "launcher.slurm.warn_before_s=30",
+        "learner.num_train_steps=10000",
+    )
+    code, output = run.wait()
+    assert code == 0, output
+    job_id = int(output.split()[1])
+    log = run.folder / "logs" / "learner.log"
+    cluster.wait_for(lambda: log.exists() and "resuming from" in log.read_text(), timeout_s=240)
+    assert cluster.job(job_id).restarts == 1
+    at = run.summary()["policy_version"]
+    cluster.wait_for(lambda: len(run.records()) >= at + 2, timeout_s=120)
+    assert [record.num_train_steps for record in run.records()] == list(range(1, len(run.records()) + 1))
+    cluster.run("scancel", str(job_id))
+    cluster.wait_for(lambda: cluster.job(job_id).state == "CANCELLED", timeout_s=60)
+    assert gone(run)
+    _assert_drained(run)
+    assert run.summary()["policy_version"] > at
+    assert "back into the queue" in (run.folder / "logs" / "launcher.log").read_text()
+
+
+def test_an_array_runs_each_seed_in_a_folder_of_its_own(submit: Callable[..., Run]) -> None:
+    run = submit(*ON_ONE_NODE, "--wait", "launcher.slurm.num_seeds=2", "run.seed=5", "learner.num_train_steps=2")
+    code, output = run.wait()
+    assert code == 0, output
+    for seed in (5, 6):
+        folder = run.folder / f"seed-{seed}"
+        assert f"seed: {seed}\n" in (folder / "config.yaml").read_text()
+        assert '"completed"' in (folder / "summary.json").read_text()
+
+
+def _assert_drained(run: Run) -> None:
+    summary = run.summary()
+    assert summary["exit_reason"] == "drained"
+    assert balanced(summary["ledger"])
+    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()
