@@ -17,7 +17,7 @@ from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import ClaimedGpus, ReservedPorts, described_hosts, this_host
 from areal_rloo.launcher.job import Job
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.launcher.preflight import check, check_disk, check_tools
+from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
 from areal_rloo.launcher.start import begin, placed, show_plan
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse("local", arguments)
     launcher = options.config.launcher
     several = launcher.num_hosts > 1
-    check(options.config)
+    check(options.config, runs_here=not several)
     folder = choose_folder(options.config, resume=options.resume)
     if options.dry_run:
         show_plan(options, described_hosts(launcher) if several else [this_host(launcher)], folder)
@@ -42,10 +42,9 @@ def main(arguments: Sequence[str]) -> int:
             f"launcher.num_hosts: expected 1 with the local launcher, got {launcher.num_hosts}; "
             "start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm"
         )
-    check_tools(options.config, folder)
-    check_disk(options.config, folder)
     gpus = ClaimedGpus()
     config, placement = _placed(options.config, this_host(launcher), gpus)
+    look(config, folder)
     gpus.keep(gpu_id for seat in (*placement.learner, *placement.workers) for gpu_id in seat.gpu_ids)
     with ReservedPorts(2) as reserved:
         request = begin(

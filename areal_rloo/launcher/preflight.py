@@ -9,16 +9,17 @@ from pathlib import Path
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.findings import Situation, raise_first
+from areal_rloo.launcher.findings import Situation, findings, raise_first
 from areal_rloo.launcher.findings.addresses import check_ports
-from areal_rloo.launcher.findings.disk import check_free_disk, check_run_folder
 from areal_rloo.launcher.findings.inputs import (
     check_data_files,
     check_functions,
     check_models,
     check_sglang,
-    check_tool_sandbox,
 )
+from areal_rloo.telemetry.logs import get_logger, setup_logs
+
+logger = get_logger(__name__)
 
 
 def check(config: Config, *, runs_here: bool = True) -> None:
@@ -37,25 +38,26 @@ def check(config: Config, *, runs_here: bool = True) -> None:
         raise_first(one(situation))
 
 
-def check_tools(config: Config, folder: Path) -> None:
-    """What the policy may run can be locked in here, and away from the run folder.
+def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
+    """The doctor's quick part, once the plan is made; makes the run folder. What may go wrong is in the launcher's log.
+
+    Args:
+        config: of the run, with numbers for counts.
+        folder: the run folder.
+        runs_here: as for `check`.
 
     Raises:
-        PreflightError: it cannot; says what is missing.
+        UserError: the first thing that is wrong.
     """
-    raise_first(check_tool_sandbox(Situation(config, folder)))
-
-
-def check_disk(config: Config, folder: Path) -> None:
-    """The run folder can be written and has room; it is there afterwards.
-
-    Raises:
-        PreflightError: it cannot or has not.
-    """
-    situation = Situation(config, folder)
-    raise_first(check_run_folder(situation))
+    unsure = []
+    for finding in findings(config, folder=folder, thorough=False, runs_here=runs_here):
+        raise_first([finding])
+        if finding.state == "unsure":
+            unsure.append(f"{finding.name}: {finding.what}; {finding.fix}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PreflightError(f"run.folder: {folder} cannot be made: {error}; choose another") from error
-    raise_first(check_free_disk(situation))
+    setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
+    for words in unsure:
+        logger.warning("%s", words)

@@ -20,7 +20,7 @@ from areal_rloo.launcher.cli import Options, parse, run_main
 from areal_rloo.launcher.hosts import described_hosts, this_host
 from areal_rloo.launcher.job import Job
 from areal_rloo.launcher.placement import Host
-from areal_rloo.launcher.preflight import check, check_disk
+from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.run_folder import choose_folder
 from areal_rloo.launcher.start import begin, show_plan
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             f"run.folder: expected an absolute path in a Ray job, got {config.run.folder}; the job's working folder is "
             "a copy that goes with it, and all hosts must see the run folder"
         )
-    check_disk(config, folder)
+    look(config, folder, runs_here=False)
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
         wire_port, meeting_port = cluster.reserve_ports(2)

@@ -22,7 +22,7 @@ from areal_rloo.config import import_entry, load_config
 from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.job import Job
-from areal_rloo.launcher.preflight import check, check_disk, check_tools
+from areal_rloo.launcher.preflight import look
 from areal_rloo.launcher.run_folder import SUBMITTED, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
 from areal_rloo.launcher.slurm_steps import StepStarter
@@ -48,10 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     run = msgspec.structs.replace(submitted.run, seed=seed, folder=str(folder))
     config = msgspec.structs.replace(submitted, run=run)
     import_entry(config.run.entry)
-    check(config, runs_here=config.launcher.container.runtime == "none")
-    check_tools(config, folder)
-    check_disk(config, folder)
     config, placement = placed(config, allocated_hosts(config.launcher))
+    look(config, folder, runs_here=config.launcher.container.runtime == "none")
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     resume = options.resume or (again and (folder / "config.yaml").exists())
     with ReservedPorts(2) as reserved:

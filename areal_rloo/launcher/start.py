@@ -13,7 +13,6 @@ from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
 from areal_rloo.launcher.run_folder import segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
-from areal_rloo.telemetry.logs import setup_logs
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
@@ -56,6 +55,5 @@ def begin(
 ) -> JobRequest:
     """Write down what the processes read, and say what is to be run."""
     write_beginning(folder, config, placement.hosts)
-    setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
     addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(uuid.uuid4().hex[:12]))
     return JobRequest(config, placement, folder, addresses, resume)

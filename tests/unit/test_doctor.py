@@ -666,8 +666,8 @@ def test_a_start_ends_with_the_first_wrong_finding(tmp_path: Path) -> None:
     with pytest.raises(
         PreflightError, match=r"run\.folder: .* expected launcher\.min_free_disk_bytes=1000000000000000"
     ):
-        preflight.check_disk(config("launcher.min_free_disk_bytes=1000000000000000"), tmp_path / "run")
-    preflight.check_disk(config(), tmp_path / "run")
+        preflight.look(config("launcher.min_free_disk_bytes=1000000000000000"), tmp_path / "run")
+    preflight.look(config(), tmp_path / "run")
     assert (tmp_path / "run").is_dir()
 
 

@@ -1,0 +1,107 @@
+"""The script of a Slurm job, and the srun of each step."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.config import load_config
+from areal_rloo.errors import ConfigError
+from areal_rloo.launcher.plan import ProcessSpec
+from areal_rloo.launcher.slurm import sbatch_script
+from areal_rloo.launcher.slurm_steps import step_command
+
+SPEC = ProcessSpec(
+    name="rollout-3",
+    role="rollout worker",
+    host="n7",
+    device="cuda",
+    gpu_ids=("2", "3"),
+    num_threads=4,
+    memory_bytes=0,
+    environment={"CUDA_VISIBLE_DEVICES": "2,3", "OMP_NUM_THREADS": "4"},
+    command=("/our/python", "-m", "areal_rloo.rollout", "--worker-id=rollout-3"),
+)
+
+
+def script(*overrides: str, resume: bool = False) -> str:
+    return sbatch_script(load_config("quickstart.yaml", list(overrides)), Path("/shared/run"), resume=resume)
+
+
+def directives(*overrides: str) -> set[str]:
+    lines = script(*overrides).splitlines()
+    return {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+
+
+def test_the_script_is_one_that_bash_reads_and_execs_the_launcher() -> None:
+    text = script(r'launcher.slurm.setup="module load cuda\nexport A=1"', resume=True)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "\nmodule load cuda\nexport A=1\n" in text
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("exec ")
+    assert last.endswith("-m areal_rloo.launcher.slurm_job --run-folder=/shared/run --resume")
+
+
+def test_what_the_config_says_of_hosts_and_limits_is_what_slurm_is_asked_for() -> None:
+    asked = directives(
+        *("launcher.num_hosts=4", "launcher.cores_per_host=96", "launcher.gpus_per_host=8", "run.name=mine"),
+        *("launcher.memory_per_host=1000000000", "launcher.slurm.partition=gpu", "launcher.slurm.account=lab"),
+        *("launcher.slurm.time_limit='1-12'", "launcher.slurm.warn_before_s=600"),
+        "launcher.slurm.arguments={qos: high, exclude: 'n[1-2]', contiguous: true, comment: null, nice: false}",
+    )
+    assert asked >= {
+        *("--nodes=4", "--cpus-per-task=96", "--gpus-per-node=8", "--mem=954M", "--job-name=mine"),
+        *("--partition=gpu", "--account=lab", "--time=1-12", "--signal=B:USR1@600", "--requeue"),
+        *("--qos=high", "--exclude='n[1-2]'", "--contiguous", "--output=/shared/run/job.out", "--open-mode=append"),
+    }
+    assert not any(word in one for one in asked for word in ("comment", "nice", "exclusive", "array"))
+
+
+def test_without_numbers_the_job_has_whole_nodes() -> None:
+    assert directives() >= {"--nodes=1", "--exclusive", "--mem=0"}
+    assert "--no-requeue" in directives("launcher.slurm.requeue=false")
+
+
+def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
+    asked = directives("launcher.slurm.num_seeds=4", "run.seed=10")
+    assert asked >= {"--array=10-13", "--output=/shared/run/seed-%a/job.out"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("launcher.slurm.arguments={nodes: 3}", "launcher.slurm.arguments.nodes: not an option here: set launcher.num"),
+        ("launcher.slurm.arguments={--array: 0-3}", "set launcher.slurm.num_seeds"),
+        ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
+        (
+            "launcher.slurm.warn_before_s=30",
+            "slurm.warn_before_s: expected more than launcher.drain_timeout_s",
+        ),
+        ("launcher.container.runtime=pyxis", "launcher.container.image: expected an image with runtime pyxis"),
+        ("launcher.container={runtime: pyxis, image: a.sqsh, mounts: [data]}", "expected /SOURCE:/TARGET, got 'data'"),
+    ],
+)
+def test_what_slurm_would_misread_is_refused_before(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        script(override)
+    assert words in str(refused.value)
+
+
+def test_a_step_runs_on_its_node_with_its_variables_and_may_use_what_the_others_use() -> None:
+    command = step_command(SPEC, load_config("quickstart.yaml", []).launcher, Path("/shared/run"))
+    assert command[0] == "srun"
+    assert {"--nodelist=n7", "--job-name=rollout-3", "--overlap", "--ntasks=1"} <= set(command)
+    at = command.index("env")
+    assert command[at:] == ("env", "CUDA_VISIBLE_DEVICES=2,3", "OMP_NUM_THREADS=4", *SPEC.command)
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_in_a_container_a_step_has_the_run_folder_its_gpus_and_the_image_s_python(runtime: str) -> None:
+    container = f"launcher.container={{runtime: {runtime}, image: /images/a.sqsh, mounts: ['/data:/data']}}"
+    command = step_command(SPEC, load_config("quickstart.yaml", [container]).launcher, Path("/shared/run"))
+    words = " ".join(command)
+    assert "/images/a.sqsh" in words
+    assert "/shared/run:/shared/run" in words
+    assert "/data:/data" in words
+    assert "env CUDA_VISIBLE_DEVICES=2,3 OMP_NUM_THREADS=4 python3 -m areal_rloo.rollout" in words
+    assert ("--nv" in command) == (runtime == "apptainer")
