@@ -19,13 +19,14 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/project
 
-extras: $(STAMP)  # what the tests of the hub, of reasoning-gym and of adapters need beside the rest; they skip without it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,peft,rg]'
+extras: $(STAMP)  # what tests of the hub, reasoning-gym, adapters and Ray need beside the rest; they skip without it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,peft,ray,rg]'
 
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh
 
 bench: $(STAMP)
+	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/weights.py

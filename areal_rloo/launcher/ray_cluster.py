@@ -32,6 +32,7 @@ from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.placement import Host, Placement, Seat, place, with_counts
 from areal_rloo.launcher.plan import ProcessSpec, on_network
 from areal_rloo.launcher.processes import LocalProcess
+from areal_rloo.launcher.tail import Tail
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -41,7 +42,7 @@ _ANSWER_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.5
 _SAY_FIRST_S = 5.0
 _SAY_EVERY_S = 30.0
-_POLL_EVERY_S = 0.05
+_POLL_EVERY_S = 0.2
 _LOST = 137  # the code of a process that is gone with its owner, as if killed
 
 
@@ -278,6 +279,7 @@ class _Owner:
         environment |= spec.environment
         if spec.gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))  # those that Ray chose
+        tails = [Tail(log), Tail(log.with_suffix(".log"))]
         with log.open("ab") as output:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 output.write(f"{spec.name} is started again by Ray\n".encode())
@@ -288,9 +290,11 @@ class _Owner:
                 output,
                 folder=folder if folder is not None and folder.is_dir() else None,
             )
-        print(f"{spec.name}: {self._process.label}, output in {log}", flush=True)  # noqa: T201 - Ray's dashboard has it
+        print(f"{spec.name}: {self._process.label}, logs in {log.parent}", flush=True)  # noqa: T201 - for the dashboard
         while (code := self._process.exit_code()) is None:
             time.sleep(_POLL_EVERY_S)
+            for tail in tails:
+                sys.stdout.write(tail.read())
         print(f"{spec.name} ended with code {code}", flush=True)  # noqa: T201
         if spec.max_restarts and code not in (0, 2) and not self._told_to_end:
             self._process.kill()  # what it may have left

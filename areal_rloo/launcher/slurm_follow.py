@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.tail import Tail
 
 _LOOK_EVERY_S = 0.2
 
@@ -22,7 +23,7 @@ def follow(script: Path, output: Path) -> int:
     Raises:
         PreflightError: Slurm refuses the job; in its own words.
     """
-    position = output.stat().st_size if output.exists() else 0  # what an earlier job wrote there
+    tail = Tail(output)  # without what an earlier job wrote there
     submission = subprocess.Popen(
         ["sbatch", "--wait", "--parsable", str(script)],
         stdout=subprocess.PIPE,
@@ -38,10 +39,10 @@ def follow(script: Path, output: Path) -> int:
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
     signals = _Signals(job_id)
     while submission.poll() is None:
-        position = _show(output, position)
+        _say(tail.read())
         signals.obey()
         time.sleep(_LOOK_EVERY_S)
-    _show(output, position)
+    _say(tail.read())
     return submission.returncode
 
 
@@ -77,17 +78,6 @@ class _Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_asked += 1
-
-
-def _show(output: Path, position: int) -> int:
-    """Print what came since; gives the new position."""
-    if not output.exists():
-        return position
-    with output.open("rb") as file:
-        file.seek(position)
-        fresh = file.read()
-    _say(fresh.decode(errors="replace"))
-    return position + len(fresh)
 
 
 def _say(text: str) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import import_entry, load_config
+from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.job import Job
 from areal_rloo.launcher.preflight import look
-from areal_rloo.launcher.run_folder import SUBMITTED, seed_folder
+from areal_rloo.launcher.run_folder import SUBMITTED, newest_checkpoint, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
 from areal_rloo.launcher.slurm_steps import StepStarter
 from areal_rloo.launcher.start import begin, placed
@@ -52,15 +53,22 @@ def main(arguments: Sequence[str]) -> int:
     look(config, folder, runs_here=config.launcher.container.runtime == "none")
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     resume = options.resume or (again and (folder / "config.yaml").exists())
+    before = newest_checkpoint(folder)
     with ReservedPorts(2) as reserved:
         wire_port, meeting_port = reserved.ports
         request = begin(config, placement, folder, wire_port=wire_port, meeting_port=meeting_port, resume=resume)
         job = Job(request, StepStarter(config.launcher, folder))
         signal.signal(signal.SIGUSR1, lambda number, frame: job.ask_to_drain())
         code = job.run()
-    if job.unfinished and not job.cancelled and config.launcher.slurm.requeue:
-        logger.info("there is more to train: back into the queue")
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    if not job.unfinished or job.cancelled or not config.launcher.slurm.requeue:
+        return code
+    if newest_checkpoint(folder) == before:
+        raise PreflightError(
+            "launcher.slurm.time_limit: the job did not get as far as one train step, and would not the next time; "
+            f"raise it, or lower launcher.slurm.warn_before_s={config.launcher.slurm.warn_before_s}"
+        )
+    logger.info("there is more to train: back into the queue")
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     return code
 
 

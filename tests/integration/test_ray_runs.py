@@ -33,7 +33,9 @@ def run_on(start: Callable[..., Run], cluster: RayCluster) -> Callable[..., Run]
     return begin
 
 
-def test_on_two_nodes_a_killed_worker_and_a_killed_learner_are_replaced(run_on: Callable[..., Run]) -> None:
+def test_on_two_nodes_a_killed_worker_and_a_killed_learner_are_replaced(
+    run_on: Callable[..., Run], cluster: RayCluster
+) -> None:
     run = run_on(*ON_TWO_NODES, "learner.num_train_steps=12", "launcher.max_learner_restarts=1")
     run.wait_for(lambda: len(run.records()) >= 2)
     run.children("areal_rloo.rollout")[0].kill()
@@ -54,6 +56,13 @@ def test_on_two_nodes_a_killed_worker_and_a_killed_learner_are_replaced(run_on: 
     hosts = dict(started)
     assert hosts["learner"] == hosts["learner-1"], "packed"
     assert hosts["rollout-0"] == hosts["rollout-1"] != hosts["learner"], "on what the learner leaves"
+    shown = "".join(path.read_text(errors="replace") for path in _logs_of_the_dashboard(cluster))
+    assert "INFO    learner intake" in shown
+    assert "INFO    rollout-1 __main__: ready" in shown
+
+
+def _logs_of_the_dashboard(cluster: RayCluster) -> Iterator[Path]:
+    return (cluster.folder / "ray" / "session_latest" / "logs").glob("worker-*.out")
 
 
 def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., Run]) -> None:
