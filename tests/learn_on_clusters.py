@@ -32,7 +32,7 @@ def main() -> int:
             command = [
                 *(sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *arguments, "--config", "quickstart.yaml"),
                 *(f"run.folder={folder / launcher}", f"model.path={model}", *ON_TWO_NODES),
-                *("learner.num_train_steps=35", "launcher.slurm.warn_before_s=300"),
+                *("learner.num_train_steps=25"),
             ]
             code = subprocess.run(
                 command, cwd=REPO, env={**environment, "PYTHONUNBUFFERED": "1"}, check=False

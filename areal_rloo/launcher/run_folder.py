@@ -51,9 +51,13 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
-    """The resolved config, the environment, and CURVE keys where the wire needs them; runs/latest points here."""
+    """The resolved config, the environment, and CURVE keys where the wire needs them; runs/latest points here.
+
+    Of a folder that is resumed, the summary goes: it says how the run ended the last time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (folder / "summary.json").unlink(missing_ok=True)  # says how an earlier start ended
     if config.curve:
         make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
