@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import sys
@@ -54,18 +55,19 @@ class RayCluster:
         Args:
             address: None for RAY_ADDRESS, or, without that, a cluster of our own on this machine.
             launcher: the section.
-            in_job: whether Ray started us, as a job; then it has the code already.
+            in_job: whether Ray started us, as a job; then it has code and variables already.
 
         Raises:
             PreflightError: there is no cluster at this address.
         """
         self._launcher = launcher
         address = address or os.environ.get("RAY_ADDRESS")
-        runtime_env: dict[str, Any] = {
-            "env_vars": {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-        }
-        if address is not None and not in_job:
-            runtime_env["py_modules"] = [str(Path(areal_rloo.__file__).parent)]
+        runtime_env: dict[str, Any] = {}
+        if not in_job:
+            variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+            runtime_env["env_vars"] = variables
+            if address is not None:
+                runtime_env["py_modules"] = [str(Path(areal_rloo.__file__).parent)]
         try:
             ray.init(
                 address=address or "local",
@@ -92,19 +94,26 @@ class RayCluster:
         ray.shutdown()
 
     def hosts(self) -> list[Host]:
-        """The nodes with what is free on them, once there are launcher.num_hosts.
+        """The nodes with all that they have, once there are launcher.num_hosts.
 
         Raises:
             PreflightError: there are too few for too long.
         """
-        num = self._launcher.num_hosts
+        num, num_gpus = self._launcher.num_hosts, self._launcher.gpus_per_host or 0
 
-        def enough() -> bool:
-            return len(_nodes()) >= num
+        def usable() -> list[Host]:
+            return [host for host in _nodes().values() if len(host.gpu_ids) >= num_gpus]
 
-        if not self._wait(enough, lambda: f"{len(_nodes())} of launcher.num_hosts={num} Ray nodes are there"):
-            raise PreflightError(f"launcher.num_hosts: expected {num} Ray nodes, {len(_nodes())} are there")
-        return [capped(host, self._launcher) for host in _nodes().values()]
+        kind = f"with launcher.gpus_per_host={num_gpus} GPUs " if num_gpus else ""
+        if not self._wait(
+            lambda: len(usable()) >= num,
+            lambda: f"{len(usable())} of launcher.num_hosts={num} Ray nodes {kind}are there",
+        ):
+            raise PreflightError(
+                f"launcher.num_hosts: expected {num} Ray nodes {kind}within launcher.place_timeout_s="
+                f"{self._launcher.place_timeout_s:g}, {len(usable())} are there; add nodes, or lower it"
+            )
+        return [capped(host, self._launcher) for host in usable()]
 
     def place(self, config: Config, *, name: str) -> tuple[Config, Placement]:
         """Reserve a place for every process, and say where Ray put them.
@@ -119,8 +128,10 @@ class RayCluster:
         hosts = self.hosts()
         config = with_counts(config, hosts)
         wanted = place(config, hosts)
-        packed = self._reserve(wanted.learner, wanted, "PACK", f"{name}/learner")
-        spread = self._reserve(wanted.workers, wanted, "SPREAD", f"{name}/rollout")
+        bundles = [_bundle(seat, wanted, config.learner.num_threads) for seat in wanted.learner]
+        packed = self._reserve(bundles, "PACK", f"{name}/learner")
+        bundles = [_bundle(seat, wanted, config.rollout.num_threads) for seat in wanted.workers]
+        spread = self._reserve(bundles, "SPREAD", f"{name}/rollout")
         nodes = _nodes()
         placement = Placement(
             tuple(nodes.values()), _seated(wanted.learner, packed, nodes), _seated(wanted.workers, spread, nodes)
@@ -143,9 +154,8 @@ class RayCluster:
         places |= {"learner": (learner, 0), "warm_start": (learner, 0)}
         return RayStarter(places, self._keeper, request, self._folder)
 
-    def _reserve(self, seats: Sequence[Seat], wanted: Placement, strategy: str, name: str) -> list[str]:
-        """A placement group with a bundle for each seat; gives the id of the node of each."""
-        bundles = [_bundle(seat, wanted) for seat in seats]
+    def _reserve(self, bundles: list[dict[str, float]], strategy: str, name: str) -> list[str]:
+        """A placement group; gives the id of the node of each bundle."""
         group = placement_group(bundles, strategy=strategy, name=name)
         self._groups.append(group)
 
@@ -193,11 +203,21 @@ class RayStarter:
         self._keeper = keeper
         self._request = request
         self._folder = folder
+        self._learner = {f"learner-{rank}" for rank in range(len(request.placement.learner))} | {"learner"}
         self._run_name = f"{request.folder.name}-{uuid.uuid4().hex[:6]}"  # of this start: names are unique in a cluster
         self._num_started = 0
 
     def start(self, spec: ProcessSpec, log: Path) -> OwnedProcess:
-        """Start a process whose output is appended to a file."""
+        """Start a process whose output is appended to a file.
+
+        Raises:
+            PreflightError: it is of the learner, and its node is gone.
+        """
+        if spec.name in self._learner and spec.host not in {host.name for host in _nodes().values()}:
+            raise PreflightError(
+                f"{spec.name}: its node {spec.host} is gone, and with it the address that all others know; start the "
+                "run again with --resume"
+            )
         group, index = self._places[spec.name]
         bundle = group.bundle_specs[index]
         self._num_started += 1
@@ -330,11 +350,11 @@ class _Keeper:
 
 
 def _nodes() -> dict[str, Host]:
-    """The cluster's nodes by their ids, with all that they have."""
+    """The cluster's nodes by their ids, but for those that offer nothing, as a head often does."""
     hosts = {}
     for node in ray.nodes():
-        if node["Alive"]:
-            resources = node["Resources"]
+        resources = node["Resources"]
+        if node["Alive"] and (resources.get("CPU", 0) or resources.get("GPU", 0)):
             gpu_ids = tuple(str(index) for index in range(int(resources.get("GPU", 0))))
             name, address = f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}", node["NodeManagerAddress"]
             hosts[node["NodeID"]] = Host(
@@ -343,12 +363,13 @@ def _nodes() -> dict[str, Host]:
     return hosts
 
 
-def _bundle(seat: Seat, wanted: Placement) -> dict[str, float]:
-    """What a seat needs of its node. Where there are more processes than cores, Ray is asked for shares of cores."""
-    asked = sum(other.num_threads for other in (*wanted.learner, *wanted.workers) if other.host == seat.host)
-    cpus = seat.num_threads * min(1.0, seat.host.num_cores / asked)
-    bundle = {"CPU": float(int(cpus)) if cpus >= 1 else round(cpus, 3)}
-    return bundle | ({"GPU": float(len(seat.gpu_ids))} if seat.gpu_ids else {})
+def _bundle(seat: Seat, wanted: Placement, num_threads: int) -> dict[str, float]:
+    """What a seat needs of its node: the cores that the config says, or one, so that it fits beside other runs. Where a
+    node has fewer, each process has its share."""
+    seats = [other for other in (*wanted.learner, *wanted.workers) if other.host == seat.host]
+    share = seat.host.num_cores / len(seats)
+    cpus = float(num_threads or 1) if share >= 1 else math.floor(1000 * share) / 1000
+    return {"CPU": cpus} | ({"GPU": float(len(seat.gpu_ids))} if seat.gpu_ids else {})
 
 
 def _seated(seats: Sequence[Seat], node_ids: Sequence[str], nodes: dict[str, Host]) -> tuple[Seat, ...]:

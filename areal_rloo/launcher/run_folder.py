@@ -40,7 +40,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         if folder.exists():  # a second run in the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
-    holds_run = (folder / "config.yaml").exists()
+    holds_run = any((folder / name).exists() for name in ("config.yaml", SUBMITTED))
     if resume and not holds_run:
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
     if holds_run and not resume:

@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         if not options.as_json:
             print(f"\n{script}", end="")  # noqa: T201 - the face of the program
         return 0
+    if config.launcher.gpus_per_host is None and "auto" in (config.learner.device, config.rollout.device):
+        print("launcher.gpus_per_host is not set, so the job asks for no GPU", file=sys.stderr)  # noqa: T201
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
     seeds = _seeds(config)
@@ -83,7 +85,7 @@ def _directives(config: Config, folder: Path) -> list[str]:
         *cores,
         f"--mem={-(-launcher.memory_per_host // _MIB)}M" if launcher.memory_per_host else "--mem=0",
         *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
-        f"--output={seed_folder(folder, config, '%a') / 'job.out'}",
+        f"--output={shlex.quote(_output_pattern(config, folder))}",
         "--open-mode=append",
         f"--signal=B:USR1@{slurm.warn_before_s}",
         "--requeue" if slurm.requeue else "--no-requeue",
@@ -97,6 +99,12 @@ def _directives(config: Config, folder: Path) -> list[str]:
             name = argument_name(written)
             directives.append(f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}")
     return directives
+
+
+def _output_pattern(config: Config, folder: Path) -> str:
+    """Where Slurm writes the job's output: a percent sign is Slurm's own, and an array's index a part of the path."""
+    literal = Path(str(folder).replace("%", "%%"))
+    return str(seed_folder(literal, config, "%a") / "job.out")
 
 
 def _seeds(config: Config) -> range:

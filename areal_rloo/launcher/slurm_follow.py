@@ -62,19 +62,14 @@ class _Signals:
         self._num_passed_on = self._num_asked
         if self._num_asked == 1:
             _say(f"draining job {self._job_id}; once more cancels it\n")
-            # To its script alone, which drains the steps in order; a job that has not started has none.
-            told = self._scancel("--batch", "--signal=TERM")
-            if told and self._pending():
-                self._scancel()
+            # To its script alone, which drains the steps in order; what has not started has none.
+            self._scancel("--batch", "--signal=TERM", "--state=RUNNING")
+            self._scancel("--state=PENDING")
         else:
             self._scancel()
 
-    def _scancel(self, *options: str) -> bool:
-        return subprocess.run(["scancel", *options, self._job_id], capture_output=True, check=False).returncode == 0
-
-    def _pending(self) -> bool:
-        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}"]
-        return "PENDING" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    def _scancel(self, *options: str) -> None:
+        subprocess.run(["scancel", *options, self._job_id], capture_output=True, check=False)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_asked += 1

@@ -15,6 +15,14 @@ from areal_rloo.config import LauncherConfig
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess
 
+# A step sees its job's GPUs, renumbered from 0 or not, as the site has it: the plan's are places in what it sees.
+_CHOOSE_GPUS = """
+import os, sys
+seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
+os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[int(place)] for place in sys.argv[1].split(","))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
 
 class StepStarter:
     """Starts steps in the job that this process is the script of."""
@@ -64,14 +72,18 @@ def step_command(spec: ProcessSpec, launcher: LauncherConfig, folder: Path) -> t
         launcher: for the container.
         folder: the run folder, which a container needs too.
     """
-    variables = tuple(f"{name}={value}" for name, value in spec.environment.items())
+    variables = dict(spec.environment)
+    choose: tuple[str, ...] = ()
+    if spec.gpu_ids:
+        choose = ("-S", "-c", _CHOOSE_GPUS, variables.pop("CUDA_VISIBLE_DEVICES"))
+    words = tuple(f"{name}={value}" for name, value in variables.items())
     container = launcher.container
     mounts = (f"{folder}:{folder}", f"{Path.cwd()}:{Path.cwd()}", *container.mounts)
-    inside = ("env", *variables, "python3", *spec.command[1:])  # our own Python is not in an image
+    inside = _task("python3", words, choose, spec)  # our own Python is not in an image
     options: tuple[str, ...] = ()
     match container.runtime:
         case "none":
-            task: tuple[str, ...] = ("env", *variables, *spec.command)
+            task = _task(spec.command[0], words, choose, spec)
         case "pyxis":
             options = (
                 f"--container-image={container.image}",
@@ -96,3 +108,8 @@ def step_command(spec: ProcessSpec, launcher: LauncherConfig, folder: Path) -> t
         *options,
         *task,
     )
+
+
+def _task(python: str, variables: tuple[str, ...], choose: tuple[str, ...], spec: ProcessSpec) -> tuple[str, ...]:
+    command = (python, *spec.command[1:])
+    return ("env", *variables, *((python, *choose) if choose else ()), *command)

@@ -1,8 +1,11 @@
 """The script of a Slurm job, and the srun of each step."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_rloo.config import load_config
@@ -62,6 +65,12 @@ def test_without_numbers_the_job_has_whole_nodes() -> None:
     assert "--no-requeue" in directives("launcher.slurm.requeue=false")
 
 
+def test_a_path_with_spaces_and_signs_of_slurm_s_own_is_written_so_that_slurm_reads_it() -> None:
+    text = sbatch_script(load_config("quickstart.yaml", []), Path("/shared/my runs/50%j"), resume=False)
+    assert "#SBATCH --output='/shared/my runs/50%%j/job.out'" in text
+    assert text.strip().endswith("'--run-folder=/shared/my runs/50%j'")
+
+
 def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
     asked = directives("launcher.slurm.num_seeds=4", "run.seed=10")
     assert asked >= {"--array=10-13", "--output=/shared/run/seed-%a/job.out"}
@@ -92,7 +101,24 @@ def test_a_step_runs_on_its_node_with_its_variables_and_may_use_what_the_others_
     assert command[0] == "srun"
     assert {"--nodelist=n7", "--job-name=rollout-3", "--overlap", "--ntasks=1"} <= set(command)
     at = command.index("env")
-    assert command[at:] == ("env", "CUDA_VISIBLE_DEVICES=2,3", "OMP_NUM_THREADS=4", *SPEC.command)
+    assert command[at + 1] == "OMP_NUM_THREADS=4"
+    assert command[-4:] == SPEC.command
+
+
+@pytest.mark.parametrize(("seen", "chosen"), [("4,5,6,7", "6,7"), ("0,1,2,3", "2,3"), ("", "2,3")])
+def test_a_step_chooses_its_gpus_among_those_that_slurm_shows_it(seen: str, chosen: str) -> None:
+    """Where a site does not renumber them, GPUs 2 and 3 of the job are not those of the node."""
+    says = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])")
+    spec = msgspec.structs.replace(SPEC, command=says)
+    command = step_command(spec, load_config("quickstart.yaml", []).launcher, Path("/shared/run"))
+    ended = subprocess.run(
+        command[command.index("env") :],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": seen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == f"{chosen} 4\n"
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
@@ -103,5 +129,6 @@ def test_in_a_container_a_step_has_the_run_folder_its_gpus_and_the_image_s_pytho
     assert "/images/a.sqsh" in words
     assert "/shared/run:/shared/run" in words
     assert "/data:/data" in words
-    assert "env CUDA_VISIBLE_DEVICES=2,3 OMP_NUM_THREADS=4 python3 -m areal_rloo.rollout" in words
+    assert "env OMP_NUM_THREADS=4 python3 " in words
+    assert words.endswith("2,3 python3 -m areal_rloo.rollout --worker-id=rollout-3")
     assert ("--nv" in command) == (runtime == "apptainer")
