@@ -35,7 +35,7 @@ def main() -> None:
         for num in (1, 16, 128)
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    counts = {name: 0 for name in commands}
+    counts = dict.fromkeys(commands, 0)
     for _ in range(arguments.repeats):
         for name, command in commands.items():
             began_s = time.perf_counter()

@@ -33,6 +33,10 @@ _OWNED = {
     "time": "set launcher.slurm.time_limit",
     "partition": "set launcher.slurm.partition",
     "account": "set launcher.slurm.account",
+    "exclusive": "leave launcher.cores_per_host out",
+    "error": "it is job.out in the run folder",
+    "open-mode": "it is append, so that a requeued job writes on",
+    "wait": "say --wait to the launcher",
 }
 
 
@@ -41,7 +45,7 @@ class SlurmConfig(Section, frozen=True):
 
     partition: str | None = None
     account: str | None = None
-    time_limit: str | None = None  # in quotes, as sbatch takes it: "30", "1:30:00", "2-12"; null: the site's
+    time_limit: str | int | None = None  # in quotes, as sbatch takes it: "30", "1:30:00", "2-12"; null: the site's
     warn_before_s: PositiveInt = 300  # before the limit the job gets a signal, drains and is queued again
     requeue: bool = True  # false: a job that reaches its time limit drains and ends
     num_seeds: PositiveInt = 1  # more: an array of jobs, with run.seed, run.seed + 1, ... and a folder each
@@ -78,6 +82,11 @@ def validate_launcher(launcher: LauncherConfig) -> None:
         ConfigError: names the key, what came, what was expected and what to do.
     """
     slurm, container = launcher.slurm, launcher.container
+    if isinstance(slurm.time_limit, int):
+        raise ConfigError(
+            f"launcher.slurm.time_limit: expected text in quotes inside the value, as launcher.slurm.time_limit="
+            f"'\"1:30:00\"', got the number {slurm.time_limit}, as which YAML reads 1:30:00 too"
+        )
     if slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):
         raise ConfigError(
             f"launcher.slurm.time_limit: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "

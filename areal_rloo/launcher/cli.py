@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +75,6 @@ def run_main(main: Callable[[Sequence[str]], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of the program
         return 2
-    except BrokenPipeError:  # whoever closes the pipe, as `--dry-run | head` does, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except KeyboardInterrupt:
+        print("stopped before anything had started", file=sys.stderr)  # noqa: T201
+        return 130

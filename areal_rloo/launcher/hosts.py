@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import os
 import shutil
 import socket
@@ -69,7 +70,8 @@ def capped(host: Host, launcher: LauncherConfig) -> Host:
 def _gpu_ids() -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return tuple(part for part in visible.split(",") if part)
+        ids = [part.strip() for part in visible.split(",") if part.strip()]
+        return tuple(itertools.takewhile(lambda gpu_id: not gpu_id.startswith("-"), ids))  # as CUDA reads it
     if shutil.which("nvidia-smi") is None:
         return ()
     listed = subprocess.run(
@@ -129,7 +131,8 @@ class ClaimedGpus:
             self._folder.mkdir()
             self._folder.chmod(0o1777)  # everybody's, whatever our umask
         for gpu_id in host.gpu_ids:
-            file = self._opened(gpu_id)
+            if (file := self._opened(gpu_id)) is None:
+                continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -146,8 +149,13 @@ class ClaimedGpus:
     def close(self) -> None:
         self.keep(())
 
-    def _opened(self, gpu_id: str) -> IO[bytes]:
+    def _opened(self, gpu_id: str) -> IO[bytes] | None:
+        """The file of a GPU; None where it is another user's and closed to us, as the GPU then is."""
         path = self._folder / gpu_id.replace("/", "_")
-        with contextlib.suppress(OSError):  # another user's: opened for reading, which is enough for a lock
-            path.touch(mode=0o666)
-        return path.open("rb")
+        with contextlib.suppress(OSError):
+            path.touch()
+            path.chmod(0o666)  # everybody's, whatever our umask
+        try:
+            return path.open("rb")
+        except OSError:
+            return None

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-from rich.console import Console
 
 from areal_rloo.config import Config
 from areal_rloo.errors import DataError, PreflightError, UserError
@@ -28,7 +27,7 @@ from areal_rloo.launcher.supervisor import Starter, Supervisor
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
-from areal_rloo.telemetry.progress import Progress
+from areal_rloo.telemetry.progress import Progress, RunConsole
 
 logger = get_logger(__name__)
 
@@ -67,54 +66,71 @@ class JobRequest:
         )
 
 
-class Job:
-    """One run. Afterwards, `unfinished` says that it ended well with steps left to train, and `cancelled` that somebody
-    asked this process for the end."""
+class Signals:
+    """What this process was asked for since `install`, which is best called early: what comes before is its end.
 
-    def __init__(self, request: JobRequest, starter: Starter) -> None:
+    Attributes:
+        num_ends: how often SIGINT or SIGTERM came.
+        drains: whether SIGUSR1 did, by which Slurm asks for a checkpoint and a place in the queue.
+    """
+
+    def __init__(self) -> None:
+        self.num_ends = 0
+        self.drains = False
+
+    def install(self, *, with_usr1: bool = False) -> Signals:
+        for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if with_usr1 else ())):
+            signal.signal(number, self._on_signal)
+        return self
+
+    @property
+    def any(self) -> bool:
+        return self.num_ends > 0 or self.drains
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.drains = True
+        else:
+            self.num_ends += 1
+
+
+class Job:
+    """One run. Afterwards, `unfinished` says that there is more to train, and that it can go on from where it is."""
+
+    def __init__(self, request: JobRequest, starter: Starter, signals: Signals) -> None:
         self._request = request
         self._config = request.config
         self._folder = request.folder
         self._supervisor = Supervisor(starter, request.folder / "logs")
-        console = Console(quiet=not self._config.telemetry.progress)
+        console = RunConsole(quiet=not self._config.telemetry.progress)
         self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
-        self._num_signals = 0
-        self._asked_to_drain = False
+        self._signals = signals
         self._drain_ends_s: float | None = None
+        self._workers: list[str] = []
         self._disk_is_full = False
+        self._trouble = ""
         self.unfinished = False
 
     def run(self) -> int:
         """All of it; gives the exit code."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
         progress = self._progress
         progress.say(f"run folder: {self._folder}")
+        grace_s = self._config.launcher.drain_timeout_s  # whatever ends us but the learner's end, it may save
         try:
             with progress:
                 code = self._supervise(*self._prepare())
+            grace_s = _GRACE_S
         except UserError as error:
             logger.error("%s", error)
             raise
         finally:
-            self._supervisor.stop_all(_GRACE_S)
+            self._supervisor.stop_all(grace_s)
             shutil.rmtree(self._request.addresses.segment_folder, ignore_errors=True)
         try:
             progress.say(f"report: {write_report(self._folder)}")
-        except DataError as error:  # the run is what it is, drawn or not
+        except (DataError, OSError) as error:  # the run is what it is, drawn or not
             progress.say(f"no report: {error}")
         return code
-
-    @property
-    def cancelled(self) -> bool:
-        return self._num_signals > 0
-
-    def ask_to_drain(self) -> None:
-        """End with a checkpoint; callable from a signal handler, and saying it twice is no more than once."""
-        self._asked_to_drain = True
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._num_signals += 1
 
     def _prepare(self) -> tuple[str, float]:
         """The model's path, and the seconds its warm start took."""
@@ -131,14 +147,18 @@ class Job:
         name = preparation.name
         self._supervisor.start(preparation)
         while (code := self._supervisor.exit_code(name)) is None:
-            if self._num_signals or self._asked_to_drain:
+            if self._signals.any:
+                self.unfinished = self._signals.num_ends == 0
                 raise PreflightError("stopped during the warm start; nothing was trained yet")
             time.sleep(_LOOK_EVERY_S)
         if code != 0:
             words = self._supervisor.last_words(name).removeprefix("error: ")
             raise PreflightError(f"the warm start ended with code {code}: {words}")
         made = self._made()
-        assert made is not None, "what ended well has written it"
+        if made is None:
+            raise PreflightError(
+                f"the warm start left no model that {self._folder / 'model.json'} names; do all hosts see the folder?"
+            )
         return made
 
     def _made(self) -> tuple[str, float] | None:
@@ -154,29 +174,40 @@ class Job:
         """Start learner and workers, and watch until the learner has ended for good."""
         plan = self._request.plan(model_path=model_path, warm_start_s=warm_start_s)
         ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
-        workers = [spec.name for spec in plan.workers]
+        workers = self._workers = [spec.name for spec in plan.workers]
         ranks.start()
         for spec in plan.workers:
             self._supervisor.start(spec)
         tail = RecordTail(self._folder / "metrics.jsonl")
         failure: int | None = None
         while (code := self._ended(ranks, failure)) is None:
-            self._progress.show(tail.read())
-            self._look_at_disk()
+            self._look_around(tail)
             self._obey_signals(ranks)
             if self._drain_ends_s is None and failure is None:
                 failure = self._tend(workers)
                 if failure is not None:
                     self._begin_drain(ranks)
             time.sleep(_LOOK_EVERY_S)
-        self._progress.show(tail.read())
+        self._look_around(tail)
         self._supervisor.wait(workers, _GRACE_S)
-        if self._drain_ends_s is not None and failure is None and code in _TOLD_TO_END and self._num_signals <= 1:
-            code = 0  # it was told before it had begun
-        self.unfinished = code == 0 and failure is None and not is_finished(self._folder)
+        told = self._drain_ends_s is not None and failure is None and self._signals.num_ends <= 1
+        if told and code in _TOLD_TO_END:
+            code = 0  # before it had begun
+        overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
+        self.unfinished = (code == 0 or overdue) and failure is None and not is_finished(self._folder)
         if code != 0:
             self._say_where_to_look(ranks, code)
         return code if failure is None else failure
+
+    def _look_around(self, tail: RecordTail) -> None:
+        """Show what is new. Whatever a disk does meanwhile, the run goes on."""
+        try:
+            self._progress.show(tail.read())
+            self._look_at_disk()
+        except OSError as error:
+            if self._trouble != str(error):
+                logger.error("the launcher cannot look at the run: %s; the run goes on", error)
+            self._trouble = str(error)
 
     def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
         """The learner's exit code, once it is not to begin anew."""
@@ -184,8 +215,11 @@ class Job:
         if code is None:
             return None
         code = ranks.finish(code)
-        ends = code in (0, 2) or self._drain_ends_s is not None or self._num_signals > 0 or failure is not None
-        return code if ends or not ranks.begin_anew(code) else None
+        ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
+        if ends or not ranks.begin_anew(code):
+            return code
+        self._supervisor.forgive(self._workers)  # those that were ahead of its checkpoint end too, and begin anew
+        return None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
         self._progress.warn(ranks.last_words(code))
@@ -220,10 +254,10 @@ class Job:
         self._disk_is_full = full
 
     def _obey_signals(self, ranks: LearnerRanks) -> None:
-        if (self._num_signals > 0 or self._asked_to_drain) and self._drain_ends_s is None:
+        if self._signals.any and self._drain_ends_s is None:
             self._progress.say("draining: a checkpoint, then the end; once more stops at once")
             self._begin_drain(ranks)
-        if self._num_signals > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
+        if self._signals.num_ends > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
             ranks.kill()
 
     def _begin_drain(self, ranks: LearnerRanks) -> None:

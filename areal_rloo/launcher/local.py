@@ -15,7 +15,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import ClaimedGpus, ReservedPorts, described_hosts, this_host
-from areal_rloo.launcher.job import Job
+from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.processes import LocalStarter
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             meeting_port=reserved.ports[1],
             resume=options.resume,
         )
-        return Job(request, LocalStarter()).run()
+        return Job(request, LocalStarter(), Signals().install()).run()
 
 
 def _placed(config: Config, here: Host, gpus: ClaimedGpus) -> tuple[Config, Placement]:

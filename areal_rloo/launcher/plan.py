@@ -123,7 +123,8 @@ def _preparation(config: Config, placement: Placement, run_folder: Path) -> Proc
     if config.model.path != "tiny":
         return None
     host = placement.learner_host
-    several = len(placement.used_hosts) > 1
+    # The cache is of one host, and a container's own goes with it.
+    own_cache = len(placement.used_hosts) == 1 and config.launcher.container.runtime == "none"
     return _spec(
         config,
         Seat(host, (), host.num_cores, host.memory_bytes),
@@ -133,7 +134,7 @@ def _preparation(config: Config, placement: Placement, run_folder: Path) -> Proc
         arguments=(
             f"--run-folder={run_folder}",
             f"--num-threads={host.num_cores}",
-            *((f"--models={run_folder / 'models'}",) if several else ()),  # the cache is of one host
+            *(() if own_cache else (f"--models={run_folder / 'models'}",)),
         ),
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import Options, parse, run_main
 from areal_rloo.launcher.hosts import described_hosts, this_host
-from areal_rloo.launcher.job import Job
+from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.run_folder import choose_folder
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         request = begin(
             config, placement, folder, wire_port=wire_port, meeting_port=meeting_port, resume=options.resume
         )
-        return Job(request, cluster.starter(request)).run()
+        return Job(request, cluster.starter(request), Signals().install()).run()
 
 
 def _cluster(options: Options) -> RayCluster:

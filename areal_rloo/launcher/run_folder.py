@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -58,7 +59,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (folder / "summary.json").unlink(missing_ok=True)  # says how an earlier start ended
-    if config.curve:
+    if config.curve and not (folder / "keys").exists():  # a process of an earlier start may still have them
         make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {
@@ -69,6 +70,11 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
         "command": sys.argv,
     }
     (folder / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(environment), indent=2))
+    point_latest(folder)
+
+
+def point_latest(folder: Path) -> None:
+    """Let runs/latest be this run, where it is in a folder of that name."""
     if folder.parent.name == _LATEST.parent.name:
         fresh = folder.with_name(f".latest-{os.getpid()}")
         with contextlib.suppress(OSError):  # a file system without links; the folder is named in the output anyway
@@ -95,11 +101,14 @@ def is_finished(folder: Path) -> bool:
     return summary["exit_reason"] in ("completed", "end_of_data")
 
 
-def segment_folder(run_id: str) -> Path:
-    """Where a run's shared memory lies: a name now, made by the learner, removed by the launcher when all is over."""
+def segment_folder(folder: Path) -> Path:
+    """Where a run's shared memory lies: a name now, made by the learner, removed by the launcher when all is over.
+
+    It follows from the run folder, so that a start after a kill finds what the one before has left, and clears it.
+    """
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"areal_rloo-{run_id}"
+    return base / f"areal_rloo-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
 def _version(package: str) -> str | None:

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from areal_rloo.config import Config, argument_name, dump_config
+from areal_rloo.config import Config, LauncherConfig, argument_name, dump_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.assets import read_asset
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.preflight import check
-from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, seed_folder
+from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, point_latest, seed_folder
 from areal_rloo.launcher.slurm_follow import follow
-from areal_rloo.launcher.start import show_plan
+from areal_rloo.launcher.start import placed, show_plan
 
 _MIB = 2**20
 
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     folder = choose_folder(config, resume=options.resume)
     script = sbatch_script(config, folder, resume=options.resume)
     if options.dry_run:
-        show_plan(options, described_hosts(config.launcher), folder)
-        if not options.as_json:
-            print(f"\n{script}", end="")  # noqa: T201 - the face of the program
+        show_plan(options, described_hosts(config.launcher), folder, script=script)
         return 0
-    if config.launcher.gpus_per_host is None and "auto" in (config.learner.device, config.rollout.device):
-        print("launcher.gpus_per_host is not set, so the job asks for no GPU", file=sys.stderr)  # noqa: T201
+    if config.launcher.cores_per_host:  # else the job has whole nodes, and nobody knows yet what these have
+        placed(config, described_hosts(config.launcher))
+        if config.launcher.gpus_per_host is None and "auto" in (config.learner.device, config.rollout.device):
+            print("launcher.gpus_per_host is not set, so the job asks for no GPU", file=sys.stderr)  # noqa: T201
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
     seeds = _seeds(config)
@@ -55,9 +55,16 @@ def main(arguments: Sequence[str]) -> int:
     output = seed_folder(folder, config, seeds[0]) / "job.out"
     (folder / SUBMITTED).write_text(dump_config(config), encoding="utf-8")
     (folder / "job.sbatch").write_text(script, encoding="utf-8")
-    if options.of_launcher["wait"]:
-        return follow(folder / "job.sbatch", output)
-    job_id = _submitted(folder / "job.sbatch")
+    try:
+        if options.of_launcher["wait"]:
+            return follow(folder / "job.sbatch", output)
+        job_id = _submitted(folder / "job.sbatch")
+    except PreflightError:
+        if not options.resume:
+            (folder / SUBMITTED).unlink()  # the folder holds no run
+        raise
+    if len(seeds) == 1:
+        point_latest(folder)
     print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
     print(f"output: tail -F {output}; drain it: scancel --batch --signal=TERM {job_id}")  # noqa: T201
     return 0
@@ -83,7 +90,7 @@ def _directives(config: Config, folder: Path) -> list[str]:
         f"--nodes={launcher.num_hosts}",
         "--ntasks-per-node=1",
         *cores,
-        f"--mem={-(-launcher.memory_per_host // _MIB)}M" if launcher.memory_per_host else "--mem=0",
+        *_memory(launcher),
         *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
         f"--output={shlex.quote(_output_pattern(config, folder))}",
         "--open-mode=append",
@@ -99,6 +106,14 @@ def _directives(config: Config, folder: Path) -> list[str]:
             name = argument_name(written)
             directives.append(f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}")
     return directives
+
+
+def _memory(launcher: LauncherConfig) -> list[str]:
+    """All of a node where nothing is said, unless the site wants it by core or by GPU."""
+    if launcher.memory_per_host:
+        return [f"--mem={-(-launcher.memory_per_host // _MIB)}M"]
+    by_part = any(argument_name(written).startswith("mem-per-") for written in launcher.slurm.arguments)
+    return [] if by_part else ["--mem=0"]
 
 
 def _output_pattern(config: Config, folder: Path) -> str:

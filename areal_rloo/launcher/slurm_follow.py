@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ def follow(script: Path, output: Path) -> int:
         PreflightError: Slurm refuses the job; in its own words.
     """
     tail = Tail(output)  # without what an earlier job wrote there
+    signals = _Signals()  # from here on Ctrl-C is for the job
     submission = subprocess.Popen(
         ["sbatch", "--wait", "--parsable", str(script)],
         stdout=subprocess.PIPE,
@@ -37,7 +39,7 @@ def follow(script: Path, output: Path) -> int:
         words = " ".join(submission.stderr.read().split())
         raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
-    signals = _Signals(job_id)
+    signals.job_id = job_id
     while submission.poll() is None:
         _say(tail.read())
         signals.obey()
@@ -49,8 +51,8 @@ def follow(script: Path, output: Path) -> int:
 class _Signals:
     """What was asked for since the start, passed on to the job."""
 
-    def __init__(self, job_id: str) -> None:
-        self._job_id = job_id
+    def __init__(self) -> None:
+        self.job_id = ""
         self._num_asked = 0
         self._num_passed_on = 0
         signal.signal(signal.SIGINT, self._on_signal)
@@ -61,7 +63,7 @@ class _Signals:
             return
         self._num_passed_on = self._num_asked
         if self._num_asked == 1:
-            _say(f"draining job {self._job_id}; once more cancels it\n")
+            _say(f"draining job {self.job_id}; once more cancels it\n")
             # To its script alone, which drains the steps in order; what has not started has none.
             self._scancel("--batch", "--signal=TERM", "--state=RUNNING")
             self._scancel("--state=PENDING")
@@ -69,12 +71,15 @@ class _Signals:
             self._scancel()
 
     def _scancel(self, *options: str) -> None:
-        subprocess.run(["scancel", *options, self._job_id], capture_output=True, check=False)
+        subprocess.run(["scancel", *options, self.job_id], capture_output=True, check=False)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_asked += 1
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads any more; the exit code is still the job's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

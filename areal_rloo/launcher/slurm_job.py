@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from areal_rloo.config import import_entry, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.hosts import ReservedPorts
-from areal_rloo.launcher.job import Job
+from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.preflight import look
 from areal_rloo.launcher.run_folder import SUBMITTED, newest_checkpoint, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
@@ -39,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: something to be mended before anything starts.
     """
+    signals = Signals().install(with_usr1=True)
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm_job")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
@@ -53,23 +53,52 @@ def main(arguments: Sequence[str]) -> int:
     look(config, folder, runs_here=config.launcher.container.runtime == "none")
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     resume = options.resume or (again and (folder / "config.yaml").exists())
-    before = newest_checkpoint(folder)
     with ReservedPorts(2) as reserved:
         wire_port, meeting_port = reserved.ports
-        request = begin(config, placement, folder, wire_port=wire_port, meeting_port=meeting_port, resume=resume)
-        job = Job(request, StepStarter(config.launcher, folder))
-        signal.signal(signal.SIGUSR1, lambda number, frame: job.ask_to_drain())
-        code = job.run()
-    if not job.unfinished or job.cancelled or not config.launcher.slurm.requeue:
-        return code
-    if newest_checkpoint(folder) == before:
-        raise PreflightError(
-            "launcher.slurm.time_limit: the job did not get as far as one train step, and would not the next time; "
-            f"raise it, or lower launcher.slurm.warn_before_s={config.launcher.slurm.warn_before_s}"
+        request = begin(
+            config,
+            placement,
+            folder,
+            wire_port=wire_port,
+            meeting_port=meeting_port,
+            resume=resume,
+            may_wait=again,
         )
+        job = Job(request, StepStarter(config.launcher, folder), signals)
+        try:
+            code = job.run()
+        except PreflightError as error:
+            if not job.unfinished:
+                raise
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the output of the job
+            code = 2
+    if not job.unfinished or signals.num_ends or not config.launcher.slurm.requeue:
+        return code
+    return _requeued(folder)
+
+
+def _requeued(folder: Path) -> int:
+    """Put this job back into the queue; gives the exit code.
+
+    Raises:
+        PreflightError: that would lead nowhere, or Slurm refuses.
+    """
+    checkpoint, note = newest_checkpoint(folder) or "", folder / ".requeued-at"
+    if note.exists() and note.read_text() == checkpoint:
+        raise PreflightError(
+            "launcher.slurm.time_limit: the job was stopped twice without a new checkpoint in between; raise it, or "
+            "lower launcher.slurm.warn_before_s; if the job was preempted, submit it again with --resume"
+        )
+    note.write_text(checkpoint)
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")  # the id of its last job is that of all of them
+    job_id = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     logger.info("there is more to train: back into the queue")
-    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-    return code
+    ended = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise PreflightError(
+            f"scontrol requeue {job_id}: {' '.join(ended.stderr.split())}; submit it again with --resume"
+        )
+    return 0
 
 
 if __name__ == "__main__":

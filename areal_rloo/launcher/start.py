@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import uuid
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_rloo.config import Config, dump_config
+from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import Options
 from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
 from areal_rloo.launcher.run_folder import segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
+from areal_rloo.learner.lock import is_in_use
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
@@ -26,15 +29,16 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     return on_network(counted, placement), placement
 
 
-def show_plan(options: Options, hosts: Sequence[Host], folder: Path) -> None:
-    """Print what would be started: the resolved config and a table, or the plan as JSON."""
+def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
+    """Print what would be started: the resolved config, a table and, where there is one, the job's script; or the plan
+    alone, as JSON."""
     config, placement = placed(options.config, hosts)
     plan = _plan_to_show(config, placement, folder, resume=options.resume)
-    if options.as_json:
-        print(as_json(plan, placement))  # noqa: T201 - the face of the program
-        return
-    print(dump_config(config))  # noqa: T201
-    print(as_table(plan, placement))  # noqa: T201
+    whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
+    try:
+        print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201
+    except BrokenPipeError:  # whoever closes the pipe, as `| head` does, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plan_to_show(config: Config, placement: Placement, folder: Path, *, resume: bool) -> Plan:
@@ -44,16 +48,39 @@ def _plan_to_show(config: Config, placement: Placement, folder: Path, *, resume:
         placement,
         run_folder=folder,
         model_path="MODEL" if config.model.path == "tiny" else config.model.path,
-        addresses=Addresses(config.wire.port, 0, segment_folder("RUN")),
+        addresses=Addresses(config.wire.port, 0, segment_folder(folder)),
         resume=resume,
         warm_start_s=0.0,
     )
 
 
 def begin(
-    config: Config, placement: Placement, folder: Path, *, wire_port: int, meeting_port: int, resume: bool
+    config: Config,
+    placement: Placement,
+    folder: Path,
+    *,
+    wire_port: int,
+    meeting_port: int,
+    resume: bool,
+    may_wait: bool = False,
 ) -> JobRequest:
-    """Write down what the processes read, and say what is to be run."""
+    """Write down what the processes read, and say what is to be run.
+
+    Args:
+        config, placement: of the run.
+        folder: the run folder.
+        wire_port, meeting_port: of the learner's host, free.
+        resume: whether the run goes on from its newest checkpoint.
+        may_wait: whether a learner before may still seem to be there, since its node died a moment ago.
+
+    Raises:
+        PreflightError: a learner is at work in this folder.
+    """
+    if not may_wait and is_in_use(folder):
+        raise PreflightError(
+            f"run.folder: {folder} is in use by a learner; wait for its end (some minutes where its host died and the "
+            "folder is on NFS), or choose another folder"
+        )
     write_beginning(folder, config, placement.hosts)
-    addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(uuid.uuid4().hex[:12]))
+    addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
     return JobRequest(config, placement, folder, addresses, resume)

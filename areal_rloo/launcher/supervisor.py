@@ -54,6 +54,7 @@ class Child:
     handle: Handle
     num_restarts: int = 0
     restart_at_s: float | None = None
+    given_up: bool = False
 
 
 class Supervisor:
@@ -82,6 +83,9 @@ class Supervisor:
             return True
         if child.restart_at_s is None:
             if child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts):
+                if not child.given_up:
+                    logger.error("%s ended with code %s, and too often to be started again", name, code)
+                child.given_up = True
                 return False
             # A worker that ended well was told to: the learner is about to end too, and then none is needed.
             wait_s = _CLEAN_BACKOFF_S if code == 0 else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
@@ -95,6 +99,11 @@ class Supervisor:
             child.restart_at_s = None
             logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
         return True
+
+    def forgive(self, names: Iterable[str]) -> None:
+        """Count their restarts from now."""
+        for name in names:
+            self._children[name].num_restarts = 0
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process, if it still runs."""

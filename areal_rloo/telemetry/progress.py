@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 import time
 from types import TracebackType
@@ -14,6 +16,15 @@ from rich.text import Text
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 _PLAIN_EVERY_S = 2.0
+
+
+class RunConsole(Console):
+    """A console whose run goes on when whoever read it is gone; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:
@@ -41,12 +52,14 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # a full disk behind it
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """A line that stays, and that a quiet run says too, on standard error."""
         if self._console.quiet:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program
         else:
             self.say(text)
 

@@ -55,7 +55,7 @@ HTTP_NAMES = {"Response", "StreamResponse", "json_response", "response_format"}
 THEIRS = {
     "rollout/chat_api.py": HTTP_NAMES,
     "rollout/chat_server.py": HTTP_NAMES,
-    "launcher/ray_cluster.py": {"was_current_actor_reconstructed"},
+    "launcher/ray_owner.py": {"was_current_actor_reconstructed"},
 }
 
 

@@ -54,7 +54,7 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs(tmp_path: Path) -> 
 
 
 def test_a_key_unlike_any_other_is_refused_with_what_there_is(tmp_path: Path) -> None:
-    assert "expected one of name, seed, folder in run" in refusal(write(tmp_path, "run: {zzz: 1}"))
+    assert "expected one of name, seed, folder, entry in run" in refusal(write(tmp_path, "run: {zzz: 1}"))
 
 
 @pytest.mark.parametrize(

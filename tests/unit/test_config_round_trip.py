@@ -19,6 +19,7 @@ RELATED = {
     *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
     *("estimator", "placement", "train", "eval", "episode"),
     *("tensor_parallel", "urls", "api_key_env", "cache_tokens"),
+    *("time_limit", "warn_before_s", "drain_timeout_s", "runtime", "image", "mounts"),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
 }
 TREACHEROUS = [
@@ -47,6 +48,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
         case msgspec.inspect.StructType():
             fields = {f.name: values(f.type) for f in kind.fields if f.name not in RELATED}
             return st.fixed_dictionaries({}, optional=fields).map(lambda given: kind.cls(**given))
+        case msgspec.inspect.Metadata():
+            return values(kind.type)
         case msgspec.inspect.UnionType():
             return st.one_of([values(one) for one in kind.types])
         case msgspec.inspect.LiteralType():

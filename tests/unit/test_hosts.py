@@ -61,6 +61,9 @@ def test_a_host_is_used_as_far_as_the_config_lets_it() -> None:
 def test_this_host_has_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert this_host(LauncherConfig()).gpu_ids == ("3", "5")
+    for hidden in ("-1", "3,-1,5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert this_host(LauncherConfig()).gpu_ids == (("3",) if "3" in hidden else ()), "as CUDA reads it"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = this_host(LauncherConfig())
     assert (here.gpu_ids, here.num_cores) == ((), len(os.sched_getaffinity(0)))

@@ -21,10 +21,12 @@ def test_a_second_learner_is_refused_until_the_first_is_gone_however_it_ends(
     )
     assert first.stdout is not None
     first.stdout.readline()
+    assert lock.is_in_use(tmp_path)
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.2)
     with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
         lock.lock_run_folder(tmp_path)
     first.kill()
     first.wait()
     first.stdout.close()
+    assert not lock.is_in_use(tmp_path)
     lock.lock_run_folder(tmp_path)

@@ -71,6 +71,11 @@ def test_a_path_with_spaces_and_signs_of_slurm_s_own_is_written_so_that_slurm_re
     assert text.strip().endswith("'--run-folder=/shared/my runs/50%j'")
 
 
+def test_a_site_that_wants_memory_by_core_gets_it_so() -> None:
+    assert "--mem-per-cpu=2G" in directives("launcher.slurm.arguments={mem-per-cpu: 2G}")
+    assert "--mem=0" not in directives("launcher.slurm.arguments={mem-per-cpu: 2G}")
+
+
 def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
     asked = directives("launcher.slurm.num_seeds=4", "run.seed=10")
     assert asked >= {"--array=10-13", "--output=/shared/run/seed-%a/job.out"}
@@ -82,6 +87,7 @@ def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
         ("launcher.slurm.arguments={nodes: 3}", "launcher.slurm.arguments.nodes: not an option here: set launcher.num"),
         ("launcher.slurm.arguments={--array: 0-3}", "set launcher.slurm.num_seeds"),
         ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
+        ("launcher.slurm.time_limit=1:30:00", "expected text in quotes inside the value"),
         (
             "launcher.slurm.warn_before_s=30",
             "slurm.warn_before_s: expected more than launcher.drain_timeout_s",

@@ -125,7 +125,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     config = situation.config
     if config is not None and config.weights_transport(same_host=True) != "shared_memory":
         return
-    base = segment_folder("").parent
+    base = segment_folder(Path()).parent
     usage = shutil.disk_usage(base)
     fix = "enlarge /dev/shm (docker run --shm-size=...), or set weights.transport=collective"
     if base != Path("/dev/shm"):
