@@ -81,5 +81,5 @@ def _say(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads any more; the exit code is still the job's
+    except OSError:  # nobody reads any more, or the disk behind is full; the exit code is still the job's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -205,9 +205,17 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     assert code == 137, output
 
 
-def test_a_killed_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=10000")
+def test_a_run_that_is_alive_is_not_resumed_and_a_killed_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000", "wire.curve=true")
     run.wait_for(lambda: len(run.records()) >= 1)
+    before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
+    again = Run(run.folder, "learner.num_train_steps=9", "--resume")
+    code, output = again.wait()
+    assert again.process.stdout is not None
+    again.process.stdout.close()
+    assert code == 2, output
+    assert "is in use by a learner; wait for its end" in output
+    assert all(path.read_bytes() == content for path, content in before.items()), "nothing was written"
     run.process.kill()
     run.process.wait()
     assert gone(run)

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -135,3 +137,21 @@ def test_a_quiet_run_says_what_went_wrong_and_nothing_else(
         "a checkpoint could not be written: free some disk (logs/learner.log says more)",
         "the learner ended with code 1",
     ]
+
+
+def test_a_run_outlives_whoever_reads_its_output() -> None:
+    says = (
+        "from areal_rloo.telemetry.progress import Progress, RunConsole\n"
+        "progress = Progress(RunConsole(), num_train_steps=1)\n"
+        "input()\n"
+        "for _ in range(3):\n"
+        "    progress.say('step')\n"
+        "raise SystemExit(7)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", says], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(b"\n")
+    assert (process.returncode, errors) == (7, b"")
