@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
 from areal_rloo.launcher.run_folder import segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
 from areal_rloo.learner.lock import is_in_use
+
+_LOOK_EVERY_S = 0.2
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
@@ -74,13 +77,26 @@ def begin(
         may_wait: whether a learner before may still seem to be there, since its node died a moment ago.
 
     Raises:
-        PreflightError: a learner is at work in this folder.
+        PreflightError: a learner is at work in this folder, and does not end within launcher.drain_timeout_s.
     """
-    if not may_wait and is_in_use(folder):
-        raise PreflightError(
-            f"run.folder: {folder} is in use by a learner; wait for its end (some minutes where its host died and the "
-            "folder is on NFS), or choose another folder"
-        )
+    if not may_wait:
+        _wait_until_free(folder, config.launcher.drain_timeout_s)
     write_beginning(folder, config, placement.hosts)
     addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
     return JobRequest(config, placement, folder, addresses, resume)
+
+
+def _wait_until_free(folder: Path, timeout_s: float) -> None:
+    """A learner whose launcher was killed drains, and holds the folder until then."""
+    ends_s = time.monotonic() + timeout_s
+    said = False
+    while is_in_use(folder):
+        if not said:
+            print(f"waiting for the learner that is still at work in {folder}", file=sys.stderr, flush=True)  # noqa: T201
+        said = True
+        if time.monotonic() > ends_s:
+            raise PreflightError(
+                f"run.folder: {folder} is in use by a learner; wait for its end (some minutes where its host died and "
+                "the folder is on NFS), or choose another folder"
+            )
+        time.sleep(_LOOK_EVERY_S)

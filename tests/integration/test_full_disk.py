@@ -50,7 +50,7 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
         if run.poll() == 77 or "unshare" in said or "mount" in said:
             pytest.skip(f"no file system of one's own can be mounted here: {said.strip()}")
         assert "bytes free, fewer than launcher.min_free_disk_bytes=1000000: training goes on" in said
-        assert (tmp_path / "full").exists()
+        _wait_for(tmp_path / "full")
         time.sleep(5)  # steps, and checkpoints that fail
         assert run.poll() is None
         (tmp_path / "free").touch()
@@ -58,7 +58,8 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
         _interrupt(run)
         _, rest = run.communicate(timeout=60)
     finally:
-        run.kill()
+        for process in (*psutil.Process(run.pid).children(recursive=True), run) if run.poll() is None else ():
+            process.kill()
         run.stderr.close()
     assert run.returncode == 0, rest
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -67,6 +68,13 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
     ledger = summary["ledger"]
     assert ledger["dropped"] == {}
     assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+
+
+def _wait_for(file: Path) -> None:
+    ends_s = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < ends_s, f"{file} does not come"
+        time.sleep(0.1)
 
 
 def _interrupt(run: "subprocess.Popen[str]") -> None:

@@ -209,7 +209,7 @@ def test_a_run_that_is_alive_is_not_resumed_and_a_killed_launcher_leaves_no_orph
     run = start("learner.num_train_steps=10000", "wire.curve=true")
     run.wait_for(lambda: len(run.records()) >= 1)
     before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
-    again = Run(run.folder, "learner.num_train_steps=9", "--resume")
+    again = Run(run.folder, "launcher.drain_timeout_s=1", "--resume")
     code, output = again.wait()
     assert again.process.stdout is not None
     again.process.stdout.close()
