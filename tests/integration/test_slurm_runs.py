@@ -1,6 +1,7 @@
 """Whole runs as jobs of a real Slurm cluster of two nodes, each in a network of its own: steps, signals, requeues."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -102,11 +103,15 @@ def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_th
     )
     code, output = run.wait()
     assert code == 0, output
-    job_id = int(output.split()[1])
+    submitted = re.search(r"job (\d+) is submitted", output)
+    assert submitted is not None, output
+    job_id = int(submitted[1])
     log = run.folder / "logs" / "learner.log"
     cluster.wait_for(lambda: log.exists() and "resuming from" in log.read_text(), timeout_s=240)
     assert cluster.job(job_id).restarts == 1
-    at = run.summary()["policy_version"]
+    resumed = re.search(r"resuming from \S+ at version (\d+)", log.read_text())
+    assert resumed is not None
+    at = int(resumed[1])
     cluster.wait_for(lambda: len(run.records()) >= at + 2, timeout_s=120)
     assert [record.num_train_steps for record in run.records()] == list(range(1, len(run.records()) + 1))
     cluster.run("scancel", str(job_id))
