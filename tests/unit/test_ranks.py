@@ -77,7 +77,7 @@ def _steps(team: Team, config: Config) -> dict[str, Any]:
 
 def _assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, label: str) -> None:
     for name in ("losses", "norms", "entropy", "ratio_max", "kl", "coefficient"):
-        # The second step's norm, of some 60, is at weights that float32 has moved: 1.7e-5 was seen on one host's kernels.
+        # The second step's norm is at weights that float32 has moved: with one host's kernels 1.7e-5 was seen.
         within = tolerance * (5 if name == "norms" else 1)
         assert one[name] == pytest.approx(other[name], rel=within, abs=within, nan_ok=True), f"{label}: {name}"
     moved = 0.0
