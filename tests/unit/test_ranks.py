@@ -77,8 +77,9 @@ def _steps(team: Team, config: Config) -> dict[str, Any]:
 
 def _assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, label: str) -> None:
     for name in ("losses", "norms", "entropy", "ratio_max", "kl", "coefficient"):
-        # The second step's norm is at weights that float32 has moved: with one host's kernels 1.7e-5 was seen.
-        within = tolerance * (5 if name == "norms" else 1)
+        # Norm and largest ratio of the second step are at weights that float32 has moved, and a sequence's ratio is the
+        # exponential of a sum: with one host's kernels 2.6e-5 was seen.
+        within = tolerance * (5 if name in ("norms", "ratio_max") else 1)
         assert one[name] == pytest.approx(other[name], rel=within, abs=within, nan_ok=True), f"{label}: {name}"
     moved = 0.0
     for name, weight in other["weights"].items():
