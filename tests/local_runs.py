@@ -86,6 +86,31 @@ class Run:
             time.sleep(0.05)
 
 
+def assert_drained(run: Run) -> None:
+    """It ended with a checkpoint of its last version, and nothing unaccounted for."""
+    summary = run.summary()
+    assert summary["exit_reason"] == "drained"
+    assert balanced(summary["ledger"])
+    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()
+
+
+def assert_kills_cost_nothing(run: Run) -> None:
+    """Of a run of 12 steps, kill a worker and, after a checkpoint, the learner; each sample is trained on once."""
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.children("areal_rloo.rollout")[0].kill()
+    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    leader = next(p for p in run.children("areal_rloo.learner") if "--rank=0" in p.cmdline())
+    leader.kill()
+    code, output = run.wait()
+    assert code == 0, output
+    assert "begins anew from step-0000" in output
+    summary = run.summary()
+    assert summary["num_train_steps"] == 12
+    assert balanced(summary["ledger"])
+    assert (summary["ledger"]["trained"], summary["ledger"]["dropped"]) == (12 * 16, {})
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 13))
+
+
 def gone(run: Run) -> bool:
     ends_s = time.monotonic() + 20
     while run.children("areal_rloo.learner") or run.children("areal_rloo.rollout"):

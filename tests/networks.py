@@ -6,6 +6,8 @@ daemon does not start.
 """
 
 import contextlib
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ class TwoNetworks:
 
 
 CABLE_END = "cable"
+CAN_MAKE_NETWORKS = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("nsenter") is not None
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ from pathlib import Path
 import psutil
 from networks import TwoNetworks
 
+from areal_rloo.launcher.hosts import ReservedPorts
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 NODES = ("n1", "n2")
 START_LIMIT_S = 30.0
@@ -140,7 +142,8 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
-        controller_port, first_port, second_port = _free_ports(3)
+        with ReservedPorts(3) as reserved:
+            controller_port, first_port, second_port = reserved.ports
         config = CONFIG.format(
             host=socket.gethostname().partition(".")[0],
             user=pwd.getpwuid(os.geteuid()).pw_name,
@@ -244,14 +247,6 @@ def _lives(process: psutil.Process) -> bool:
 def _search_path() -> str:
     """The daemons lie in folders that the PATH of an ordinary user lacks."""
     return os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("", 0))
-        return [held.getsockname()[1] for held in sockets]
 
 
 def _job(line: str) -> Job:

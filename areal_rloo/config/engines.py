@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -78,6 +79,23 @@ def argument_name(written: str) -> str:
     return written.lstrip("-").replace("_", "-")
 
 
+def refuse_owned(key: str, arguments: Iterable[str], owned: Mapping[str, str]) -> None:
+    """Refuse what we say to another program ourselves.
+
+    Args:
+        key: of the options.
+        arguments: as they are written.
+        owned: by the name of an option, where the user says it instead.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for written in arguments:
+        name = argument_name(written)
+        if name in owned:
+            raise ConfigError(f"{key}.{written}: not an option here: {owned[name]}")
+
+
 def validate_engines(rollout: RolloutConfig, *, context_tokens: int, wire_host: str, transport: str) -> None:
     """Check what no single field can check.
 
@@ -99,10 +117,7 @@ def validate_engines(rollout: RolloutConfig, *, context_tokens: int, wire_host: 
             )
         _validate_embedded(rollout.embedded, context_tokens)
         return
-    for written in sglang.arguments:
-        name = argument_name(written)
-        if name in _OWNED:
-            raise ConfigError(f"rollout.sglang.arguments.{written}: not an option here: {_OWNED[name]}")
+    refuse_owned("rollout.sglang.arguments", sglang.arguments, _OWNED)
     _validate_urls(rollout, wire_host=wire_host, transport=transport)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from areal_rloo.config.engines import argument_name
+from areal_rloo.config.engines import refuse_owned
 from areal_rloo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from areal_rloo.errors import ConfigError
 
@@ -92,10 +92,7 @@ def validate_launcher(launcher: LauncherConfig) -> None:
             f"launcher.slurm.time_limit: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
             f"'{slurm.time_limit}'"
         )
-    for written in slurm.arguments:
-        name = argument_name(written)
-        if name in _OWNED:
-            raise ConfigError(f"launcher.slurm.arguments.{written}: not an option here: {_OWNED[name]}")
+    refuse_owned("launcher.slurm.arguments", slurm.arguments, _OWNED)
     if slurm.warn_before_s <= launcher.drain_timeout_s:
         raise ConfigError(
             f"launcher.slurm.warn_before_s: expected more than launcher.drain_timeout_s={launcher.drain_timeout_s:g}, "

@@ -11,7 +11,6 @@ One line a finding, as soon as it is there; exit code 2 where something is wrong
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 from collections import Counter
@@ -25,6 +24,7 @@ from areal_rloo.errors import ConfigError, UserError, first_line
 from areal_rloo.launcher.findings import Finding, findings
 from areal_rloo.launcher.findings.base import refused, unsure
 from areal_rloo.launcher.findings.link import reach, serve
+from areal_rloo.telemetry.progress import stop_printing
 
 _MARGIN = 8
 
@@ -145,7 +145,7 @@ def run() -> int:
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        stop_printing()
         return 0
 
 

@@ -27,9 +27,13 @@ _NVIDIA_SMI_TIMEOUT_S = 10
 
 def this_host(launcher: LauncherConfig) -> Host:
     """Cores this process may use, GPUs as the driver lists them, and memory, capped as the config says; no torch."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = Host(socket.gethostname(), "127.0.0.1", affinity, _gpu_ids(), psutil.virtual_memory().total)
+    found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), psutil.virtual_memory().total)
     return capped(found, launcher)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def described_hosts(launcher: LauncherConfig) -> list[Host]:

@@ -11,10 +11,7 @@ from areal_rloo.errors import EXIT_RANK_LOST
 from areal_rloo.launcher.plan import Plan
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.launcher.supervisor import Supervisor
-from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress
-
-logger = get_logger(__name__)
 
 _GRACE_S = 5.0
 

@@ -32,9 +32,6 @@ from areal_rloo.launcher.plan import on_network
 from areal_rloo.launcher.ray_nodes import alive_nodes, in_place
 from areal_rloo.launcher.ray_owner import Keeper
 from areal_rloo.launcher.ray_starter import RayStarter
-from areal_rloo.telemetry.logs import get_logger
-
-logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.5
 _SAY_FIRST_S = 5.0

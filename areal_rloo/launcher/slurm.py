@@ -23,7 +23,7 @@ from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.preflight import check
 from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, point_latest, seed_folder
-from areal_rloo.launcher.slurm_follow import follow
+from areal_rloo.launcher.slurm_follow import follow, refusal
 from areal_rloo.launcher.start import placed, show_plan
 
 _MIB = 2**20
@@ -135,8 +135,7 @@ def _submitted(script: Path) -> str:
     """
     ended = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        words = " ".join(ended.stderr.split())
-        raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
+        raise refusal(ended.stderr)
     return ended.stdout.strip().partition(";")[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import FrameType
 
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.tail import Tail
+from areal_rloo.telemetry.progress import stop_printing
 
 _LOOK_EVERY_S = 0.2
 
@@ -36,8 +36,7 @@ def follow(script: Path, output: Path) -> int:
     assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
     job_id = submission.stdout.readline().strip().partition(";")[0]
     if not job_id:
-        words = " ".join(submission.stderr.read().split())
-        raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
+        raise refusal(submission.stderr.read())
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
     signals.job_id = job_id
     while submission.poll() is None:
@@ -46,6 +45,12 @@ def follow(script: Path, output: Path) -> int:
         time.sleep(_LOOK_EVERY_S)
     _say(tail.read())
     return submission.returncode
+
+
+def refusal(said: str) -> PreflightError:
+    """What sbatch said when it took no job."""
+    words = " ".join(said.split())
+    return PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
 
 
 class _Signals:
@@ -82,4 +87,4 @@ def _say(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError:  # nobody reads any more, or the disk behind is full; the exit code is still the job's
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop_printing()

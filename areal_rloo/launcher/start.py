@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
 from areal_rloo.launcher.run_folder import segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
 from areal_rloo.learner.lock import is_in_use
+from areal_rloo.telemetry.progress import stop_printing
 
 _LOOK_EVERY_S = 0.2
 
@@ -41,7 +41,7 @@ def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: 
     try:
         print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201
     except BrokenPipeError:  # whoever closes the pipe, as `| head` does, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop_printing()
 
 
 def _plan_to_show(config: Config, placement: Placement, folder: Path, *, resume: bool) -> Plan:

@@ -18,13 +18,18 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 _PLAIN_EVERY_S = 2.0
 
 
+def stop_printing() -> None:
+    """Whoever read our output is gone: what comes, and what is still buffered, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class RunConsole(Console):
     """A console whose run goes on when whoever read it is gone; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Say nothing more."""
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop_printing()
 
 
 class Progress:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_runs import Run, balanced, gone
+from local_runs import Run, assert_drained, balanced, gone
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.algorithm.kl import adapted_coefficient
@@ -187,10 +187,7 @@ def test_every_process_serves_its_metrics_and_sigterm_drains_to_a_checkpoint_and
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
-    summary = run.summary()
-    assert summary["exit_reason"] == "drained"
-    assert balanced(summary["ledger"])
-    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()
+    assert_drained(run)
 
 
 def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:

@@ -1,19 +1,16 @@
 """The Slurm cluster that other tests submit to: both nodes work, exit codes come back, nothing stays behind."""
 
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from networks import two_networks
+from networks import CAN_MAKE_NETWORKS, two_networks
 from slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 
 MISSING = missing_programs()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
-CAN_MAKE_NETWORKS = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("nsenter") is not None
 
 
 @pytest.fixture(scope="module")

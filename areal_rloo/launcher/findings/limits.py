@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from areal_rloo.config import Config
 from areal_rloo.launcher.findings.base import Finding, Situation, ok, size, unsure, wrong
 from areal_rloo.launcher.findings.inputs import policy_parameters
+from areal_rloo.launcher.hosts import num_cores
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
@@ -58,7 +58,7 @@ def _num_connections(config: Config) -> int:
 
 def check_cores(situation: Situation) -> Iterator[Finding]:
     """Cores that may be used, by affinity and by the container's quota, and the threads that the config asks for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     quota = cpu_quota()
     if quota is not None and quota < cores:
         what = f"{cores} cores are seen, the container may use {quota:g}: threads would hold each other up"
