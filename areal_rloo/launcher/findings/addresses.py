@@ -40,7 +40,7 @@ def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
         yield "wire.port", config.wire.host, config.wire.port
     if config.telemetry.metrics_port:
         for index in range(1 + config.rollout.num_workers):
-            yield "telemetry.metrics_port", "127.0.0.1", config.telemetry.metrics_port + index
+            yield "telemetry.metrics_port", config.telemetry.metrics_host, config.telemetry.metrics_port + index
 
 
 def check_wire_host(situation: Situation) -> Iterator[Finding]:

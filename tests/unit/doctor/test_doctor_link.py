@@ -18,7 +18,7 @@ import pytest
 from areal_rloo.launcher.findings import Finding, link
 from areal_rloo.launcher.findings.link import Greeting, Hello, Stream, reach
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 DOCTOR = [sys.executable, "-m", "areal_rloo.launcher.doctor"]
 
 

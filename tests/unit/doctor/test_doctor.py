@@ -1,0 +1,126 @@
+"""All that is looked at before a run, as a start sees it, and the command."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from situations import REPO, config
+
+from areal_rloo.errors import ModelError, PreflightError, UserError
+from areal_rloo.launcher import preflight
+from areal_rloo.launcher.findings import Finding, Situation, findings, guarded
+from areal_rloo.launcher.findings.base import within
+
+
+def test_a_check_that_fails_itself_is_unsure() -> None:
+    def check_the_moon(situation: Situation) -> Iterator[Finding]:
+        raise ZeroDivisionError("new moon")
+        yield
+
+    (finding,) = guarded(check_the_moon, Situation())
+    assert (finding.name, finding.state) == ("the moon", "unsure")
+    assert finding.what == "could not be checked: ZeroDivisionError: new moon"
+
+
+def test_a_call_without_an_end_is_given_up_and_an_error_comes_through() -> None:
+    with pytest.raises(TimeoutError):
+        within(0.01, threading.Event().wait)
+    with pytest.raises(ZeroDivisionError):
+        within(10.0, lambda: 1 // 0)
+    assert within(10.0, lambda: 7) == 7
+
+
+def test_a_start_ends_with_the_first_wrong_finding(tmp_path: Path) -> None:
+    preflight.check(config())
+    for overrides, error in ((("model.path=/nowhere/x",), ModelError), (("data.train.task=gsm8x",), UserError)):
+        with pytest.raises(error):
+            preflight.check(config(*overrides))
+    with pytest.raises(
+        PreflightError, match=r"run\.folder: .* expected launcher\.min_free_disk_bytes=1000000000000000"
+    ):
+        preflight.look(config("launcher.min_free_disk_bytes=1000000000000000"), tmp_path / "run")
+    preflight.look(config(), tmp_path / "run")
+    assert (tmp_path / "run").is_dir()
+
+
+def test_whoever_only_submits_is_told_nothing_of_this_host() -> None:
+    names = {f.name for f in findings(config("wire.port=1"), folder=None, thorough=False, runs_here=False)}
+    assert not names & {"wire.port", "gpus", "shared memory", "open files", "memory"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = config(f"wire.port={taken.getsockname()[1]}")
+        preflight.check(busy, runs_here=False)
+        with pytest.raises(PreflightError, match="is in use"):
+            preflight.check(busy)
+
+
+def test_the_quick_part_takes_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from areal_rloo.config import load_config
+from areal_rloo.launcher import doctor
+from areal_rloo.launcher.findings import findings
+print(len(list(findings(load_config("quickstart.yaml"), folder=Path({str(tmp_path)!r}), thorough=False))) > 10)
+print("torch" in sys.modules, "transformers" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+
+
+def _doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_rloo.launcher.doctor", *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_the_command_ends_with_0_where_nothing_is_wrong(tmp_path: Path) -> None:
+    done = _doctor("--config", "quickstart.yaml", "--quick", f"run.folder={tmp_path / 'run'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    assert all(line.startswith(("ok      ", "unsure  ", "        fix: ")) for line in lines)
+    assert " ok, 0 wrong, " in last
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_ends_with_2_and_says_the_fix(tmp_path: Path) -> None:
+    done = _doctor("--config", "quickstart.yaml", "--quick", "model.path=/nowhere/model", f"run.folder={tmp_path}")
+    assert (done.returncode, done.stderr) == (2, "")
+    lines = done.stdout.splitlines()
+    at = lines.index("wrong   model.path: /nowhere/model: no such folder")
+    assert lines[at + 1] == "        fix: expected a model folder, a hub name (org/name), or tiny"
+    assert ", 1 wrong, " in lines[-1]
+
+
+def test_json_is_one_object(tmp_path: Path) -> None:
+    done = _doctor("--config", "quickstart.yaml", "--json", "model.path=/nowhere", f"run.folder={tmp_path}")
+    said = json.loads(done.stdout)
+    assert done.returncode == 2
+    assert said["counts"]["wrong"] == 1
+    assert {"name", "state", "what", "fix"} == set(said["findings"][0])
+    assert {"torch", "host name"} <= {finding["name"] for finding in said["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--quick", "--config", "nope.yaml"], "nope.yaml: no such config file"),
+        (["--quick", "--config", "quickstart.yaml", "run.nane=x"], "did you mean 'name'?"),
+        (["--quick", "--config", "quickstart.yaml", "run.entry=no.py"], "run.entry: no.py cannot be imported"),
+        (["--quick", "run.name=x"], "argument 'run.name=x'"),
+        (["--quick", "--fast"], "argument '--fast'"),
+        (["--reach", "host"], "--reach host: expected a port"),
+        (["--listen", "99999"], "--listen 99999: expected a port"),
+        (["--listen", "203.0.113.7:0"], "--listen 203.0.113.7:0: "),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_a_finding_too(arguments: list[str], words: str) -> None:
+    done = _doctor(*arguments)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert words in done.stdout
