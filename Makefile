@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test check lint extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -12,12 +12,14 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
-check: $(STAMP)
+check: lint
+	$(BIN)/python -m pytest -q tests/project
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/project
 
 extras: $(STAMP)  # what tests of the hub, reasoning-gym, adapters and Ray need beside the rest; they skip without it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,peft,ray,rg]'
