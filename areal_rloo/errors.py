@@ -11,7 +11,8 @@ ArealRlooError
 │   ├── DecodeError          bytes that are not a valid message
 │   └── WireVersionError     a peer that speaks another wire version
 ├── WeightsError         a broadcast that failed
-│   └── ChecksumError        what arrived is not what was sent
+│   ├── ChecksumError        what arrived is not what was sent
+│   └── WentBackError        the learner began again at an earlier version
 ├── EngineError          an engine that cannot go on
 ├── SampleError          a sample that will not be finished, with the reason of its drop
 │   ├── GenerationError      a completion that the engine cannot make
@@ -28,6 +29,7 @@ _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 
 
 EXIT_RANK_LOST = 3  # of a learner rank that ended because another did
+EXIT_WENT_BACK = 4  # of a rollout worker that ended because the learner went back to an earlier version
 
 
 class ArealRlooError(Exception):
@@ -76,6 +78,10 @@ class WeightsError(ArealRlooError):
 
 class ChecksumError(WeightsError):
     """The weights that arrived are not the weights that were sent."""
+
+
+class WentBackError(WeightsError):
+    """The learner began again at a version before ours, which no version of it follows from."""
 
 
 class EngineError(ArealRlooError):

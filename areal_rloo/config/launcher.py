@@ -16,6 +16,8 @@ from areal_rloo.errors import ConfigError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, h:m, h:m:s, days-h, ...
 
+_WARNS_EARLY_S = 60  # as the manual of sbatch says of --signal
+
 # What we say to sbatch ourselves, and where the user says it instead.
 _OWNED = {
     "nodes": "set launcher.num_hosts",
@@ -25,7 +27,7 @@ _OWNED = {
     "signal": "set launcher.slurm.warn_before_s",
     "requeue": "set launcher.slurm.requeue",
     "no-requeue": "set launcher.slurm.requeue",
-    "output": "it is job.out in the run folder",
+    "output": "it is job.out, or job-<index>.out, in the run folder",
     "job-name": "set run.name",
     "gpus-per-node": "set launcher.gpus_per_host",
     "cpus-per-task": "set launcher.cores_per_host",
@@ -34,7 +36,7 @@ _OWNED = {
     "partition": "set launcher.slurm.partition",
     "account": "set launcher.slurm.account",
     "exclusive": "leave launcher.cores_per_host out",
-    "error": "it is job.out in the run folder",
+    "error": "it is job.out, or job-<index>.out, in the run folder",
     "open-mode": "it is append, so that a requeued job writes on",
     "wait": "say --wait to the launcher",
 }
@@ -92,6 +94,12 @@ def validate_launcher(launcher: LauncherConfig) -> None:
             f"launcher.slurm.time_limit: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
             f"'{slurm.time_limit}'"
         )
+    needed_s = slurm.warn_before_s + _WARNS_EARLY_S
+    if slurm.time_limit is not None and _seconds(slurm.time_limit) <= needed_s:
+        raise ConfigError(
+            f"launcher.slurm.time_limit: expected more than launcher.slurm.warn_before_s={slurm.warn_before_s} and a "
+            f"minute, by which Slurm may warn early, got '{slurm.time_limit}'; else the job is told to end as it starts"
+        )
     refuse_owned("launcher.slurm.arguments", slurm.arguments, _OWNED)
     if slurm.warn_before_s <= launcher.drain_timeout_s:
         raise ConfigError(
@@ -106,3 +114,16 @@ def validate_launcher(launcher: LauncherConfig) -> None:
     for mount in container.mounts:
         if mount.count(":") not in (1, 2) or not mount.startswith("/"):
             raise ConfigError(f"launcher.container.mounts: expected /SOURCE:/TARGET, got '{mount}'")
+
+
+def _seconds(time_limit: str) -> int:
+    """Of a limit as sbatch takes it: m, m:s, h:m:s, d-h, d-h:m or d-h:m:s."""
+    days, has_days, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if has_days:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

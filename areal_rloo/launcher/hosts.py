@@ -26,7 +26,11 @@ _NVIDIA_SMI_TIMEOUT_S = 10
 
 
 def this_host(launcher: LauncherConfig) -> Host:
-    """Cores this process may use, GPUs as the driver lists them, and memory, capped as the config says; no torch."""
+    """Cores this process may use, GPUs as the driver lists them, and memory, capped as the config says; no torch.
+
+    Raises:
+        PreflightError: the driver does not answer, or there are fewer GPUs than the config says.
+    """
     found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), psutil.virtual_memory().total)
     return capped(found, launcher)
 
@@ -78,13 +82,14 @@ def _gpu_ids() -> tuple[str, ...]:
         return tuple(itertools.takewhile(lambda gpu_id: not gpu_id.startswith("-"), ids))  # as CUDA reads it
     if shutil.which("nvidia-smi") is None:
         return ()
-    listed = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=_NVIDIA_SMI_TIMEOUT_S,
-        check=False,
-    )
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PreflightError(
+            f"gpus: nvidia-smi does not answer: {error}; look at `dmesg`, the driver may want a reboot, or set "
+            "CUDA_VISIBLE_DEVICES"
+        ) from error
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
 
 
@@ -126,14 +131,21 @@ class ClaimedGpus:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir()) / "areal_rloo-gpus"
         self._files: dict[str, IO[bytes]] = {}
+        self._turn: IO[bytes] | None = None
 
     def claim(self, host: Host) -> Host:
-        """The host with those of its GPUs that nobody had; they are ours until `keep` or `close`."""
+        """The host with those of its GPUs that nobody has; they are ours until `keep` or `close`.
+
+        Until then other runs wait here, so that none takes for missing what this one is about to give back.
+        """
         if not host.gpu_ids:
             return host
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
             self._folder.chmod(0o1777)  # everybody's, whatever our umask
+        self._turn = self._opened(".turn")
+        if self._turn is not None:
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
         for gpu_id in host.gpu_ids:
             if (file := self._opened(gpu_id)) is None:
                 continue
@@ -146,9 +158,12 @@ class ClaimedGpus:
         return dataclasses.replace(host, gpu_ids=tuple(gpu for gpu in host.gpu_ids if gpu in self._files))
 
     def keep(self, gpu_ids: Iterable[str]) -> None:
-        """Let all others go."""
+        """Let all others go, and the next run choose."""
         for gpu_id in self._files.keys() - set(gpu_ids):
             self._files.pop(gpu_id).close()
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
 
     def close(self) -> None:
         self.keep(())

@@ -189,7 +189,8 @@ class Job:
                     self._begin_drain(ranks)
             time.sleep(_LOOK_EVERY_S)
         self._look_around(tail)
-        self._supervisor.wait(workers, _GRACE_S)
+        if code == 0:
+            self._supervisor.wait(workers, _GRACE_S)  # the learner has told them to end
         told = self._drain_ends_s is not None and failure is None and self._signals.num_ends <= 1
         if told and code in _TOLD_TO_END:
             code = 0  # before it had begun
@@ -216,10 +217,7 @@ class Job:
             return None
         code = ranks.finish(code)
         ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
-        if ends or not ranks.begin_anew(code):
-            return code
-        self._supervisor.forgive(self._workers)  # those that were ahead of its checkpoint end too, and begin anew
-        return None
+        return code if ends or not ranks.begin_anew(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
         self._progress.warn(ranks.last_words(code))

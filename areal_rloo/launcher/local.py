@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     gpus = ClaimedGpus()
     config, placement = _placed(options.config, this_host(launcher), gpus)
-    look(config, folder)
     gpus.keep(gpu_id for seat in (*placement.learner, *placement.workers) for gpu_id in seat.gpu_ids)
+    look(config, folder)
     with ReservedPorts(2) as reserved:
         request = begin(
             config,

@@ -1,4 +1,4 @@
-"""Processes on this host: started in a session of their own, ended with their whole session.
+"""Processes on this host: started in a session of their own, which ends with them.
 
 Ctrl-C on a terminal so reaches the launcher alone, which decides what it means. Should the launcher itself be killed,
 Linux sends its processes SIGTERM, and they drain.
@@ -11,11 +11,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from areal_rloo.launcher.plan import ProcessSpec
+
+_SESSION_ENDS_S = 10.0
+_LOOK_EVERY_S = 0.02
 
 # Run by the process itself before it becomes what it is to be: between fork and exec nothing of Python is safe where
 # the launcher has threads, as in Ray. A parent that ended meanwhile sends no signal any more. Ray blocks SIGINT.
@@ -46,11 +50,13 @@ class LocalProcess:
             command: to be run.
             environment: all of its variables.
             output: what it prints.
-            bound: it is told to end when we do, however that comes about; on Linux alone.
+            bound: it is told to end when we do, however that comes about (on Linux alone), and what it leaves of its
+                session ends with it.
             folder: to be run in; None for ours.
         """
-        bound = bound and sys.platform == "linux"
-        wrapper = (sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())) if bound else ()
+        self._bound = bound
+        wraps = bound and sys.platform == "linux"
+        wrapper = (sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())) if wraps else ()
         self._process = subprocess.Popen(
             (*wrapper, *command),
             cwd=folder,
@@ -64,20 +70,41 @@ class LocalProcess:
 
     def exit_code(self) -> int | None:
         """None while it runs; 128 + n for signal n, as a shell says it."""
-        code = self._process.poll()
+        if self._process.returncode is None and self._process.poll() is not None:
+            self._kill_session()  # now: later its number may be another's
+        code = self._process.returncode
         return code if code is None or code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
-        if self._process.poll() is None:
+        if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to it and what is left of its session; waits for its end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL; waits for its end, and a while for that of a session which is not bound to it."""
+        if self.exit_code() is not None:
+            return
+        self._kill_session()
+        self._process.kill()
         self._process.wait()
+        ends_s = time.monotonic() + _SESSION_ENDS_S
+        while not self._bound and self._has_session() and time.monotonic() < ends_s:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _has_session(self) -> bool:
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+    def _kill_session(self) -> None:
+        if self._bound:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class LocalStarter:

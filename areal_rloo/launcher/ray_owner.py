@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import ray
 
+from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess
@@ -63,14 +65,13 @@ class Owner:
             if self._told_to_end:
                 return 128 + signal.SIGTERM, ""
             process = self._process = self._started(command)
-        print(f"{spec.name}: {process.label}, logs in {command.log.parent}", flush=True)  # noqa: T201 - the dashboard's
+        _show(lambda: f"{spec.name}: {process.label}, logs in {command.log.parent}\n")
         while (code := process.exit_code()) is None:
             time.sleep(_POLL_EVERY_S)
             for tail in tails:
-                sys.stdout.write(tail.read())
-        print(f"{spec.name} ended with code {code}", flush=True)  # noqa: T201
-        if spec.max_restarts and code not in (0, 2) and not self._told_to_end:
-            process.kill()  # what it may have left
+                _show(tail.read)
+        _show(lambda: f"{spec.name} ended with code {code}\n")
+        if spec.max_restarts and code not in (0, 2, EXIT_WENT_BACK) and not self._told_to_end:
             os._exit(1)  # Ray's own way of starting again, as if the node had gone
         return code, ""
 
@@ -102,11 +103,18 @@ class Owner:
         if spec.gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))  # those that Ray chose
         folder = command.folder if command.folder is not None and command.folder.is_dir() else None
-        with command.log.open("ab") as output:
+        with command.log.open("ab", buffering=0) as output:
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                output.write(f"{spec.name} is started again by Ray\n".encode())
-                output.flush()
+                with contextlib.suppress(OSError):  # a full disk, which is no reason not to start
+                    output.write(f"{spec.name} is started again by Ray\n".encode())
             return LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
+
+
+def _show(text: Callable[[], str]) -> None:
+    """In Ray's dashboard, which shows what we print; a disk that fails meanwhile is not the process's end."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(text())
+        sys.stdout.flush()
 
 
 class Keeper:

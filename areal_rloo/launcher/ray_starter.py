@@ -20,10 +20,15 @@ from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.ray_nodes import alive_nodes, in_place
 from areal_rloo.launcher.ray_owner import OwnedCommand, Owner
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
 
 _FORWARDED = ("AREAL_RLOO_", "HF_", "NCCL_", "GLOO_", "SGLANG_", "WANDB_", "TORCH_")  # variables that go along
 _ANSWER_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.5  # a look at one process costs 0.1 ms of the launcher, and there may be hundreds
+_ASK_EVERY_S = 5.0
+_MISSED_S = 30.0
 _LOST = 137  # the code of a process that is gone with its owner, as if killed
 
 
@@ -104,11 +109,13 @@ class OwnedProcess:
 
     def __init__(self, owner: Any, command: OwnedCommand, *, place_timeout_s: float) -> None:
         self._owner = owner
-        self._up: Any = owner.is_up.remote()
+        self._asked: Any = owner.is_up.remote()
         self._ending = owner.run.remote(command)
+        self._name = command.spec.name
         self._log = command.log
         self._place_timeout_s = place_timeout_s
-        self._began_s = time.monotonic()
+        self._was_up_s = self._asked_s = time.monotonic()
+        self._is_missed = False
         self._looked_s = 0.0
         self._code: int | None = None
         self.label = f"in Ray, on {command.spec.host}"
@@ -120,11 +127,8 @@ class OwnedProcess:
             self._looked_s = now_s
             if ray.wait([self._ending], timeout=0)[0]:
                 self._end()
-            elif self._up is not None and ray.wait([self._up], timeout=0)[0]:
-                self._up = None
-            elif self._up is not None and now_s - self._began_s > self._place_timeout_s:
-                words = f"Ray has found no place for it within launcher.place_timeout_s={self._place_timeout_s:g}"
-                self._ended(_LOST, words)
+            else:
+                self._look_for_owner(now_s)
         return self._code
 
     def signal(self, number: int) -> None:
@@ -140,6 +144,23 @@ class OwnedProcess:
             ray.get(self._owner.kill.remote(), timeout=_ANSWER_TIMEOUT_S)
         self._ended(_LOST, "")
 
+    def _look_for_owner(self, now_s: float) -> None:
+        """An owner that Ray makes anew is nowhere until its place is there again, and may never be."""
+        if self._asked is None and now_s - self._asked_s > _ASK_EVERY_S:
+            self._asked, self._asked_s = self._owner.is_up.remote(), now_s
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                ray.get(self._asked)
+                self._was_up_s = now_s
+            self._asked = None
+        missed_s = now_s - self._was_up_s
+        if missed_s > self._place_timeout_s:
+            words = f"Ray has found no place for it within launcher.place_timeout_s={self._place_timeout_s:g}"
+            self._ended(_LOST, words)
+        elif missed_s > _MISSED_S and not self._is_missed:
+            logger.warning("%s: nothing is heard of its owner; Ray may be looking for a place for it", self._name)
+        self._is_missed = missed_s > _MISSED_S
+
     def _end(self) -> None:
         try:
             code, words = ray.get(self._ending)
@@ -151,7 +172,8 @@ class OwnedProcess:
         self._code = code
         ray.kill(self._owner)  # its place is free for the next one
         if words:
-            with self._log.open("a", encoding="utf-8") as log:
+            logger.error("%s: %s", self._name, words)
+            with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
                 log.write(words + "\n")
 
 

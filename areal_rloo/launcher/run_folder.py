@@ -41,14 +41,22 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         if folder.exists():  # a second run in the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
-    holds_run = any((folder / name).exists() for name in ("config.yaml", SUBMITTED))
-    if resume and not holds_run:
+    if not resume:
+        refuse_second_run(folder, "config.yaml", SUBMITTED)
+    elif not any((folder / name).exists() for name in ("config.yaml", SUBMITTED)):
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
-    if holds_run and not resume:
+    return folder
+
+
+def refuse_second_run(folder: Path, *names: str) -> None:
+    """
+    Raises:
+        PreflightError: one of these files is there, so the folder is another run's.
+    """
+    if any((folder / name).exists() for name in names):
         raise PreflightError(
             f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another"
         )
-    return folder
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
@@ -56,8 +64,9 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
 
     Of a folder that is resumed, the summary goes: it says how the run ended the last time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    fresh = folder / ".config.yaml"  # renamed, so that no process of an earlier start ever reads half of it
+    fresh.write_text(dump_config(config), encoding="utf-8")
+    fresh.rename(folder / "config.yaml")
     (folder / "summary.json").unlink(missing_ok=True)  # says how an earlier start ended
     if config.curve and not (folder / "keys").exists():  # a process of an earlier start may still have them
         make_keys(folder / "keys")
@@ -82,7 +91,7 @@ def point_latest(folder: Path) -> None:
             fresh.rename(folder.with_name(_LATEST.name))
 
 
-def seed_folder(folder: Path, config: Config, seed: int | str) -> Path:
+def seed_folder(folder: Path, config: Config, seed: int) -> Path:
     """Of one job of an array of seeds; the run folder itself where there is no array."""
     return folder if config.launcher.slurm.num_seeds == 1 else folder / f"seed-{seed}"
 

@@ -22,8 +22,8 @@ from areal_rloo.launcher.assets import read_asset
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.preflight import check
-from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, point_latest, seed_folder
-from areal_rloo.launcher.slurm_follow import follow, refusal
+from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, point_latest
+from areal_rloo.launcher.slurm_follow import SubmissionCutError, follow, refusal
 from areal_rloo.launcher.start import placed, show_plan
 
 _MIB = 2**20
@@ -45,26 +45,23 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if config.launcher.cores_per_host:  # else the job has whole nodes, and nobody knows yet what these have
         placed(config, described_hosts(config.launcher))
-        if config.launcher.gpus_per_host is None and "auto" in (config.learner.device, config.rollout.device):
-            print("launcher.gpus_per_host is not set, so the job asks for no GPU", file=sys.stderr)  # noqa: T201
+    if _asks_for_no_gpu(config):
+        print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
-    seeds = _seeds(config)
-    for seed in seeds:
-        seed_folder(folder, config, seed).mkdir(parents=True, exist_ok=True)  # sbatch makes none for the output
-    output = seed_folder(folder, config, seeds[0]) / "job.out"
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / _output(config, "0")
     (folder / SUBMITTED).write_text(dump_config(config), encoding="utf-8")
     (folder / "job.sbatch").write_text(script, encoding="utf-8")
     try:
         if options.of_launcher["wait"]:
             return follow(folder / "job.sbatch", output)
         job_id = _submitted(folder / "job.sbatch")
-    except PreflightError:
-        if not options.resume:
+    except PreflightError as error:
+        if not options.resume and not isinstance(error, SubmissionCutError):
             (folder / SUBMITTED).unlink()  # the folder holds no run
         raise
-    if len(seeds) == 1:
-        point_latest(folder)
+    point_latest(folder)
     print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
     print(f"output: tail -F {output}; drain it: scancel --batch --signal=TERM {job_id}")  # noqa: T201
     return 0
@@ -92,11 +89,11 @@ def _directives(config: Config, folder: Path) -> list[str]:
         *cores,
         *_memory(launcher),
         *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
-        f"--output={shlex.quote(_output_pattern(config, folder))}",
+        f"--output={shlex.quote(str(folder).replace('%', '%%') + '/' + _output(config, '%a'))}",  # % is Slurm's own
         "--open-mode=append",
         f"--signal=B:USR1@{slurm.warn_before_s}",
         "--requeue" if slurm.requeue else "--no-requeue",
-        *([f"--array={_seeds(config)[0]}-{_seeds(config)[-1]}"] if slurm.num_seeds > 1 else []),
+        *([f"--array=0-{slurm.num_seeds - 1}"] if slurm.num_seeds > 1 else []),
         *([f"--time={slurm.time_limit}"] if slurm.time_limit else []),
         *([f"--partition={slurm.partition}"] if slurm.partition else []),
         *([f"--account={slurm.account}"] if slurm.account else []),
@@ -116,24 +113,29 @@ def _memory(launcher: LauncherConfig) -> list[str]:
     return [] if by_part else ["--mem=0"]
 
 
-def _output_pattern(config: Config, folder: Path) -> str:
-    """Where Slurm writes the job's output: a percent sign is Slurm's own, and an array's index a part of the path."""
-    literal = Path(str(folder).replace("%", "%%"))
-    return str(seed_folder(literal, config, "%a") / "job.out")
+def _output(config: Config, index: str) -> str:
+    """The file of the run folder that a job of the array, or the only job, writes its output to."""
+    return "job.out" if config.launcher.slurm.num_seeds == 1 else f"job-{index}.out"
 
 
-def _seeds(config: Config) -> range:
-    """Of the jobs of the array; an array index is a seed."""
-    return range(config.run.seed, config.run.seed + config.launcher.slurm.num_seeds)
+def _asks_for_no_gpu(config: Config) -> bool:
+    """Whether a config that would take GPUs gets none."""
+    asked = any(argument_name(written).startswith(("gres", "gpus")) for written in config.launcher.slurm.arguments)
+    wanted = "auto" in (config.learner.device, config.rollout.device)
+    return wanted and not asked and config.launcher.gpus_per_host is None
 
 
 def _submitted(script: Path) -> str:
     """The job's id.
 
     Raises:
-        PreflightError: Slurm refuses it; in its own words.
+        PreflightError: Slurm refuses it, in its own words; or Ctrl-C came first.
     """
-    ended = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    command = ["sbatch", "--parsable", str(script)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    except KeyboardInterrupt:
+        raise SubmissionCutError from None
     if ended.returncode != 0:
         raise refusal(ended.stderr)
     return ended.stdout.strip().partition(";")[0]

@@ -22,10 +22,10 @@ def follow(script: Path, output: Path) -> int:
     The first Ctrl-C or SIGTERM tells the job to drain, the second cancels it.
 
     Raises:
-        PreflightError: Slurm refuses the job; in its own words.
+        PreflightError: Slurm refuses the job, in its own words; or Ctrl-C came first.
     """
     tail = Tail(output)  # without what an earlier job wrote there
-    signals = _Signals()  # from here on Ctrl-C is for the job
+    signals = _Signals()
     submission = subprocess.Popen(
         ["sbatch", "--wait", "--parsable", str(script)],
         stdout=subprocess.PIPE,
@@ -34,11 +34,15 @@ def follow(script: Path, output: Path) -> int:
         start_new_session=True,  # Ctrl-C is for us
     )
     assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
-    job_id = submission.stdout.readline().strip().partition(";")[0]
+    try:
+        job_id = submission.stdout.readline().strip().partition(";")[0]
+    except KeyboardInterrupt:
+        submission.kill()
+        raise SubmissionCutError from None
     if not job_id:
         raise refusal(submission.stderr.read())
+    signals.job_id = job_id  # from here on Ctrl-C is for the job
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
-    signals.job_id = job_id
     while submission.poll() is None:
         _say(tail.read())
         signals.obey()
@@ -53,8 +57,15 @@ def refusal(said: str) -> PreflightError:
     return PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
 
 
+class SubmissionCutError(PreflightError):
+    """Ctrl-C came before sbatch had answered, which may have handed the job over."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped while sbatch submitted the job; `squeue --me` says whether it is queued")
+
+
 class _Signals:
-    """What was asked for since the start, passed on to the job."""
+    """What was asked for since the start, passed on to the job; before there is one, Ctrl-C is for us."""
 
     def __init__(self) -> None:
         self.job_id = ""
@@ -76,9 +87,13 @@ class _Signals:
             self._scancel()
 
     def _scancel(self, *options: str) -> None:
-        subprocess.run(["scancel", *options, self.job_id], capture_output=True, check=False)
+        ended = subprocess.run(["scancel", *options, self.job_id], capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            _say(f"scancel {' '.join(options)} {self.job_id}: {' '.join(ended.stderr.split())}\n")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.job_id:
+            raise KeyboardInterrupt
         self._num_asked += 1
 
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
     submitted = load_config(str(options.run_folder / SUBMITTED))
-    seed = int(os.environ.get("SLURM_ARRAY_TASK_ID", submitted.run.seed))
+    seed = submitted.run.seed + int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     folder = seed_folder(options.run_folder, submitted, seed)
     run = msgspec.structs.replace(submitted.run, seed=seed, folder=str(folder))
     config = msgspec.structs.replace(submitted, run=run)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             wire_port=wire_port,
             meeting_port=meeting_port,
             resume=resume,
-            may_wait=again,
+            again=again,
         )
         job = Job(request, StepStarter(config.launcher, folder), signals)
         try:

@@ -36,7 +36,8 @@ class StepStarter:
     def start(self, spec: ProcessSpec, log: Path) -> Step:
         """Start a step whose output is appended to a file."""
         with log.open("ab") as output:
-            # Not bound to us: when the job's script is gone, Slurm tells the tasks, and an srun that ends kills them.
+            # Not bound: when the job's script is gone, Slurm tells the tasks; and an srun that is killed leaves a child
+            # which has Slurm end the task.
             process = LocalProcess(step_command(spec, self._launcher, self._folder), os.environ, output, bound=False)
         return Step(process, f"step on {spec.host}")
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_rloo.config import Config, dump_config
-from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import Options
 from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
-from areal_rloo.launcher.run_folder import segment_folder, write_beginning
+from areal_rloo.launcher.run_folder import refuse_second_run, segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
-from areal_rloo.learner.lock import is_in_use
+from areal_rloo.learner.lock import PATIENCE_S, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.progress import stop_printing
-
-_LOOK_EVERY_S = 0.2
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
@@ -65,38 +61,30 @@ def begin(
     wire_port: int,
     meeting_port: int,
     resume: bool,
-    may_wait: bool = False,
+    again: bool = False,
 ) -> JobRequest:
-    """Write down what the processes read, and say what is to be run.
+    """Hold the run folder from here on, write down what the processes read, and say what is to be run.
 
     Args:
         config, placement: of the run.
         folder: the run folder.
         wire_port, meeting_port: of the learner's host, free.
         resume: whether the run goes on from its newest checkpoint.
-        may_wait: whether a learner before may still seem to be there, since its node died a moment ago.
+        again: whether the run may seem to go on elsewhere, since its node died a moment ago.
 
     Raises:
-        PreflightError: a learner is at work in this folder, and does not end within launcher.drain_timeout_s.
+        PreflightError: another launcher or learner is at work in this folder, and does not end soon.
     """
-    if not may_wait:
-        _wait_until_free(folder, config.launcher.drain_timeout_s)
+    folder.mkdir(parents=True, exist_ok=True)
+    patience_s = PATIENCE_S if again else config.launcher.drain_timeout_s
+    lock_run_folder(folder, "launcher", patience_s=patience_s, say=_say)
+    wait_for_learner(folder, patience_s=patience_s, say=_say)
+    if not resume:
+        refuse_second_run(folder, "config.yaml")  # of a start that was a moment before this one
     write_beginning(folder, config, placement.hosts)
     addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
     return JobRequest(config, placement, folder, addresses, resume)
 
 
-def _wait_until_free(folder: Path, timeout_s: float) -> None:
-    """A learner whose launcher was killed drains, and holds the folder until then."""
-    ends_s = time.monotonic() + timeout_s
-    said = False
-    while is_in_use(folder):
-        if not said:
-            print(f"waiting for the learner that is still at work in {folder}", file=sys.stderr, flush=True)  # noqa: T201
-        said = True
-        if time.monotonic() > ends_s:
-            raise PreflightError(
-                f"run.folder: {folder} is in use by a learner; wait for its end (some minutes where its host died and "
-                "the folder is on NFS), or choose another folder"
-            )
-        time.sleep(_LOOK_EVERY_S)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.telemetry.logs import get_logger
 
@@ -82,28 +83,22 @@ class Supervisor:
         if code is None:
             return True
         if child.restart_at_s is None:
-            if child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts):
+            too_often = child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts)
+            if too_often and code != EXIT_WENT_BACK:
                 if not child.given_up:
                     logger.error("%s ended with code %s, and too often to be started again", name, code)
                 child.given_up = True
                 return False
-            # A worker that ended well was told to: the learner is about to end too, and then none is needed.
-            wait_s = _CLEAN_BACKOFF_S if code == 0 else _BACKOFF_S[min(child.num_restarts, len(_BACKOFF_S) - 1)]
+            wait_s = _wait_s(code, child.num_restarts)
             log = logger.info if code == 0 else logger.warning
             log("%s ended with code %s; restart in %.1f s", name, code, wait_s)
             child.restart_at_s = time.monotonic() + wait_s
         if time.monotonic() >= child.restart_at_s:
-            child.handle.kill()  # what it may have left
             child.handle = self._started(child.spec)
-            child.num_restarts += 1
+            child.num_restarts += code != EXIT_WENT_BACK  # which is the learner's failure, not the worker's
             child.restart_at_s = None
             logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
         return True
-
-    def forgive(self, names: Iterable[str]) -> None:
-        """Count their restarts from now."""
-        for name in names:
-            self._children[name].num_restarts = 0
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process, if it still runs."""
@@ -143,3 +138,10 @@ class Supervisor:
     def _started(self, spec: ProcessSpec) -> Handle:
         self._logs.mkdir(parents=True, exist_ok=True)
         return self._starter.start(spec, self._logs / f"{spec.name}.out")
+
+
+def _wait_s(code: int, num_restarts: int) -> float:
+    """How long to wait before a restart."""
+    if code == 0:  # it was told to end well: the learner is about to end too, and then none is needed
+        return _CLEAN_BACKOFF_S
+    return 0.0 if code == EXIT_WENT_BACK else _BACKOFF_S[min(num_restarts, len(_BACKOFF_S) - 1)]

@@ -26,7 +26,7 @@ from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, rea
 from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
-from areal_rloo.learner.lock import lock_run_folder
+from areal_rloo.learner.lock import PATIENCE_S, lock_run_folder
 from areal_rloo.learner.parallel import RankLostError, Ranks
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.rank import LearnerRank, follow
@@ -127,7 +127,7 @@ def _meet(config: Config, arguments: Arguments, device: torch.device) -> Ranks:
 
 def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
     folder = arguments.run_folder
-    lock_run_folder(folder)
+    lock_run_folder(folder, "learner", patience_s=PATIENCE_S, say=logger.warning)
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     restored = checkpoints.load_newest() if arguments.resume else None
     if arguments.resume and restored is None:
@@ -196,12 +196,15 @@ def _group_filter(config: Config) -> Callable[[Group], bool] | None:
 def _run_to_the_end(
     learner: Learner, intake: Intake, broadcaster: Broadcaster, arguments: Arguments, config: Config
 ) -> None:
-    """Train; whatever happens, stop the workers and write the summary."""
+    """Train, and write the summary, whatever happens.
+
+    The workers are stopped where the run ends; a learner that fails may begin anew, and they go on until it does.
+    """
     reason = "failed"
     try:
         reason = learner.run()
-    finally:
         intake.stop_workers(config.launcher.drain_timeout_s / 4)
+    finally:
         learner.close()
         try:
             write_summary(

@@ -1,58 +1,89 @@
-"""One learner a run folder: two would write the same checkpoints and metrics, each its own."""
+"""One launcher and one learner a run folder: two would write the same files, each its own."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from areal_rloo.errors import PreflightError
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_NAME = ".learner-lock"
-_PATIENCE_S = 180.0  # for the one before: NFS keeps the lock of a host that died for a while
+Role = Literal["launcher", "learner"]
+
+PATIENCE_S = 180.0  # for the one before: NFS keeps the lock of a host that died for a while
 _LOOK_EVERY_S = 0.2
 
 
-def lock_run_folder(folder: Path) -> None:
-    """Hold the folder until this process ends, however it ends. A file system without locks is taken as it is.
+def lock_run_folder(folder: Path, role: Role, *, patience_s: float, say: Callable[[str], None]) -> None:
+    """Hold the folder, in this role, until this process ends, however it ends. A file system without locks is taken as
+    it is.
+
+    Args:
+        folder: the run folder.
+        role: what this process is to the run.
+        patience_s: how long to wait for the end of another one.
+        say: is called with a line before such a wait.
 
     Raises:
-        PreflightError: another learner holds it.
+        PreflightError: another one holds it.
     """
-    ends_s = time.monotonic() + _PATIENCE_S
-    said = False
-    while not (held := _try_to_hold(folder)):
+
+    def is_settled() -> bool:
+        held = _try_to_hold(folder, role)
         if held is None:
             logger.warning("%s has no locks: see to it that no other run uses it", folder)
-            return
-        if time.monotonic() > ends_s:
-            raise PreflightError(
-                f"run.folder: {folder} is in use by another learner; wait for its end, or choose another folder"
-            )
-        if not said:
-            logger.warning("%s is in use by another learner; waiting up to %.0f s for its end", folder, _PATIENCE_S)
-        said = True
-        time.sleep(_LOOK_EVERY_S)
+        return held != 0
+
+    _wait_until(is_settled, folder, role, patience_s, say)
+
+
+def wait_for_learner(folder: Path, *, patience_s: float, say: Callable[[str], None]) -> None:
+    """Until no learner holds the folder: one whose launcher was killed drains, and holds it until then. Arguments and
+    errors are those of `lock_run_folder`."""
+    _wait_until(lambda: not is_in_use(folder), folder, "learner", patience_s, say)
 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a learner holds the folder now."""
-    if not (folder / _NAME).exists():
+    if not (folder / _name("learner")).exists():
         return False
-    held = _try_to_hold(folder)
+    held = _try_to_hold(folder, "learner")
     if held:
         os.close(held)
     return held == 0
 
 
-def _try_to_hold(folder: Path) -> int | None:
+def _wait_until(
+    condition: Callable[[], bool], folder: Path, role: Role, patience_s: float, say: Callable[[str], None]
+) -> None:
+    ends_s = time.monotonic() + patience_s
+    said = False
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise PreflightError(
+                f"run.folder: {folder} is in use by another {role}; wait for its end (some minutes where its host died "
+                "and the folder is on NFS), or choose another folder"
+            )
+        if not said:
+            say(f"{folder} is in use by another {role}; waiting up to {patience_s:.0f} s for its end")
+        said = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _name(role: Role) -> str:
+    return f".{role}-lock"
+
+
+def _try_to_hold(folder: Path, role: Role) -> int | None:
     """The descriptor that holds it; 0 where another has it, None where nobody can."""
     try:
-        descriptor = os.open(folder / _NAME, os.O_CREAT | os.O_RDWR, 0o600)
+        descriptor = os.open(folder / _name(role), os.O_CREAT | os.O_RDWR, 0o600)
     except OSError:
         return None
     try:

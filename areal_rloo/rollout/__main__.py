@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import Engine
+from areal_rloo.errors import EXIT_WENT_BACK, WentBackError
 from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards.scoring import Scoring
 from areal_rloo.rollout.engines import WorkerEngine, make_engine
@@ -63,10 +64,20 @@ def main() -> int:
         level=config.telemetry.log_level,
         file=arguments.run_folder / "logs" / f"{arguments.worker_id}.log",
     )
-    return run_to_exit_code(lambda: asyncio.run(_run(config, arguments)))
+    return run_to_exit_code(lambda: _run(config, arguments))
 
 
-async def _run(config: Config, arguments: Arguments) -> int:
+def _run(config: Config, arguments: Arguments) -> int:
+    try:
+        asyncio.run(_generate(config, arguments))
+    except WentBackError as error:
+        logger.warning("%s", error)
+        return EXIT_WENT_BACK
+    logger.info("done")
+    return 0
+
+
+async def _generate(config: Config, arguments: Arguments) -> None:
     import_entry(config.run.entry)
     tokenizer = load_tokenizer(arguments.model_path)
     worker: RolloutWorker | None = None
@@ -105,8 +116,6 @@ async def _run(config: Config, arguments: Arguments) -> int:
         await _serve(worker, made, episode, rewards, channel, arguments, config.telemetry.metrics_host)
     finally:
         made.engine.close()
-    logger.info("done")
-    return 0
 
 
 async def _serve(

@@ -18,7 +18,15 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, EngineStatistics, SamplingParameters
-from areal_rloo.errors import ArealRlooError, DecodeError, EpisodeError, SampleError, WeightsError, described, shortened
+from areal_rloo.errors import (
+    ArealRlooError,
+    DecodeError,
+    EpisodeError,
+    SampleError,
+    WentBackError,
+    described,
+    shortened,
+)
 from areal_rloo.rollout.episode import Episode, Rewards, Sample
 from areal_rloo.rollout.turns import SampleEngine, Turns
 from areal_rloo.tasks.chat import ChatFormat
@@ -168,14 +176,14 @@ class RolloutWorker:
         finished or not.
 
         Raises:
-            WeightsError: it begins again at an earlier version, so ours, and what is tagged with it, are of no run.
+            WentBackError: it begins again at an earlier version, so ours, and what is tagged with it, are of no run.
         """
         before, self._learner_id = self._learner_id, message.learner_id
         if before in (None, message.learner_id):
             return
         version = self._engine.statistics().policy_version
         if version > message.policy_version:
-            raise WeightsError(
+            raise WentBackError(
                 f"the learner went back to version {message.policy_version}, and its next ones will not be those that "
                 f"led to our version {version}; this worker starts anew"
             )

@@ -211,7 +211,7 @@ def test_a_run_that_is_alive_is_not_resumed_and_a_killed_launcher_leaves_no_orph
     assert again.process.stdout is not None
     again.process.stdout.close()
     assert code == 2, output
-    assert "is in use by a learner; wait for its end" in output
+    assert "is in use by another launcher; wait for its end" in output
     assert all(path.read_bytes() == content for path, content in before.items()), "nothing was written"
     run.process.kill()
     run.process.wait()

@@ -10,7 +10,7 @@ import torch
 
 from areal_rloo.config import load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.errors import WeightsError
+from areal_rloo.errors import WentBackError
 from areal_rloo.models.loading import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
@@ -209,7 +209,7 @@ def test_a_learner_that_went_back_to_an_earlier_version_ends_the_worker_which_st
         await learner.until(lambda: False)  # Goodbye
 
     error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
-    assert isinstance(error, WeightsError)
+    assert isinstance(error, WentBackError)
     assert "went back to version 50" in str(error)
 
 
@@ -235,7 +235,7 @@ def test_a_learner_that_went_back_gets_no_hello_and_so_leases_nothing_that_would
         assert isinstance(learner.last, Goodbye)
 
     error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
-    assert isinstance(error, WeightsError)
+    assert isinstance(error, WentBackError)
 
 
 def test_another_learner_gets_one_hello_and_nothing_that_the_one_before_had_leased(

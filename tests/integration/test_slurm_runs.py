@@ -42,7 +42,7 @@ def submit(start: Callable[..., Run], cluster: SlurmCluster) -> Iterator[Callabl
 def test_over_two_networks_with_curve_a_killed_worker_and_a_killed_learner_are_replaced(
     submit: Callable[..., Run],
 ) -> None:
-    run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=12", "launcher.max_learner_restarts=1")
+    run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=16", "launcher.max_learner_restarts=1")
     assert_kills_cost_nothing(run)
     assert "restarted rollout-" in (run.folder / "logs" / "launcher.log").read_text()
     config = (run.folder / "config.yaml").read_text()
@@ -80,31 +80,33 @@ def test_ctrl_c_drains_the_job_that_is_waited_for(submit: Callable[..., Run], cl
 def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_that_resumes_until_scancel_drains_it(
     submit: Callable[..., Run], cluster: SlurmCluster
 ) -> None:
+    """And `--wait` stays over the requeue."""
     run = submit(
-        *ON_ONE_NODE,
+        *(*ON_ONE_NODE, "--wait"),
         'launcher.slurm.time_limit="2"',
         "launcher.slurm.warn_before_s=30",
         "learner.num_train_steps=10000",
     )
-    code, output = run.wait()
-    assert code == 0, output
-    submitted = re.search(r"job (\d+) is submitted", output)
-    assert submitted is not None, output
-    job_id = int(submitted[1])
     log = run.folder / "logs" / "learner.log"
     cluster.wait_for(lambda: log.exists() and "resuming from" in log.read_text(), timeout_s=240)
-    assert cluster.job(job_id).restarts == 1
     resumed = re.search(r"resuming from \S+ at version (\d+)", log.read_text())
     assert resumed is not None
     at = int(resumed[1])
     cluster.wait_for(lambda: len(run.records()) >= at + 2, timeout_s=120)
     steps = [record.num_train_steps for record in run.records()]  # read once: the run goes on
     assert steps == list(range(1, len(steps) + 1))
-    cluster.run("scancel", str(job_id))
-    cluster.wait_for(lambda: cluster.job(job_id).state == "CANCELLED", timeout_s=60)
+    assert run.process.poll() is None
+    cluster.run("scancel", "--user=root")
+    code, output = run.wait()
+    assert code == 0, output
     assert gone(run)
     assert_drained(run)
     assert run.summary()["policy_version"] > at
+    submitted = re.search(r"job (\d+) is submitted", output)
+    assert submitted is not None, output
+    job = cluster.job(int(submitted[1]))
+    assert (job.state, job.restarts) == ("CANCELLED", 1)
+    assert output.count("run folder: ") == 2, "of both of its lives"
     assert "back into the queue" in (run.folder / "logs" / "launcher.log").read_text()
 
 

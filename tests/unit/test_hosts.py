@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_two_runs_have_different_gpus_and_a_run_that_was_killed_has_none(tmp_pat
     other.close()
 
 
+def test_a_run_that_starts_while_another_chooses_waits_for_what_that_one_leaves(tmp_path: Path) -> None:
+    one, other = ClaimedGpus(tmp_path / "gpus"), ClaimedGpus(tmp_path / "gpus")
+    assert len(one.claim(GPUS).gpu_ids) == 4
+    threading.Timer(0.2, one.keep, [("0", "1")]).start()
+    assert other.claim(GPUS).gpu_ids == ("2", "3")
+    one.close()
+    other.close()
+
+
 def test_a_host_is_used_as_far_as_the_config_lets_it() -> None:
     capped_to = capped(GPUS, LauncherConfig(cores_per_host=2, gpus_per_host=1, memory_per_host=1000))
     assert (capped_to.num_cores, capped_to.gpu_ids, capped_to.memory_bytes) == (2, ("0",), 1000)
@@ -67,6 +77,19 @@ def test_this_host_has_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = this_host(LauncherConfig())
     assert (here.gpu_ids, here.num_cores) == ((), len(os.sched_getaffinity(0)))
+
+
+def test_a_driver_that_does_not_answer_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("areal_rloo.launcher.hosts._NVIDIA_SMI_TIMEOUT_S", 0.2)
+    with pytest.raises(PreflightError, match="gpus: nvidia-smi does not answer"):
+        this_host(LauncherConfig())
 
 
 def test_hosts_that_are_not_there_yet_are_as_the_config_says() -> None:

@@ -1,32 +1,80 @@
-"""One learner a run folder."""
+"""One launcher and one learner a run folder."""
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from areal_rloo.config import Config, load_config
 from areal_rloo.errors import PreflightError
-from areal_rloo.learner import lock
+from areal_rloo.launcher.hosts import this_host
+from areal_rloo.launcher.start import begin, placed
+from areal_rloo.learner.lock import Role, is_in_use, lock_run_folder, wait_for_learner
 
-HOLDS = "import sys, time; from pathlib import Path; from areal_rloo.learner.lock import lock_run_folder\n"
+HOLDS = """
+import sys, time
+from pathlib import Path
+from areal_rloo.learner.lock import lock_run_folder
+lock_run_folder(Path(sys.argv[1]), sys.argv[2], patience_s=0.0, say=print)
+print("held")
+time.sleep(100)
+"""
 
 
-def test_a_second_learner_is_refused_until_the_first_is_gone_however_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = subprocess.Popen(
-        [sys.executable, "-uc", f"{HOLDS}lock_run_folder(Path(sys.argv[1])); print(1); time.sleep(100)", str(tmp_path)],
-        stdout=subprocess.PIPE,
-    )
-    assert first.stdout is not None
-    first.stdout.readline()
-    assert lock.is_in_use(tmp_path)
-    monkeypatch.setattr(lock, "_PATIENCE_S", 0.2)
-    with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
-        lock.lock_run_folder(tmp_path)
-    first.kill()
-    first.wait()
-    first.stdout.close()
-    assert not lock.is_in_use(tmp_path)
-    lock.lock_run_folder(tmp_path)
+@contextmanager
+def held(folder: Path, role: Role) -> Iterator[subprocess.Popen[str]]:
+    """By another process, until it ends."""
+    command = [sys.executable, "-uc", HOLDS, str(folder), role]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        yield other
+        other.kill()
+
+
+def test_a_second_learner_is_refused_until_the_first_is_gone_however_it_ends(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with held(tmp_path, "learner"):
+        assert is_in_use(tmp_path)
+        with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
+            lock_run_folder(tmp_path, "learner", patience_s=0.3, say=lines.append)
+        with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
+            wait_for_learner(tmp_path, patience_s=0.0, say=lines.append)
+        lock_run_folder(tmp_path, "launcher", patience_s=0.0, say=lines.append)  # its own
+    assert lines == [f"{tmp_path} is in use by another learner; waiting up to 0 s for its end"]
+    assert not is_in_use(tmp_path)
+    lock_run_folder(tmp_path, "learner", patience_s=0.0, say=lines.append)
+
+
+def test_whoever_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+    with held(tmp_path, "learner") as other:
+        threading.Timer(0.3, other.kill).start()
+        wait_for_learner(tmp_path, patience_s=60.0, say=lambda _: None)
+        lock_run_folder(tmp_path, "learner", patience_s=0.0, say=lambda _: None)
+
+
+def _begin(folder: Path, config: Config, *, resume: bool = False) -> None:
+    config, placement = placed(config, [this_host(config.launcher)])
+    begin(config, placement, folder, wire_port=1, meeting_port=2, resume=resume)
+
+
+def test_a_start_writes_nothing_where_another_launcher_is_at_work(tmp_path: Path) -> None:
+    config = load_config("quickstart.yaml", ["launcher.drain_timeout_s=0.2"])
+    with held(tmp_path, "launcher"), pytest.raises(PreflightError, match="is in use by another launcher"):
+        _begin(tmp_path, config)
+    assert [path.name for path in tmp_path.iterdir()] == [".launcher-lock"]
+
+
+def test_of_two_fresh_starts_in_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+    """Both have found it empty before the first wrote."""
+    config = load_config("quickstart.yaml", [])
+    with held(tmp_path, "launcher") as other:
+        (tmp_path / "config.yaml").write_text("the first one's")
+        threading.Timer(0.3, other.kill).start()
+        with pytest.raises(PreflightError, match="holds a run already; add --resume"):
+            _begin(tmp_path, config)
+    assert (tmp_path / "config.yaml").read_text() == "the first one's"

@@ -102,9 +102,9 @@ def test_running_out_of_memory_names_the_estimate_and_what_to_lower(tiny_folders
         "from tests.unit.test_memory import long_group\n"
         "torch.set_num_threads(1)\n"
         "config = load_config('quickstart.yaml', ['learner.microbatch_tokens=100000', 'data.max_prompt_tokens=1'])\n"
-        "step, groups = one_rank(Path(sys.argv[1]), config), [long_group(40_000)]\n"
+        "step, groups = one_rank(Path(sys.argv[1]), config), [long_group(20_000)]\n"
         "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))\n"
         "try:\n    step.step(groups, policy_version=0)\n"
         "except UserError as error:\n    print(error)\n"
     )

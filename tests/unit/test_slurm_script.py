@@ -78,7 +78,7 @@ def test_a_site_that_wants_memory_by_core_gets_it_so() -> None:
 
 def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
     asked = directives("launcher.slurm.num_seeds=4", "run.seed=10")
-    assert asked >= {"--array=10-13", "--output=/shared/run/seed-%a/job.out"}
+    assert asked >= {"--array=0-3", "--output=/shared/run/job-%a.out"}, "Slurm's indices end at 1000, seeds nowhere"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,10 @@ def test_an_array_has_a_job_a_seed_and_a_folder_each() -> None:
         ("launcher.slurm.arguments={--array: 0-3}", "set launcher.slurm.num_seeds"),
         ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
         ("launcher.slurm.time_limit=1:30:00", "expected text in quotes inside the value"),
+        ("launcher.slurm.time_limit='6'", "expected more than launcher.slurm.warn_before_s=300 and a minute"),
+        ("launcher.slurm.time_limit='5:59'", "got '5:59'; else the job is told to end as it starts"),
+        ("launcher.slurm.time_limit='0:06:00'", "got '0:06:00'"),
+        ("launcher.slurm.time_limit='0-0:6'", "got '0-0:6'"),
         (
             "launcher.slurm.warn_before_s=30",
             "slurm.warn_before_s: expected more than launcher.drain_timeout_s",
@@ -100,6 +104,11 @@ def test_what_slurm_would_misread_is_refused_before(override: str, words: str) -
     with pytest.raises(ConfigError) as refused:
         script(override)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0"])
+def test_a_time_limit_that_leaves_time_for_the_warning_is_taken(limit: str) -> None:
+    assert f"--time={limit}" in directives(f"launcher.slurm.time_limit='{limit}'")
 
 
 def test_a_step_runs_on_its_node_with_its_variables_and_may_use_what_the_others_use() -> None:
