@@ -64,7 +64,7 @@ class ContainerConfig(Section, frozen=True):
 
 
 class LauncherConfig(Section, frozen=True):
-    num_hosts: PositiveInt = 1
+    num_hosts: PositiveInt = 1  # in a Ray cluster that has more, Ray may use those too
     cores_per_host: NonNegativeInt = 0  # that the run may use; 0: all that are there
     gpus_per_host: NonNegativeInt | None = None  # null: all that are there
     memory_per_host: NonNegativeInt = 0  # bytes; 0: all that is there
