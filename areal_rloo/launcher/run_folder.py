@@ -22,6 +22,7 @@ from areal_rloo.launcher.placement import Host
 from areal_rloo.wire.security import make_keys
 
 SUBMITTED = "submitted.yaml"  # a config on its way to a job, which finds out what it becomes on its hosts
+SCRIPT = "job.sbatch"  # of that job
 
 _LATEST = Path("runs") / "latest"
 

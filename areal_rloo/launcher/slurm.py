@@ -22,7 +22,7 @@ from areal_rloo.launcher.assets import read_asset
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.preflight import check
-from areal_rloo.launcher.run_folder import SUBMITTED, choose_folder, point_latest
+from areal_rloo.launcher.run_folder import SCRIPT, SUBMITTED, choose_folder, point_latest
 from areal_rloo.launcher.slurm_follow import SubmissionCutError, follow, refusal
 from areal_rloo.launcher.start import placed, show_plan
 
@@ -40,23 +40,23 @@ def main(arguments: Sequence[str]) -> int:
     check(config, runs_here=False)
     folder = choose_folder(config, resume=options.resume)
     script = sbatch_script(config, folder, resume=options.resume)
+    if _asks_for_no_gpu(config):
+        print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
     if options.dry_run:
         show_plan(options, described_hosts(config.launcher), folder, script=script)
         return 0
     if config.launcher.cores_per_host:  # else the job has whole nodes, and nobody knows yet what these have
         placed(config, described_hosts(config.launcher))
-    if _asks_for_no_gpu(config):
-        print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / _output(config, "0")
     (folder / SUBMITTED).write_text(dump_config(config), encoding="utf-8")
-    (folder / "job.sbatch").write_text(script, encoding="utf-8")
+    (folder / SCRIPT).write_text(script, encoding="utf-8")
     try:
         if options.of_launcher["wait"]:
-            return follow(folder / "job.sbatch", output)
-        job_id = _submitted(folder / "job.sbatch")
+            return follow(folder, output)
+        job_id = _submitted(folder / SCRIPT)
     except PreflightError as error:
         if not options.resume and not isinstance(error, SubmissionCutError):
             (folder / SUBMITTED).unlink()  # the folder holds no run

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import FrameType
 
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.run_folder import SCRIPT, point_latest
 from areal_rloo.launcher.tail import Tail
 from areal_rloo.telemetry.progress import stop_printing
 
 _LOOK_EVERY_S = 0.2
 
 
-def follow(script: Path, output: Path) -> int:
-    """Submit a job script and stay until the job has ended for good, requeues included.
+def follow(folder: Path, output: Path) -> int:
+    """Submit the job script of a run folder and stay until the job has ended for good, requeues included.
 
     The first Ctrl-C or SIGTERM tells the job to drain, the second cancels it.
 
@@ -27,7 +28,7 @@ def follow(script: Path, output: Path) -> int:
     tail = Tail(output)  # without what an earlier job wrote there
     signals = _Signals()
     submission = subprocess.Popen(
-        ["sbatch", "--wait", "--parsable", str(script)],
+        ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,6 +43,7 @@ def follow(script: Path, output: Path) -> int:
     if not job_id:
         raise refusal(submission.stderr.read())
     signals.job_id = job_id  # from here on Ctrl-C is for the job
+    point_latest(folder)
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
     while submission.poll() is None:
         _say(tail.read())

@@ -10,6 +10,7 @@ import pytest
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import ConfigError
+from areal_rloo.launcher import slurm
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.slurm import sbatch_script
 from areal_rloo.launcher.slurm_steps import step_command
@@ -109,6 +110,20 @@ def test_what_slurm_would_misread_is_refused_before(override: str, words: str) -
 @pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0"])
 def test_a_time_limit_that_leaves_time_for_the_warning_is_taken(limit: str) -> None:
     assert f"--time={limit}" in directives(f"launcher.slurm.time_limit='{limit}'")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("launcher.cores_per_host=8", True),
+        ("launcher.cores_per_host=0", True),  # whole nodes, which may well have GPUs
+        ("launcher.gpus_per_host=8", False),
+        ("launcher.slurm.arguments={gres: gpu:8}", False),
+    ],
+)
+def test_a_job_that_asks_for_no_gpu_says_so(override: str, said: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert slurm.main(["--config", "quickstart.yaml", "--dry-run", override]) == 0
+    assert ("the job asks for no GPU" in capfd.readouterr().err) == said
 
 
 def test_a_step_runs_on_its_node_with_its_variables_and_may_use_what_the_others_use() -> None:
