@@ -71,7 +71,7 @@ class LauncherConfig(Section, frozen=True):
     max_restarts: NonNegativeInt = 10  # of each rollout worker
     max_learner_restarts: NonNegativeInt = 2  # of the learner, from its newest checkpoint, while the workers go on
     drain_timeout_s: PositiveFloat = 60.0
-    place_timeout_s: PositiveFloat = 600.0  # until Ray has hosts and room for everything
+    place_timeout_s: PositiveFloat = 600.0  # until Ray has hosts and room for everything, or for what is started again
     min_free_disk_bytes: NonNegativeInt = 200 * 2**20
     slurm: SlurmConfig = SlurmConfig()
     container: ContainerConfig = ContainerConfig()
@@ -95,7 +95,7 @@ def validate_launcher(launcher: LauncherConfig) -> None:
             f"'{slurm.time_limit}'"
         )
     needed_s = slurm.warn_before_s + _WARNS_EARLY_S
-    if slurm.time_limit is not None and _seconds(slurm.time_limit) <= needed_s:
+    if slurm.time_limit is not None and 0 < _seconds(slurm.time_limit) <= needed_s:  # 0 is no limit
         raise ConfigError(
             f"launcher.slurm.time_limit: expected more than launcher.slurm.warn_before_s={slurm.warn_before_s} and a "
             f"minute, by which Slurm may warn early, got '{slurm.time_limit}'; else the job is told to end as it starts"

@@ -20,7 +20,7 @@ from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import begin, placed, show_plan
+from areal_rloo.launcher.start import begin, hold, placed, show_plan
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             f"launcher.num_hosts: expected 1 with the local launcher, got {launcher.num_hosts}; "
             "start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm"
         )
+    hold(folder, options.config, resume=options.resume)
     gpus = ClaimedGpus()
     config, placement = _placed(options.config, this_host(launcher), gpus)
     gpus.keep(gpu_id for seat in (*placement.learner, *placement.workers) for gpu_id in seat.gpu_ids)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_rloo.config import Config
-from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.findings import Situation, findings, raise_first
-from areal_rloo.launcher.findings.addresses import check_ports
 from areal_rloo.launcher.findings.inputs import (
     check_data_files,
     check_functions,
@@ -27,23 +25,23 @@ def check(config: Config, *, runs_here: bool = True) -> None:
 
     Args:
         config: of the run.
-        runs_here: whether this host will run it; one that only submits has neither its ports nor its SGLang.
+        runs_here: whether this host will run it; one that only submits need not have SGLang.
 
     Raises:
         UserError: the first thing that is wrong.
     """
     situation = Situation(config, runs_here=runs_here)
     inputs = (check_models, check_functions, check_data_files)
-    for one in (check_sglang, *inputs, check_ports) if runs_here else inputs:
+    for one in (check_sglang, *inputs) if runs_here else inputs:
         raise_first(one(situation))
 
 
 def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
-    """The doctor's quick part, once the plan is made; makes the run folder. What may go wrong is in the launcher's log.
+    """The doctor's quick part, once the plan is made. What may go wrong is in the launcher's log.
 
     Args:
         config: of the run, with numbers for counts.
-        folder: the run folder.
+        folder: the run folder, which `hold` has made.
         runs_here: as for `check`.
 
     Raises:
@@ -54,10 +52,6 @@ def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
         raise_first([finding])
         if finding.state == "unsure":
             unsure.append(f"{finding.name}: {finding.what}; {finding.fix}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PreflightError(f"run.folder: {folder} cannot be made: {error}; choose another") from error
     setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
     for words in unsure:
         logger.warning("%s", words)

@@ -22,7 +22,7 @@ from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import begin, show_plan
+from areal_rloo.launcher.start import begin, hold, show_plan
 
 if TYPE_CHECKING:
     from areal_rloo.launcher.ray_cluster import RayCluster
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             f"run.folder: expected an absolute path in a Ray job, got {config.run.folder}; the job's working folder is "
             "a copy that goes with it, and all hosts must see the run folder"
         )
+    hold(folder, config, resume=options.resume)
     look(config, folder, runs_here=False)
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)

@@ -114,7 +114,8 @@ class OwnedProcess:
         self._name = command.spec.name
         self._log = command.log
         self._place_timeout_s = place_timeout_s
-        self._was_up_s = self._asked_s = time.monotonic()
+        self._asked_s = time.monotonic()
+        self._missing_since_s: float | None = self._asked_s  # the first question that it has not answered
         self._is_missed = False
         self._looked_s = 0.0
         self._code: int | None = None
@@ -148,12 +149,13 @@ class OwnedProcess:
         """An owner that Ray makes anew is nowhere until its place is there again, and may never be."""
         if self._asked is None and now_s - self._asked_s > _ASK_EVERY_S:
             self._asked, self._asked_s = self._owner.is_up.remote(), now_s
+            self._missing_since_s = self._missing_since_s or now_s
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             with contextlib.suppress(RayError):
                 ray.get(self._asked)
-                self._was_up_s = now_s
+                self._missing_since_s = None
             self._asked = None
-        missed_s = now_s - self._was_up_s
+        missed_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
         if missed_s > self._place_timeout_s:
             words = f"Ray has found no place for it within launcher.place_timeout_s={self._place_timeout_s:g}"
             self._ended(_LOST, words)

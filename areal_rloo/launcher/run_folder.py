@@ -21,10 +21,10 @@ from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host
 from areal_rloo.wire.security import make_keys
 
-SUBMITTED = "submitted.yaml"  # a config on its way to a job, which finds out what it becomes on its hosts
 SCRIPT = "job.sbatch"  # of that job
 
 _LATEST = Path("runs") / "latest"
+_SUBMITTED = "submitted-{}.yaml"
 
 
 def choose_folder(config: Config, *, resume: bool) -> Path:
@@ -43,21 +43,31 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         if folder.exists():  # a second run in the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
     if not resume:
-        refuse_second_run(folder, "config.yaml", SUBMITTED)
-    elif not any((folder / name).exists() for name in ("config.yaml", SUBMITTED)):
+        refuse_second_run(folder)
+        if any(folder.glob(_SUBMITTED.format("*"))):
+            raise PreflightError(_holds_a_run(folder))
+    elif not (folder / "config.yaml").exists() and not any(folder.glob(_SUBMITTED.format("*"))):
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
     return folder
 
 
-def refuse_second_run(folder: Path, *names: str) -> None:
+def refuse_second_run(folder: Path) -> None:
     """
     Raises:
-        PreflightError: one of these files is there, so the folder is another run's.
+        PreflightError: a run has begun in this folder.
     """
-    if any((folder / name).exists() for name in names):
-        raise PreflightError(
-            f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another"
-        )
+    if (folder / "config.yaml").exists():
+        raise PreflightError(_holds_a_run(folder))
+
+
+def _holds_a_run(folder: Path) -> str:
+    return f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another"
+
+
+def submitted_file(folder: Path) -> Path:
+    """For a config on its way to a job, which finds out what it becomes on its hosts. Each submission has its own: a
+    job that is there already may be started again, and is to find what it was submitted with."""
+    return folder / _SUBMITTED.format(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:

@@ -22,7 +22,7 @@ from areal_rloo.launcher.assets import read_asset
 from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.preflight import check
-from areal_rloo.launcher.run_folder import SCRIPT, SUBMITTED, choose_folder, point_latest
+from areal_rloo.launcher.run_folder import SCRIPT, choose_folder, point_latest, submitted_file
 from areal_rloo.launcher.slurm_follow import SubmissionCutError, follow, refusal
 from areal_rloo.launcher.start import placed, show_plan
 
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     config = options.config
     check(config, runs_here=False)
     folder = choose_folder(config, resume=options.resume)
-    script = sbatch_script(config, folder, resume=options.resume)
+    submitted = submitted_file(folder)
+    script = sbatch_script(config, submitted, resume=options.resume)
     if _asks_for_no_gpu(config):
         print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
     if options.dry_run:
@@ -51,15 +52,15 @@ def main(arguments: Sequence[str]) -> int:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / _output(config, "0")
-    (folder / SUBMITTED).write_text(dump_config(config), encoding="utf-8")
+    submitted.write_text(dump_config(config), encoding="utf-8")
     (folder / SCRIPT).write_text(script, encoding="utf-8")
     try:
         if options.of_launcher["wait"]:
             return follow(folder, output)
         job_id = _submitted(folder / SCRIPT)
     except PreflightError as error:
-        if not options.resume and not isinstance(error, SubmissionCutError):
-            (folder / SUBMITTED).unlink()  # the folder holds no run
+        if not isinstance(error, SubmissionCutError):
+            submitted.unlink()  # nobody was given it
         raise
     point_latest(folder)
     print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
@@ -67,9 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def sbatch_script(config: Config, folder: Path, *, resume: bool) -> str:
-    """The job script of a run, from the template in launcher/slurm/."""
-    arguments = [f"--run-folder={folder}", *(["--resume"] if resume else [])]
+def sbatch_script(config: Config, submitted: Path, *, resume: bool) -> str:
+    """The job script of a run, from the template in launcher/slurm/.
+
+    Args:
+        config: of the run.
+        submitted: where the job will find it, in the run folder.
+        resume: whether the run goes on from its newest checkpoint.
+    """
+    folder = submitted.parent
+    arguments = [f"--run-folder={folder}", f"--submitted={submitted.name}", *(["--resume"] if resume else [])]
     return Template(read_asset("slurm/run.sbatch")).substitute(
         directives="\n".join(f"#SBATCH {directive}" for directive in _directives(config, folder)),
         working_folder=shlex.quote(str(Path.cwd())),

@@ -27,22 +27,23 @@ def follow(folder: Path, output: Path) -> int:
     """
     tail = Tail(output)  # without what an earlier job wrote there
     signals = _Signals()
-    submission = subprocess.Popen(
-        ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for us
-    )
-    assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
+    submission: subprocess.Popen[str] | None = None
     try:
-        job_id = submission.stdout.readline().strip().partition(";")[0]
-    except KeyboardInterrupt:
-        submission.kill()
+        submission = subprocess.Popen(
+            ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us
+        )
+        assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
+        job_id = signals.job_id = submission.stdout.readline().strip().partition(";")[0]
+    except KeyboardInterrupt:  # from here on it is for the job
+        if submission is not None:
+            submission.kill()
         raise SubmissionCutError from None
     if not job_id:
         raise refusal(submission.stderr.read())
-    signals.job_id = job_id  # from here on Ctrl-C is for the job
     point_latest(folder)
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
     while submission.poll() is None:

@@ -23,10 +23,10 @@ from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.preflight import look
-from areal_rloo.launcher.run_folder import SUBMITTED, newest_checkpoint, seed_folder
+from areal_rloo.launcher.run_folder import newest_checkpoint, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
 from areal_rloo.launcher.slurm_steps import StepStarter
-from areal_rloo.launcher.start import begin, placed
+from areal_rloo.launcher.start import begin, hold, placed
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -41,18 +41,20 @@ def main(arguments: Sequence[str]) -> int:
     signals = Signals().install(with_usr1=True)
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm_job")
     parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--submitted", required=True, help="the file of the run folder that has the config")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
-    submitted = load_config(str(options.run_folder / SUBMITTED))
+    submitted = load_config(str(options.run_folder / options.submitted))
     seed = submitted.run.seed + int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     folder = seed_folder(options.run_folder, submitted, seed)
     run = msgspec.structs.replace(submitted.run, seed=seed, folder=str(folder))
     config = msgspec.structs.replace(submitted, run=run)
     import_entry(config.run.entry)
-    config, placement = placed(config, allocated_hosts(config.launcher))
-    look(config, folder, runs_here=config.launcher.container.runtime == "none")
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     resume = options.resume or (again and (folder / "config.yaml").exists())
+    hold(folder, config, resume=resume, again=again, stops=lambda: signals.any)
+    config, placement = placed(config, allocated_hosts(config.launcher))
+    look(config, folder, runs_here=config.launcher.container.runtime == "none")
     with ReservedPorts(2) as reserved:
         wire_port, meeting_port = reserved.ports
         request = begin(
@@ -62,7 +64,6 @@ def main(arguments: Sequence[str]) -> int:
             wire_port=wire_port,
             meeting_port=meeting_port,
             resume=resume,
-            again=again,
         )
         job = Job(request, StepStarter(config.launcher, folder), signals)
         try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_rloo.config import Config, dump_config
+from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import Options
 from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
 from areal_rloo.launcher.run_folder import refuse_second_run, segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
-from areal_rloo.learner.lock import PATIENCE_S, lock_run_folder, wait_for_learner
+from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.progress import stop_printing
 
 
@@ -53,6 +54,39 @@ def _plan_to_show(config: Config, placement: Placement, folder: Path, *, resume:
     )
 
 
+def hold(
+    folder: Path,
+    config: Config,
+    *,
+    resume: bool,
+    again: bool = False,
+    stops: Callable[[], bool] = lambda: False,
+) -> None:
+    """Make the run folder, and have it for ourselves until this process ends.
+
+    Comes before GPUs and ports are looked at, which a run that was here before may still have.
+
+    Args:
+        folder: the run folder.
+        config: of the run.
+        resume: whether the run goes on from its newest checkpoint.
+        again: whether the run may seem to go on elsewhere, since its node died a moment ago.
+        stops: whether to give up waiting.
+
+    Raises:
+        PreflightError: another launcher or learner is at work in this folder, and does not end soon.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PreflightError(f"run.folder: {folder} cannot be made: {error}; choose another") from error
+    patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)
+    lock_run_folder(folder, "launcher", patience)
+    wait_for_learner(folder, patience)
+    if not resume:
+        refuse_second_run(folder)  # of a start that was a moment before this one
+
+
 def begin(
     config: Config,
     placement: Placement,
@@ -61,26 +95,15 @@ def begin(
     wire_port: int,
     meeting_port: int,
     resume: bool,
-    again: bool = False,
 ) -> JobRequest:
-    """Hold the run folder from here on, write down what the processes read, and say what is to be run.
+    """Write down what the processes read, and say what is to be run.
 
     Args:
         config, placement: of the run.
-        folder: the run folder.
+        folder: the run folder, held.
         wire_port, meeting_port: of the learner's host, free.
         resume: whether the run goes on from its newest checkpoint.
-        again: whether the run may seem to go on elsewhere, since its node died a moment ago.
-
-    Raises:
-        PreflightError: another launcher or learner is at work in this folder, and does not end soon.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    patience_s = PATIENCE_S if again else config.launcher.drain_timeout_s
-    lock_run_folder(folder, "launcher", patience_s=patience_s, say=_say)
-    wait_for_learner(folder, patience_s=patience_s, say=_say)
-    if not resume:
-        refuse_second_run(folder, "config.yaml")  # of a start that was a moment before this one
     write_beginning(folder, config, placement.hosts)
     addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
     return JobRequest(config, placement, folder, addresses, resume)

@@ -26,7 +26,7 @@ from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, rea
 from areal_rloo.learner.evaluation import EvalSet, Evaluation
 from areal_rloo.learner.intake import Intake
 from areal_rloo.learner.ledger import Ledger
-from areal_rloo.learner.lock import PATIENCE_S, lock_run_folder
+from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.parallel import RankLostError, Ranks
 from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.rank import LearnerRank, follow
@@ -127,7 +127,7 @@ def _meet(config: Config, arguments: Arguments, device: torch.device) -> Ranks:
 
 def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
     folder = arguments.run_folder
-    lock_run_folder(folder, "learner", patience_s=PATIENCE_S, say=logger.warning)
+    lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     restored = checkpoints.load_newest() if arguments.resume else None
     if arguments.resume and restored is None:

@@ -176,8 +176,8 @@ class Intake:
         self._loop.call_soon_threadsafe(self._set_draining)
 
     def stop_workers(self, timeout_s: float) -> None:
-        """Tell every worker to stop, and wait for their Goodbye or the timeout."""
-        self._call(self._stop_workers(timeout_s))
+        """Tell every worker to stop, and wait for their Goodbye or the timeout; after a failure nobody hears one."""
+        self._call(self._stop_workers(timeout_s), after_failure=True)
 
     def send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
         """Hand a weight notice to a worker; callable from any thread, returns at once."""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,19 +17,33 @@ logger = get_logger(__name__)
 
 Role = Literal["launcher", "learner"]
 
-PATIENCE_S = 180.0  # for the one before: NFS keeps the lock of a host that died for a while
+DEAD_HOST_S = 180.0  # NFS keeps the lock of a host that died for a while
 _LOOK_EVERY_S = 0.2
 
 
-def lock_run_folder(folder: Path, role: Role, *, patience_s: float, say: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How to wait for the end of another one.
+
+    Attributes:
+        seconds: for so long.
+        say: is called with a line before.
+        stops: whether to give up at once.
+    """
+
+    seconds: float
+    say: Callable[[str], None]
+    stops: Callable[[], bool] = lambda: False
+
+
+def lock_run_folder(folder: Path, role: Role, patience: Patience) -> None:
     """Hold the folder, in this role, until this process ends, however it ends. A file system without locks is taken as
     it is.
 
     Args:
         folder: the run folder.
         role: what this process is to the run.
-        patience_s: how long to wait for the end of another one.
-        say: is called with a line before such a wait.
+        patience: with another one.
 
     Raises:
         PreflightError: another one holds it.
@@ -40,13 +55,13 @@ def lock_run_folder(folder: Path, role: Role, *, patience_s: float, say: Callabl
             logger.warning("%s has no locks: see to it that no other run uses it", folder)
         return held != 0
 
-    _wait_until(is_settled, folder, role, patience_s, say)
+    _wait_until(is_settled, folder, role, patience)
 
 
-def wait_for_learner(folder: Path, *, patience_s: float, say: Callable[[str], None]) -> None:
+def wait_for_learner(folder: Path, patience: Patience) -> None:
     """Until no learner holds the folder: one whose launcher was killed drains, and holds it until then. Arguments and
     errors are those of `lock_run_folder`."""
-    _wait_until(lambda: not is_in_use(folder), folder, "learner", patience_s, say)
+    _wait_until(lambda: not is_in_use(folder), folder, "learner", patience)
 
 
 def is_in_use(folder: Path) -> bool:
@@ -59,19 +74,17 @@ def is_in_use(folder: Path) -> bool:
     return held == 0
 
 
-def _wait_until(
-    condition: Callable[[], bool], folder: Path, role: Role, patience_s: float, say: Callable[[str], None]
-) -> None:
-    ends_s = time.monotonic() + patience_s
+def _wait_until(condition: Callable[[], bool], folder: Path, role: Role, patience: Patience) -> None:
+    ends_s = time.monotonic() + patience.seconds
     said = False
     while not condition():
-        if time.monotonic() > ends_s:
+        if time.monotonic() > ends_s or patience.stops():
             raise PreflightError(
                 f"run.folder: {folder} is in use by another {role}; wait for its end (some minutes where its host died "
                 "and the folder is on NFS), or choose another folder"
             )
         if not said:
-            say(f"{folder} is in use by another {role}; waiting up to {patience_s:.0f} s for its end")
+            patience.say(f"{folder} is in use by another {role}; waiting up to {patience.seconds:.0f} s for its end")
         said = True
         time.sleep(_LOOK_EVERY_S)
 

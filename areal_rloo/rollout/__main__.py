@@ -1,6 +1,7 @@
 """`python -m areal_rloo.rollout`: builds the rollout worker of a run folder and runs it. Started by a launcher.
 
-Exit codes: 0 drained or stopped, 2 a mistake the user can mend, 1 anything else.
+Exit codes: 0 drained or stopped, 2 a mistake the user can mend, 4 the learner went back to a version before ours, 1
+anything else.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class SharedMemorySender:
         self._folder = folder
         self._segments: list[_Segment] = []
         self._offered: _Segment | None = None
+        self._run = secrets.token_hex(4)  # a worker may have segments of the learner before us mapped, by their names
         self._num_made = 0
         shutil.rmtree(folder, ignore_errors=True)  # of a learner that was killed, and began anew as this one
         folder.mkdir(parents=True, mode=0o700)
@@ -96,7 +98,7 @@ class SharedMemorySender:
                 f"{self._folder}: a version of the weights needs {size} bytes of shared memory, {free} are free; "
                 "enlarge it or set weights.transport=collective"
             )
-        path = self._folder / f"segment-{self._num_made}"
+        path = self._folder / f"segment-{self._run}-{self._num_made}"
         self._num_made += 1
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:

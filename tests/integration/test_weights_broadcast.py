@@ -22,7 +22,7 @@ from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
-from areal_rloo.weights.shared_memory import SharedMemorySender
+from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
 
 TIMEOUT_S = 2.0
 START_ANEW = b"start anew"  # instead of an offer: the engine is back at its first weights
@@ -333,6 +333,18 @@ def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seld
 
     _wait(heartbeats_go_on)
     broadcaster.close()
+
+
+def test_a_worker_that_outlives_its_learner_reads_what_the_next_one_wrote(tmp_path: Path) -> None:
+    """It has the segments of the first mapped, by their names."""
+    manifest = build_manifest(_tensors(0), bucket_bytes=100_000)
+    reader = SharedMemoryReader()
+    for version in (1, 2):
+        sender = SharedMemorySender(manifest, tmp_path / "segments")
+        buckets = sender.stage()
+        gather(manifest, _tensors(version), buckets)
+        taken = reader.take(sender.offer(buckets, ["w"]), manifest)
+        assert all(torch.equal(one, other) for one, other in zip(taken, buckets, strict=True))
 
 
 def test_a_member_lost_while_its_epoch_is_formed_makes_no_group_of_one() -> None:

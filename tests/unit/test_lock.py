@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_rloo.config import Config, load_config
+from areal_rloo.config import load_config
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.hosts import this_host
-from areal_rloo.launcher.start import begin, placed
-from areal_rloo.learner.lock import Role, is_in_use, lock_run_folder, wait_for_learner
+from areal_rloo.launcher.start import hold
+from areal_rloo.learner.lock import Patience, Role, is_in_use, lock_run_folder, wait_for_learner
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from areal_rloo.learner.lock import lock_run_folder
-lock_run_folder(Path(sys.argv[1]), sys.argv[2], patience_s=0.0, say=print)
+from areal_rloo.learner.lock import Patience, lock_run_folder
+lock_run_folder(Path(sys.argv[1]), sys.argv[2], Patience(0.0, print))
 print("held")
 time.sleep(100)
 """
@@ -41,31 +40,31 @@ def test_a_second_learner_is_refused_until_the_first_is_gone_however_it_ends(tmp
     with held(tmp_path, "learner"):
         assert is_in_use(tmp_path)
         with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
-            lock_run_folder(tmp_path, "learner", patience_s=0.3, say=lines.append)
+            lock_run_folder(tmp_path, "learner", Patience(0.3, lines.append))
         with pytest.raises(PreflightError, match=r"is in use by another learner; wait for its end"):
-            wait_for_learner(tmp_path, patience_s=0.0, say=lines.append)
-        lock_run_folder(tmp_path, "launcher", patience_s=0.0, say=lines.append)  # its own
+            wait_for_learner(tmp_path, Patience(0.0, lines.append))
+        lock_run_folder(tmp_path, "launcher", Patience(0.0, lines.append))  # its own
     assert lines == [f"{tmp_path} is in use by another learner; waiting up to 0 s for its end"]
     assert not is_in_use(tmp_path)
-    lock_run_folder(tmp_path, "learner", patience_s=0.0, say=lines.append)
+    lock_run_folder(tmp_path, "learner", Patience(0.0, lines.append))
 
 
 def test_whoever_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     with held(tmp_path, "learner") as other:
         threading.Timer(0.3, other.kill).start()
-        wait_for_learner(tmp_path, patience_s=60.0, say=lambda _: None)
-        lock_run_folder(tmp_path, "learner", patience_s=0.0, say=lambda _: None)
+        wait_for_learner(tmp_path, Patience(60.0, print))
+        lock_run_folder(tmp_path, "learner", Patience(0.0, print))
 
 
-def _begin(folder: Path, config: Config, *, resume: bool = False) -> None:
-    config, placement = placed(config, [this_host(config.launcher)])
-    begin(config, placement, folder, wire_port=1, meeting_port=2, resume=resume)
+def test_whoever_waits_may_be_told_to_stop(tmp_path: Path) -> None:
+    with held(tmp_path, "learner"), pytest.raises(PreflightError):
+        wait_for_learner(tmp_path, Patience(1e9, print, stops=lambda: True))
 
 
 def test_a_start_writes_nothing_where_another_launcher_is_at_work(tmp_path: Path) -> None:
     config = load_config("quickstart.yaml", ["launcher.drain_timeout_s=0.2"])
     with held(tmp_path, "launcher"), pytest.raises(PreflightError, match="is in use by another launcher"):
-        _begin(tmp_path, config)
+        hold(tmp_path, config, resume=False)
     assert [path.name for path in tmp_path.iterdir()] == [".launcher-lock"]
 
 
@@ -76,5 +75,10 @@ def test_of_two_fresh_starts_in_one_folder_the_second_is_refused(tmp_path: Path)
         (tmp_path / "config.yaml").write_text("the first one's")
         threading.Timer(0.3, other.kill).start()
         with pytest.raises(PreflightError, match="holds a run already; add --resume"):
-            _begin(tmp_path, config)
-    assert (tmp_path / "config.yaml").read_text() == "the first one's"
+            hold(tmp_path, config, resume=False)
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PreflightError, match=r"run\.folder: .* cannot be made: .*; choose another"):
+        hold(tmp_path / "file" / "run", load_config("quickstart.yaml", []), resume=False)

@@ -29,7 +29,9 @@ SPEC = ProcessSpec(
 
 
 def script(*overrides: str, resume: bool = False) -> str:
-    return sbatch_script(load_config("quickstart.yaml", list(overrides)), Path("/shared/run"), resume=resume)
+    return sbatch_script(
+        load_config("quickstart.yaml", list(overrides)), Path("/shared/run/submitted-1.yaml"), resume=resume
+    )
 
 
 def directives(*overrides: str) -> set[str]:
@@ -43,7 +45,9 @@ def test_the_script_is_one_that_bash_reads_and_execs_the_launcher() -> None:
     assert "\nmodule load cuda\nexport A=1\n" in text
     last = text.strip().splitlines()[-1]
     assert last.startswith("exec ")
-    assert last.endswith("-m areal_rloo.launcher.slurm_job --run-folder=/shared/run --resume")
+    assert last.endswith(
+        "-m areal_rloo.launcher.slurm_job --run-folder=/shared/run --submitted=submitted-1.yaml --resume"
+    )
 
 
 def test_what_the_config_says_of_hosts_and_limits_is_what_slurm_is_asked_for() -> None:
@@ -67,9 +71,11 @@ def test_without_numbers_the_job_has_whole_nodes() -> None:
 
 
 def test_a_path_with_spaces_and_signs_of_slurm_s_own_is_written_so_that_slurm_reads_it() -> None:
-    text = sbatch_script(load_config("quickstart.yaml", []), Path("/shared/my runs/50%j"), resume=False)
+    text = sbatch_script(
+        load_config("quickstart.yaml", []), Path("/shared/my runs/50%j/submitted-1.yaml"), resume=False
+    )
     assert "#SBATCH --output='/shared/my runs/50%%j/job.out'" in text
-    assert text.strip().endswith("'--run-folder=/shared/my runs/50%j'")
+    assert text.strip().endswith("'--run-folder=/shared/my runs/50%j' --submitted=submitted-1.yaml")
 
 
 def test_a_site_that_wants_memory_by_core_gets_it_so() -> None:
@@ -107,7 +113,7 @@ def test_what_slurm_would_misread_is_refused_before(override: str, words: str) -
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0"])
+@pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0", "0"])
 def test_a_time_limit_that_leaves_time_for_the_warning_is_taken(limit: str) -> None:
     assert f"--time={limit}" in directives(f"launcher.slurm.time_limit='{limit}'")
 

@@ -46,19 +46,19 @@ def test_a_start_ends_with_the_first_wrong_finding(tmp_path: Path) -> None:
     ):
         preflight.look(config("launcher.min_free_disk_bytes=1000000000000000"), tmp_path / "run")
     preflight.look(config(), tmp_path / "run")
-    assert (tmp_path / "run").is_dir()
+    assert (tmp_path / "run" / "logs" / "launcher.log").exists()
 
 
-def test_whoever_only_submits_is_told_nothing_of_this_host() -> None:
+def test_whoever_only_submits_is_told_nothing_of_this_host(tmp_path: Path) -> None:
     names = {f.name for f in findings(config("wire.port=1"), folder=None, thorough=False, runs_here=False)}
     assert not names & {"wire.port", "gpus", "shared memory", "open files", "memory"}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = config(f"wire.port={taken.getsockname()[1]}")
-        preflight.check(busy, runs_here=False)
+        preflight.look(busy, tmp_path, runs_here=False)
         with pytest.raises(PreflightError, match="is in use"):
-            preflight.check(busy)
+            preflight.look(busy, tmp_path)
 
 
 def test_the_quick_part_takes_no_torch(tmp_path: Path) -> None:
