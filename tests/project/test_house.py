@@ -59,6 +59,7 @@ def test_commands_in_the_documents_work(document: str) -> None:
         assert ended.returncode == 0, ended.stderr
 
 
-def test_tasks_and_the_launcher_import_without_torch() -> None:
-    code = "import sys, areal_rloo.tasks, areal_rloo.launcher.local; sys.exit('torch' in sys.modules)"
+def test_tasks_the_launcher_and_a_warm_start_that_is_cached_import_without_torch() -> None:
+    modules = "areal_rloo.tasks, areal_rloo.launcher.local, areal_rloo.learner.warm_start"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
