@@ -31,7 +31,7 @@ from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
-from areal_rloo.models.loading import load_tokenizer, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.tasks import Task, load_eval, load_train, make_task
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Completion, Group, Trajectory

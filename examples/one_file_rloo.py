@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.warm_start import prepare_tiny_model
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import Item, load_eval, load_train
 
 CLIP = (0.8, 1.2)

@@ -11,7 +11,8 @@ from areal_rloo.config import Config
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
-from areal_rloo.models.loading import computation_dtype, load_policy
+from areal_rloo.models.files import computation_dtype
+from areal_rloo.models.loading import load_policy
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference
 

@@ -34,7 +34,7 @@ from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.worker import Learner, Reporter, write_summary
-from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas

@@ -11,7 +11,8 @@ from areal_rloo.errors import ConfigError, ModelError
 from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.parallel import Ranks, Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
-from areal_rloo.models.loading import computation_dtype, empty_policy, fill_buffers, load_policy
+from areal_rloo.models.files import computation_dtype
+from areal_rloo.models.loading import empty_policy, fill_buffers, load_policy
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference
 

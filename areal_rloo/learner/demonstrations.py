@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from areal_rloo.config import SourceConfig, WarmStartConfig
 from areal_rloo.learner.packing import plan_rows
-from areal_rloo.models.attention import PACKED_ATTENTION, PackedLayout
+from areal_rloo.models.attention import PACKED_ATTENTION
+from areal_rloo.models.layout import PackedLayout
 from areal_rloo.models.policy import packed_logits
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from areal_rloo.models.attention import head_dim
+from areal_rloo.models.layout import head_dim
 
 # Dense bfloat16 FLOP/s of data sheets, by what the device calls itself; the first that fits counts.
 _PEAK_FLOPS = (

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from areal_rloo.config import Config
-from areal_rloo.models.attention import head_dim
-from areal_rloo.models.loading import computation_dtype
+from areal_rloo.models.files import computation_dtype
+from areal_rloo.models.layout import head_dim
 from areal_rloo.models.logprobs import CHUNK_LOGITS
 
 _GIB = 2**30

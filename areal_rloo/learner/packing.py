@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.layout import PackedLayout
 from areal_rloo.trajectory import Trajectory
 
 

@@ -52,7 +52,7 @@ from areal_rloo.learner.parallel import (
     saved_names,
 )
 from areal_rloo.learner.row_loss import RowLoss
-from areal_rloo.models.loading import computation_dtype
+from areal_rloo.models.files import computation_dtype
 from areal_rloo.models.logprobs import Entropy, TokenLogprobs
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.reference import Reference

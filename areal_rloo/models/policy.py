@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.layout import PackedLayout
 from areal_rloo.models.logprobs import Entropy, chosen_logprobs
 from areal_rloo.models.token_loss import TokenLoss, loss_of_tokens
 

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import Engine
 from areal_rloo.errors import EXIT_WENT_BACK, WentBackError
-from areal_rloo.models.loading import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards.scoring import Scoring
 from areal_rloo.rollout.engines import WorkerEngine, make_engine
 from areal_rloo.rollout.episode import Episode

@@ -18,7 +18,7 @@ from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
 from areal_rloo.errors import WeightsError
-from areal_rloo.models.loading import computation_dtype
+from areal_rloo.models.files import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
 from areal_rloo.telemetry.tables import ENGINE_SERVER
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice, by_bucket

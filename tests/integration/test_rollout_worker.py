@@ -11,7 +11,7 @@ import torch
 from areal_rloo.config import load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.errors import WentBackError
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
 from areal_rloo.rollout.worker import RolloutWorker

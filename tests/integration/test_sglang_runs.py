@@ -16,7 +16,7 @@ from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.export import write_model
 from areal_rloo.learner.team import Team
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
 

@@ -18,7 +18,7 @@ from areal_rloo.algorithm.turns import written_by_policy
 from areal_rloo.config import DataConfig, SamplingConfig, SourceConfig
 from areal_rloo.engines.base import Engine, EngineStatistics, GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.chat_server import ChatServer
 from areal_rloo.rollout.episode import Sample

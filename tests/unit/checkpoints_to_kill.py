@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from areal_rloo.learner.checkpoint import Checkpoints
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from tests.unit.test_checkpoint import checkpoint_state, trained
 
 

@@ -26,7 +26,7 @@ from chat_endpoint import (
 from areal_rloo.config import Config, EpisodeConfig, RolloutConfig
 from areal_rloo.errors import ConfigError, EngineError, EpisodeError
 from areal_rloo.launcher.preflight import check
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.agent import Agent
 from areal_rloo.rollout.episode import Rewards, Sample, SingleTurn

@@ -24,7 +24,7 @@ from chat_endpoint import (
     user,
 )
 
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rollout import chat_server
 
 

@@ -26,7 +26,7 @@ from chat_endpoint import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rollout.chat_api import ApiError, read_request
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.trajectory import Completion

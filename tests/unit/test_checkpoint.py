@@ -23,7 +23,8 @@ from areal_rloo.learner.checkpoint import (
 from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.prompts import PromptStream
 from areal_rloo.learner.team import Team
-from areal_rloo.models.loading import load_policy, load_tokenizer
+from areal_rloo.models.files import load_tokenizer
+from areal_rloo.models.loading import load_policy
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 

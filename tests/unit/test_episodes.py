@@ -16,7 +16,7 @@ from areal_rloo.config import Config, DataConfig, load_config
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.errors import DataError, EpisodeError
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.episode import Conversation, Sample, TurnEngine

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
 from areal_rloo.learner.prompts import PromptStream, Tokenizer
-from areal_rloo.models.loading import load_tokenizer
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import Item, Source
 from areal_rloo.tasks.chat import ChatFormat
 

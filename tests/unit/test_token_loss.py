@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.config import BehaviourWeightConfig, LossConfig
-from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.layout import PackedLayout
 from areal_rloo.models.logprobs import TokenLogprobs
 from areal_rloo.models.token_loss import loss_of_tokens
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import EngineError, ModelError
-from areal_rloo.models.attention import head_dim
+from areal_rloo.models.layout import head_dim
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length

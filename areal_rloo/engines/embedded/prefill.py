@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_rloo.engines.embedded.cache import Cache, CacheRow
 from areal_rloo.engines.embedded.parameters import Architecture, Parameters
 from areal_rloo.engines.embedded.transformer import after_attention, fused_heads, rotate
-from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.layout import PackedLayout
 
 _SHORT_TOKENS = 128  # segments up to this are attended together, padded to the longest of them
 
