@@ -32,7 +32,7 @@ def main() -> int:
             command = [
                 *(sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *arguments, "--config", "quickstart.yaml"),
                 *(f"run.folder={folder / launcher}", f"model.path={model}", *ON_TWO_NODES),
-                *("learner.num_train_steps=20", "evaluation.every_n_versions=0"),
+                *("learner.num_train_steps=28", "evaluation.every_n_versions=0"),
             ]
             code = subprocess.run(
                 command, cwd=REPO, env={**environment, "PYTHONUNBUFFERED": "1"}, check=False
