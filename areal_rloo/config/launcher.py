@@ -14,8 +14,7 @@ from areal_rloo.config.engines import refuse_owned
 from areal_rloo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from areal_rloo.errors import ConfigError
 
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, h:m, h:m:s, days-h, ...
-
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # see _seconds
 _WARNS_EARLY_S = 60  # as the manual of sbatch says of --signal
 
 # What we say to sbatch ourselves, and where the user says it instead.

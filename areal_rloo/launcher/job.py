@@ -106,7 +106,6 @@ class Job:
         self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
         self._signals = signals
         self._drain_ends_s: float | None = None
-        self._workers: list[str] = []
         self._disk_is_full = False
         self._trouble = ""
         self.unfinished = False
@@ -174,7 +173,7 @@ class Job:
         """Start learner and workers, and watch until the learner has ended for good."""
         plan = self._request.plan(model_path=model_path, warm_start_s=warm_start_s)
         ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
-        workers = self._workers = [spec.name for spec in plan.workers]
+        workers = [spec.name for spec in plan.workers]
         ranks.start()
         for spec in plan.workers:
             self._supervisor.start(spec)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -65,12 +65,12 @@ class Owner:
             if self._told_to_end:
                 return 128 + signal.SIGTERM, ""
             process = self._process = self._started(command)
-        _show(lambda: f"{spec.name}: {process.label}, logs in {command.log.parent}\n")
+        _show(f"{spec.name}: {process.label}, logs in {command.log.parent}\n")
         while (code := process.exit_code()) is None:
             time.sleep(_POLL_EVERY_S)
             for tail in tails:
-                _show(tail.read)
-        _show(lambda: f"{spec.name} ended with code {code}\n")
+                _show(tail.read())
+        _show(f"{spec.name} ended with code {code}\n")
         if spec.max_restarts and code not in (0, 2, EXIT_WENT_BACK) and not self._told_to_end:
             os._exit(1)  # Ray's own way of starting again, as if the node had gone
         return code, ""
@@ -110,10 +110,10 @@ class Owner:
             return LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
 
 
-def _show(text: Callable[[], str]) -> None:
+def _show(text: str) -> None:
     """In Ray's dashboard, which shows what we print; a disk that fails meanwhile is not the process's end."""
     with contextlib.suppress(OSError):
-        sys.stdout.write(text())
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 

@@ -21,7 +21,7 @@ from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host
 from areal_rloo.wire.security import make_keys
 
-SCRIPT = "job.sbatch"  # of that job
+SCRIPT = "job.sbatch"  # of a Slurm job
 
 _LATEST = Path("runs") / "latest"
 _SUBMITTED = "submitted-{}.yaml"
@@ -42,26 +42,22 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         if folder.exists():  # a second run in the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
-    if not resume:
-        refuse_second_run(folder)
-        if any(folder.glob(_SUBMITTED.format("*"))):
-            raise PreflightError(_holds_a_run(folder))
-    elif not (folder / "config.yaml").exists() and not any(folder.glob(_SUBMITTED.format("*"))):
+    holds_run = has_begun(folder) or any(folder.glob(_SUBMITTED.format("*")))
+    if resume and not holds_run:
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
+    if holds_run and not resume:
+        raise second_run(folder)
     return folder
 
 
-def refuse_second_run(folder: Path) -> None:
-    """
-    Raises:
-        PreflightError: a run has begun in this folder.
-    """
-    if (folder / "config.yaml").exists():
-        raise PreflightError(_holds_a_run(folder))
+def has_begun(folder: Path) -> bool:
+    """Whether a run was started in this folder; one that was only submitted was not."""
+    return (folder / "config.yaml").exists()
 
 
-def _holds_a_run(folder: Path) -> str:
-    return f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another"
+def second_run(folder: Path) -> PreflightError:
+    """What is said of a start in a folder that another run has."""
+    return PreflightError(f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another")
 
 
 def submitted_file(folder: Path) -> Path:

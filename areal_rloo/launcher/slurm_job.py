@@ -23,7 +23,7 @@ from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.preflight import look
-from areal_rloo.launcher.run_folder import newest_checkpoint, seed_folder
+from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
 from areal_rloo.launcher.slurm_steps import StepStarter
 from areal_rloo.launcher.start import begin, hold, placed
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     config = msgspec.structs.replace(submitted, run=run)
     import_entry(config.run.entry)
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    resume = options.resume or (again and (folder / "config.yaml").exists())
+    resume = options.resume or (again and has_begun(folder))
     hold(folder, config, resume=resume, again=again, stops=lambda: signals.any)
     config, placement = placed(config, allocated_hosts(config.launcher))
     look(config, folder, runs_here=config.launcher.container.runtime == "none")

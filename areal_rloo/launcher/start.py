@@ -12,7 +12,7 @@ from areal_rloo.launcher.cli import Options
 from areal_rloo.launcher.job import JobRequest
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
-from areal_rloo.launcher.run_folder import refuse_second_run, segment_folder, write_beginning
+from areal_rloo.launcher.run_folder import has_begun, second_run, segment_folder, write_beginning
 from areal_rloo.launcher.table import as_json, as_table
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.progress import stop_printing
@@ -79,12 +79,12 @@ def hold(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PreflightError(f"run.folder: {folder} cannot be made: {error}; choose another") from error
+        raise PreflightError(f"run.folder: {folder} cannot be written: {error}; choose another") from error
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)
     lock_run_folder(folder, "launcher", patience)
     wait_for_learner(folder, patience)
-    if not resume:
-        refuse_second_run(folder)  # of a start that was a moment before this one
+    if not resume and has_begun(folder):  # by a start that was a moment before this one
+        raise second_run(folder)
 
 
 def begin(

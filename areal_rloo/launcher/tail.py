@@ -14,10 +14,11 @@ class Tail:
 
     def read(self) -> str:
         """What came since the last call."""
-        if not self._path.exists():
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                fresh = file.read()
+        except OSError:  # not there yet, or on a network that fails for a moment
             return ""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            fresh = file.read()
         self._position += len(fresh)
         return fresh.decode(errors="replace")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from areal_rloo.config import ModelConfig
@@ -39,8 +39,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's and those of the model's generation config."""
-    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import, and the launcher's children start often
-
     stops = {int(tokenizer.eos_token_id)}
     if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
         try:

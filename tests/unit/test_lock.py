@@ -54,6 +54,7 @@ def test_whoever_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
         threading.Timer(0.3, other.kill).start()
         wait_for_learner(tmp_path, Patience(60.0, print))
         lock_run_folder(tmp_path, "learner", Patience(0.0, print))
+    assert is_in_use(tmp_path), "by us"
 
 
 def test_whoever_waits_may_be_told_to_stop(tmp_path: Path) -> None:
@@ -80,5 +81,5 @@ def test_of_two_fresh_starts_in_one_folder_the_second_is_refused(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PreflightError, match=r"run\.folder: .* cannot be made: .*; choose another"):
+    with pytest.raises(PreflightError, match=r"run\.folder: .* cannot be written: .*; choose another"):
         hold(tmp_path / "file" / "run", load_config("quickstart.yaml", []), resume=False)
