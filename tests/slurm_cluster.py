@@ -41,7 +41,7 @@ from pathlib import Path
 import psutil
 from networks import TwoNetworks
 
-from areal_rloo.launcher.hosts import ReservedPorts
+from areal_rloo.ports import ReservedPorts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 NODES = ("n1", "n2")

@@ -1,4 +1,4 @@
-"""The hosts of a run, as a launcher finds them or as the config describes them; ports and GPUs that runs keep apart."""
+"""The hosts of a run, as a launcher finds them or as the config describes them; GPUs that runs keep apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -91,35 +90,6 @@ def _gpu_ids() -> tuple[str, ...]:
             "CUDA_VISIBLE_DEVICES"
         ) from error
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
-
-
-class ReservedPorts:
-    """Ports of this host that nobody else is given while they are held, and that our own processes can listen on.
-
-    A port is bound, exclusively, and not listened on; then it is opened to sockets that share addresses, as those of
-    ZeroMQ and of torch do. So two runs that start together never get the same one, and a learner that begins anew finds
-    its port free.
-    """
-
-    def __init__(self, num: int) -> None:
-        self._sockets = [socket.socket() for _ in range(num)]
-        for one in self._sockets:
-            one.bind(("", 0))
-        for one in self._sockets:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.ports = tuple(int(one.getsockname()[1]) for one in self._sockets)
-
-    def close(self) -> None:
-        for one in self._sockets:
-            one.close()
-
-    def __enter__(self) -> ReservedPorts:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class ClaimedGpus:

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import parse, run_main
-from areal_rloo.launcher.hosts import ClaimedGpus, ReservedPorts, described_hosts, this_host
+from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
 from areal_rloo.launcher.start import begin, hold, placed, show_plan
+from areal_rloo.ports import ReservedPorts
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ import msgspec
 import ray
 
 from areal_rloo.errors import EXIT_WENT_BACK
-from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess
 from areal_rloo.launcher.tail import Tail
+from areal_rloo.ports import ReservedPorts
 
 _POLL_EVERY_S = 0.2
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")

@@ -20,13 +20,13 @@ import msgspec
 from areal_rloo.config import import_entry, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.cli import run_main
-from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.preflight import look
 from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint, seed_folder
 from areal_rloo.launcher.slurm_nodes import allocated_hosts
 from areal_rloo.launcher.slurm_steps import StepStarter
 from areal_rloo.launcher.start import begin, hold, placed
+from areal_rloo.ports import ReservedPorts
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)

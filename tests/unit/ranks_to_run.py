@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from areal_rloo.config import Config
-from areal_rloo.launcher.hosts import ReservedPorts
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.parallel import Ranks
 from areal_rloo.learner.rank import LearnerRank, follow
 from areal_rloo.learner.team import Team
+from areal_rloo.ports import ReservedPorts
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,10 @@ import pytest
 
 from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.hosts import ClaimedGpus, ReservedPorts, capped, described_hosts, this_host
+from areal_rloo.launcher.hosts import ClaimedGpus, capped, described_hosts, this_host
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.slurm_nodes import counts_per_node
+from areal_rloo.ports import ReservedPorts
 
 GPUS = Host("n", "127.0.0.1", 8, ("0", "1", "2", "3"), 2**30)
 

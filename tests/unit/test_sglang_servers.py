@@ -1,6 +1,8 @@
 """How an SGLang server is started, which options are refused, and the files its weights go through."""
 
 import json
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from areal_rloo.config import Config, RolloutConfig, SGLangConfig
 from areal_rloo.config.schema import validate
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, read_model
-from areal_rloo.engines.sglang.process import ServerPlan, command_line, environment
+from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, command_line, environment
 from areal_rloo.errors import ConfigError
 
 
@@ -47,6 +49,33 @@ def test_a_server_is_started_for_its_device() -> None:
     assert environment(_plan()) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
     assert environment(_plan(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert environment(_plan(device="cuda")) == {}
+
+
+def test_nobody_takes_the_port_of_a_server_that_still_starts(tmp_path: Path) -> None:
+    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), tmp_path / "server.log")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", server.port))
+    server.kill()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", server.port))
+
+
+def test_the_last_words_are_what_it_ended_of_and_not_a_call_that_fails_every_time(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("ValueError: of an earlier run\n")
+    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), log)
+    server.kill()
+    with log.open("a") as file:
+        file.write(
+            "[2026-11-22 15:02:13] ERROR:    [Errno 98] error while attempting to bind on address\n"
+            "[2026-11-22 15:02:13] INFO:     Waiting for application shutdown.\n"
+            "[2026-11-22 15:02:23] post-warmup freeze_gc failed\n"
+            "Traceback (most recent call last):\n"
+            "TimeoutError: timed out\n\n"
+            "requests.exceptions.ReadTimeout: Read timed out. (read timeout=10)\n"
+            "[2026-11-22 15:02:23] The server is fired up and ready to roll!\n"
+        )
+    assert server.last_words().endswith("[Errno 98] error while attempting to bind on address")
 
 
 def test_the_context_is_limited_only_where_the_model_has_more() -> None:

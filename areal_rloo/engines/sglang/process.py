@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,7 @@ from pathlib import Path
 from areal_rloo.config import SGLangConfig, argument_name
 from areal_rloo.engines.sglang.capabilities import TESTED_VERSION
 from areal_rloo.errors import ConfigError
+from areal_rloo.ports import ReservedPorts
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -30,6 +31,8 @@ _BESIDE = Path(".venv-sglang/bin/python")
 _VERSION_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
+_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # of the server's log: a line and its traceback
+_ERROR = re.compile(r"Error|ERROR|error:")
 # Asked of Linux by the server itself, before it becomes SGLang: kill me when the thread that started me is gone.
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
@@ -79,7 +82,8 @@ class ServerProcess:
 
     def __init__(self, python: str, config: SGLangConfig, plan: ServerPlan, log: Path) -> None:
         """Start it. The thread that calls this must live as long as the server is to."""
-        self.port = _free_port()
+        self._reserved = ReservedPorts(1)
+        (self.port,) = self._reserved.ports
         self.api_key = secrets.token_hex(16)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +107,7 @@ class ServerProcess:
                     start_new_session=True,
                 )
         except BaseException:
-            self.forget_secrets()
+            self._clear()
             raise
 
     @property
@@ -124,7 +128,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the server and its children now."""
-        self.forget_secrets()
+        self._clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
@@ -138,11 +142,16 @@ class ServerProcess:
         """The last line this run wrote that says something: an error where there is one."""
         with self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        spoken = [line for line in lines if line]
+            text = file.read().decode(errors="replace")
         # One call of its own fails at every start, before it listens; that is not what it ends of.
-        errors = [line for line in spoken if ("Error" in line or "error:" in line) and "/freeze_gc" not in line]
+        entries = [entry for entry in _ENTRY.split(text) if "freeze_gc failed" not in entry]
+        spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
+        errors = [line for line in spoken if _ERROR.search(line)]
         return (errors or spoken or ["nothing"])[-1][:500]
+
+    def _clear(self) -> None:
+        self.forget_secrets()
+        self._reserved.close()
 
 
 def find_python(config: SGLangConfig) -> str:
@@ -217,10 +226,3 @@ def environment(plan: ServerPlan) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))
         changes[_CORES] = "|".join(str(cores[rank % len(cores)]) for rank in range(plan.tensor_parallel))
     return changes
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
