@@ -14,7 +14,6 @@ import json
 import os
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from areal_rloo.ports import ReservedPorts
 
 STOP_TIMEOUT_S = 20
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -122,9 +123,8 @@ def _serve(num_cpus: int, with_dashboard: bool) -> None:
         "object_store_memory": OBJECT_STORE_BYTES,
         "dashboard_agent_listen_port": 0,
     }
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        dashboard_port = listener.getsockname()[1]
-    with ThreadPoolExecutor(1) as executor:
+    with ReservedPorts(1) as reserved, ThreadPoolExecutor(1) as executor:
+        (dashboard_port,) = reserved.ports
         cluster.add_node(
             **each,
             no_monitor=True,  # nothing is scaled here

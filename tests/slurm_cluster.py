@@ -104,12 +104,13 @@ class Job:
 class SlurmCluster:
     """Two nodes, n1 and n2, of 4 cores each, in the partition `main`."""
 
-    def __init__(self, folder: Path, spool: Path, networks: TwoNetworks | None) -> None:
+    def __init__(self, folder: Path, spool: Path, ports: tuple[int, ...], networks: TwoNetworks | None) -> None:
         self.folder = folder
         self.networks = networks
         self.prefix: list[str] = networks.first.prefix if networks else []
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
         self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _search_path()}
+        self._ports = ports  # of the controller and of the two nodes
         self._spool = spool  # short, since the path of a Unix socket has at most 107 characters
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -142,8 +143,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
-        with ReservedPorts(3) as reserved:
-            controller_port, first_port, second_port = reserved.ports
+        controller_port, first_port, second_port = self._ports
         config = CONFIG.format(
             host=socket.gethostname().partition(".")[0],
             user=pwd.getpwuid(os.geteuid()).pw_name,
@@ -228,8 +228,8 @@ _IDLE = ["n1", "idle", "n2", "idle"]
 def slurm_cluster(folder: Path, networks: TwoNetworks | None = None) -> Iterator[SlurmCluster]:
     """Start a cluster that keeps its files in `folder`, which must be empty or not yet exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="slurm-") as spool:
-        cluster = SlurmCluster(folder.resolve(), Path(spool), networks)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as spool, ReservedPorts(3) as reserved:
+        cluster = SlurmCluster(folder.resolve(), Path(spool), reserved.ports, networks)
         try:
             cluster._start()
             yield cluster

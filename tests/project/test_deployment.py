@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from areal_rloo.config import load_config
 from areal_rloo.engines.sglang.capabilities import TESTED_VERSION
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.start import placed
+from areal_rloo.ports import ReservedPorts
 
 REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "docs" / "deploy.md"
@@ -330,14 +330,17 @@ def _run_doctor(command: Sequence[str]) -> None:
 
 
 def _meet_doctors() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
     doctor = [sys.executable, "-m", "areal_rloo.launcher.doctor"]
-    with subprocess.Popen([*doctor, "--listen", str(port)], cwd=REPO, stdout=subprocess.PIPE, text=True) as listening:
+    with (
+        ReservedPorts(1) as reserved,
+        subprocess.Popen(
+            [*doctor, "--listen", str(reserved.ports[0])], cwd=REPO, stdout=subprocess.PIPE, text=True
+        ) as listening,
+    ):
         assert listening.stdout is not None
         try:
             assert "listening" in listening.stdout.readline()
-            shown = output(*doctor, "--reach", f"127.0.0.1:{port}")
+            shown = output(*doctor, "--reach", f"127.0.0.1:{reserved.ports[0]}")
         finally:
             listening.terminate()
     assert "answers" in shown

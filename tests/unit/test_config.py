@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from configs_to_load import refusal, write
 
 from areal_rloo.config import (
     PRESETS,
@@ -16,20 +17,6 @@ from areal_rloo.config import (
     load_config,
 )
 from areal_rloo.errors import ConfigError
-
-
-def write(folder: Path, text: str) -> str:
-    path = folder / "my.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def refusal(name: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(name, overrides)
-    message = str(caught.value)
-    assert "\n" not in message, "a mistake is told in one line"
-    return message
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -139,48 +126,6 @@ def test_a_preset_that_is_none_is_refused_with_what_there_is(tmp_path: Path) -> 
         "override 'algorithm.preset=rlo': algorithm.preset: expected one of rloo, reinforce, grpo"
     )
     assert message.endswith("rloo_ms_swift; the value is 'rlo'")
-
-
-def test_areals_rejection_sampling_is_understood_with_its_own_defaults(tmp_path: Path) -> None:
-    def weight(text: str, *overrides: str) -> BehaviourWeightConfig:
-        return load_config(write(tmp_path, text), overrides).algorithm.loss.behaviour_weight
-
-    theirs = "actor: {rejection_sampling: {metric: kl_k3, level: sequence, agg: max, upper: 0.5}}"
-    assert weight(theirs) == BehaviourWeightConfig(
-        rule="mask", level="sequence", metric="k3", aggregate="max", upper=0.5
-    )
-    assert weight("actor: {rejection_sampling: {upper: 2.0}}") == BehaviourWeightConfig(rule="mask", upper=2.0)
-    assert weight("actor: {rejection_sampling: null}").rule == "none"
-    overrides = ["actor.rejection_sampling.action=mask", "actor.rejection_sampling.metric=kl_k2"]
-    assert weight("", *overrides) == BehaviourWeightConfig(rule="mask", metric="k2")
-    assert weight("", "actor.rejection_sampling={metric: kl_k3}") == BehaviourWeightConfig(rule="mask", metric="k3")
-    assert weight("", "actor.rejection_sampling=null").rule == "none"
-
-
-def test_areals_norms_mean_what_they_mean_there(tmp_path: Path) -> None:
-    """A key that is left out has AReaL's default in AReaL's section, not that of our preset."""
-    expected = NormConfig(mean_level="group", std_level="batch", eps=1e-5)
-    text = "actor: {adv_norm: {mean_level: group}, reward_norm: null}"
-    algorithm = load_config(write(tmp_path, text)).algorithm
-    assert algorithm.adv_norm == expected
-    assert algorithm.reward_norm == NormConfig()
-    for preset in PRESETS:
-        overrides = [f"algorithm.preset={preset}", "algorithm.returns=trajectory", "actor.adv_norm={mean_level: group}"]
-        assert load_config(write(tmp_path, "algorithm: {discount: 1.0}"), overrides).algorithm.adv_norm == expected
-    one_key = load_config(write(tmp_path, ""), ["actor.adv_norm.std_level=batch"]).algorithm.adv_norm
-    assert one_key == NormConfig(mean_level="group", mean_leave1out=True, std_level="batch")
-
-
-def test_areals_group_size_is_ours_or_refused(tmp_path: Path) -> None:
-    """Its gsm8k_rloo.yaml writes it as an interpolation of `gconfig.n_samples`."""
-    section = "actor: {{reward_norm: {{mean_level: group, mean_leave1out: true, std_level: null, group_size: {0}}}}}\n"
-    shipped = load_config(write(tmp_path, section.format("'${gconfig.n_samples}'"))).algorithm
-    assert shipped.reward_norm == NormConfig(mean_level="group", mean_leave1out=True, eps=1e-5)
-    assert load_config(write(tmp_path, section.format(4))).algorithm.group_size == 4
-    assert load_config(write(tmp_path, section.format(4) + "algorithm: {group_size: 4}")).algorithm.group_size == 4
-    assert load_config(write(tmp_path, ""), ["actor.adv_norm.group_size=5"]).algorithm.group_size == 5
-    message = refusal(write(tmp_path, section.format(4) + "algorithm: {group_size: 8}"))
-    assert message.startswith("actor.reward_norm.group_size: expected algorithm.group_size=8, got 4")
 
 
 @pytest.mark.parametrize(
@@ -319,25 +264,6 @@ def test_no_level_may_be_written_as_the_word_or_as_null(tmp_path: Path, spelling
     assert config.algorithm.adv_norm.std_level == "none"
     config = load_config("quickstart.yaml", [f"algorithm.adv_norm.std_level={spelling}"])
     assert config.algorithm.adv_norm.std_level == "none"
-
-
-def test_the_spelling_of_areal_is_understood(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "actor: {adv_norm: {mean_level: batch, std_level: batch}}"))
-    assert config.algorithm.adv_norm.mean_level == "batch"
-    assert config.algorithm.adv_norm.std_level == "batch"
-    config = load_config("quickstart.yaml", ["actor.adv_norm.std_level=batch"])
-    assert config.algorithm.adv_norm.std_level == "batch"
-
-
-def test_the_spelling_of_areal_goes_beside_other_keys_or_an_empty_section(tmp_path: Path) -> None:
-    alias = "actor: {adv_norm: {mean_level: batch}}\n"
-    assert load_config(write(tmp_path, alias + "algorithm:\n")).algorithm.adv_norm.mean_level == "batch"
-    assert load_config(write(tmp_path, alias + "algorithm: {group_size: 3}")).algorithm.group_size == 3
-    assert "unknown key 'actor'" in refusal(write(tmp_path, alias + "algorithm: 3"))
-
-
-def test_no_other_key_of_areals_actor_section_is_known(tmp_path: Path) -> None:
-    assert "unknown key 'actor" in refusal(write(tmp_path, "actor: {path: x}"))
 
 
 def test_overrides_are_laid_on_the_file_with_or_without_dashes(tmp_path: Path) -> None:
