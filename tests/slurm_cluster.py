@@ -128,8 +128,10 @@ class SlurmCluster:
             _job(line) for line in self.run("scontrol", "--oneliner", "show", "job").splitlines() if "JobId=" in line
         ]
 
-    def job(self, job_id: int) -> Job:
-        return next(job for job in self.jobs() if job.job_id == job_id)
+    def settled_jobs(self) -> list[Job]:
+        """Once none is COMPLETING, which a job that has ended is until its nodes are free, whatever it ended as."""
+        self.wait_for(lambda: all(job.state != "COMPLETING" for job in self.jobs()), timeout_s=60)
+        return self.jobs()
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
         ends_s = time.monotonic() + timeout_s

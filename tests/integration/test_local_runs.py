@@ -235,7 +235,7 @@ def test_two_workers_over_gloo_with_curve_train_together(start: Callable[..., Ru
 
 
 def _scraped(port: int, metric: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         values = [line for line in answer.read().decode().splitlines() if line.startswith(metric + " ")]
     return float(values[0].split()[1]) if values else 0.0
 

@@ -104,8 +104,8 @@ def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_th
     assert run.summary()["policy_version"] > at
     submitted = re.search(r"job (\d+) is submitted", output)
     assert submitted is not None, output
-    job = cluster.job(int(submitted[1]))
-    assert (job.state, job.restarts) == ("CANCELLED", 1)
+    job_id = int(submitted[1])
+    assert [(j.state, j.restarts) for j in cluster.settled_jobs() if j.job_id == job_id] == [("CANCELLED", 1)]
     assert output.count("run folder: ") == 2, "of both of its lives"
     assert "back into the queue" in (run.folder / "logs" / "launcher.log").read_text()
 

@@ -228,7 +228,7 @@ def test_sbatch_knows_every_option_of_the_job_script(job_script: str, tmp_path: 
             ["sbatch", "--test-only", str(script)], env=environment, stderr=subprocess.PIPE, text=True
         ) as process:
             try:
-                _, words = process.communicate(timeout=2)
+                _, words = process.communicate(timeout=60 if refused else 2)
             except subprocess.TimeoutExpired:
                 words = ""
                 process.kill()

@@ -217,7 +217,7 @@ def test_a_closed_pool_leaves_no_process_and_nobody_waiting(scorer: str) -> None
         assert await asyncio.gather(*waiting) == ["reward_crash"] * 3
         return processes
 
-    _, alive = psutil.wait_procs(_run(scorer, scenario, num_at_once=2, deadline_s=60.0), timeout=10)
+    _, alive = psutil.wait_procs(_run(scorer, scenario, num_at_once=2, deadline_s=60.0), timeout=60)
     assert alive == []
 
 

@@ -66,7 +66,7 @@ def test_weights_and_aborts_in_between_lose_and_double_no_token(tiny_folders: di
         futures = engine.submit([request(str(i), seed=i, max_new_tokens=300 + i) for i in range(6)])
         for version in range(1, 8):
             wait_until(lambda version=version: engine.statistics().decode_steps > 30 * version)  # type: ignore[misc]
-            engine.load_weights(version, model.named_parameters()).result(timeout=10)
+            engine.load_weights(version, model.named_parameters()).result(timeout=60)
         engine.abort(["5"])
         completions = results(futures)
     assert [len(completion.tokens) for completion in completions[:5]] == [300 + i for i in range(5)]

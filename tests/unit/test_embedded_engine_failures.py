@@ -56,7 +56,7 @@ def test_an_engine_that_fails_ends_every_request_and_every_update(
         futures += engine.submit([request("admitted", prompt=(3,)), request("pinned", pinned=True)])
         for future in futures:
             with pytest.raises(EngineError, match="RuntimeError: out of memory"):
-                future.result(timeout=10)
+                future.result(timeout=60)
         with pytest.raises(EngineError, match="out of memory"):
             engine.load_weights(1, {}.items())
         with pytest.raises(EngineError, match="out of memory"):
@@ -73,7 +73,7 @@ def test_weights_whose_reading_fails_leave_the_engine_as_it_was(tiny_folders: di
     with serving(tiny_folders["qwen2"]) as engine:
         (before,) = results(engine.submit([request("before")]))
         with pytest.raises(EngineError, match="OSError: the file is gone"):
-            engine.load_weights(1, broken()).result(timeout=10)
+            engine.load_weights(1, broken()).result(timeout=60)
         (after,) = results(engine.submit([request("after")]))
     assert after.behaviour_logprobs.tobytes() == before.behaviour_logprobs.tobytes()
 
@@ -91,7 +91,7 @@ def test_weights_that_may_be_copied_in_part_end_the_engine(
         updates = [engine.load_weights(version, weights.items()) for version in (1, 2)]
         for future in (*updates, running):
             with pytest.raises(EngineError, match="the device is lost"):
-                future.result(timeout=10)
+                future.result(timeout=60)
 
 
 def test_weights_under_copy_hold_up_no_caller(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_weights_under_copy_hold_up_no_caller(tiny_folders: dict[str, Path], mon
         assert engine.statistics().policy_version == 0
         updates.append(engine.load_weights(2, weights.items()))
         submitted += engine.submit([request("a")])
-        assert [update.result(timeout=10) for update in updates] == [1, 2]
+        assert [update.result(timeout=60) for update in updates] == [1, 2]
         results(submitted)
 
 
@@ -132,9 +132,9 @@ def test_an_abort_in_the_step_that_ends_a_request_does_not_reach_the_next_of_its
     with serving(tiny_folders["qwen2"], context_tokens=512) as engine:
         (first,) = engine.submit([request("x", max_new_tokens=5)])
         first.add_done_callback(lambda _: again.extend(engine.submit([request("x", max_new_tokens=300)])))
-        assert first.result(timeout=10).finish_reason == "length"
+        assert first.result(timeout=60).finish_reason == "length"
         wait_until(lambda: bool(again))
-        assert again[0].result(timeout=10).finish_reason == "length"
+        assert again[0].result(timeout=60).finish_reason == "length"
 
 
 def test_futures_cannot_be_cancelled(tiny_folders: dict[str, Path]) -> None:
@@ -144,7 +144,7 @@ def test_futures_cannot_be_cancelled(tiny_folders: dict[str, Path]) -> None:
         update = engine.load_weights(1, weights)
         assert not any(future.cancel() for future in (*futures, update))
         assert [len(completion.tokens) for completion in results(futures)] == [100, 100]
-        assert update.result(timeout=10) == 1
+        assert update.result(timeout=60) == 1
 
 
 def test_closing_aborts_what_runs_and_refuses_what_comes(tiny_folders: dict[str, Path]) -> None:

@@ -36,7 +36,7 @@ def test_rows_that_move_because_new_weights_forget_a_kept_one_go_on_where_they_w
         results(engine.submit([request("kept", max_new_tokens=200)]))
         (future,) = engine.submit([one])
         wait_until(lambda: engine.statistics().decode_steps > 210)
-        engine.load_weights(1, unequal[1].named_parameters()).result(timeout=10)
+        engine.load_weights(1, unequal[1].named_parameters()).result(timeout=60)
         (completion,) = results([future])
     assert set(completion.versions.tolist()) == {0, 1}
     np.testing.assert_allclose(completion.behaviour_logprobs, logprobs_by_version(unequal, one, completion), atol=1e-4)

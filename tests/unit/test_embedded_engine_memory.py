@@ -113,7 +113,7 @@ def test_tokens_before_and_after_a_row_was_taken_away_carry_the_versions_that_ma
         first, second = engine.submit([request(str(i), seed=i, max_new_tokens=1000) for i in range(2)])
         wait_until(lambda: engine.statistics().num_preempted > 0)
         weights = {name: parameter.detach() * 1.02 for name, parameter in model.named_parameters()}
-        engine.load_weights(1, weights.items()).result(timeout=10)
+        engine.load_weights(1, weights.items()).result(timeout=60)
         one, other = results([first, second])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -158,7 +158,7 @@ def test_a_request_whose_row_was_taken_away_can_be_aborted_with_what_it_had(tiny
         )
         wait_until(lambda: engine.statistics().num_preempted > 0)
         engine.abort(["1"])
-        aborted = futures[1].result(timeout=10)
+        aborted = futures[1].result(timeout=60)
         engine.abort(["0"])
     assert aborted.finish_reason == "abort"
     assert len(aborted.tokens) == len(aborted.behaviour_logprobs) == len(aborted.versions) > 100
@@ -174,7 +174,7 @@ def test_a_pinned_request_whose_row_was_taken_away_goes_on_with_the_weights_it_b
     with serving(tiny_folders["qwen2"], **options) as engine:
         futures = engine.submit([request("first", max_new_tokens=600), one])
         wait_until(lambda: engine.statistics().num_preempted > 0)
-        engine.load_weights(1, weights.items()).result(timeout=10)
+        engine.load_weights(1, weights.items()).result(timeout=60)
         _, completion = results(futures)
         (later,) = results(engine.submit([request("later", pinned=True)]))
     assert set(completion.versions.tolist()) == {0}

@@ -112,14 +112,14 @@ def test_what_other_weights_computed_is_computed_again(when: str, tiny_folders: 
             wait_until(lambda: engine.statistics().decode_steps > 20)
             engine.load_weights(1, weights.items())
         (first,) = results(futures)
-        engine.load_weights(1, weights.items()).result(timeout=10)
+        engine.load_weights(1, weights.items()).result(timeout=60)
         prefilled = engine.statistics().prefill_tokens
         prompt = _next_turn(PROMPT, first, (3,))
         later = results(engine.submit([request("1", prompt=prompt)]))
         assert engine.statistics().prefill_tokens - prefilled == len(prompt) - 1
         assert engine.statistics().cached_tokens == 0
     with serving(tiny_folders["qwen2"], context_tokens=1024) as engine:
-        engine.load_weights(1, weights.items()).result(timeout=10)
+        engine.load_weights(1, weights.items()).result(timeout=60)
         expected = results(engine.submit([request("1", prompt=prompt)]))
     np.testing.assert_allclose(later[0].behaviour_logprobs, expected[0].behaviour_logprobs, rtol=0, atol=1e-5)
 
@@ -132,7 +132,7 @@ def test_a_prompt_computed_by_two_versions_is_nobodys_beginning(tiny_folders: di
         wait_until(lambda: engine.statistics().decode_steps > 0)
         futures += engine.submit([request("first", prompt=LONG)])
         wait_until(lambda: engine.statistics().prefill_tokens > 50)
-        engine.load_weights(1, model.named_parameters()).result(timeout=10)
+        engine.load_weights(1, model.named_parameters()).result(timeout=60)
         assert engine.statistics().prefill_tokens < len(LONG)
         futures[1].result(timeout=60)
         results(engine.submit([request("second", prompt=LONG)]))
@@ -149,12 +149,12 @@ def test_pinned_requests_do_not_start_from_what_newer_weights_computed(tiny_fold
         (holding,) = engine.submit([request("holds the version", max_new_tokens=900, pinned=True)])
         wait_until(lambda: engine.statistics().decode_steps > 0)
         pinned = results(engine.submit(requests[:1]))
-        engine.load_weights(1, weights.items()).result(timeout=10)
+        engine.load_weights(1, weights.items()).result(timeout=60)
         results(engine.submit([request("running", prompt=LONG[:40])]))
         pinned += results(engine.submit(requests[1:]))
         assert engine.statistics().cached_tokens == 39
         engine.abort(["holds the version"])
-        holding.result(timeout=10)
+        holding.result(timeout=60)
     assert {version for completion in pinned for version in completion.versions.tolist()} == {0}
     assert_agree(pinned, learner_logprobs(tiny_folders["qwen2"], requests, pinned), 1e-5)
 

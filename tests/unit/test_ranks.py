@@ -160,7 +160,10 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _peak_of_gathering(team: Team, config: Config) -> dict[str, int]:
-    """Most memory that gathering took on rank 0 beside the buckets it fills."""
+    """Most memory that gathering took on rank 0 beside the buckets it fills.
+
+    The least of three: pages of libraries that the kernel took away and brings back meanwhile count too.
+    """
     manifest = team.own.manifest
     buckets = empty_buckets(manifest, torch.device("cpu"))
     team.gather_weights(buckets)  # once before, for what any first call leaves behind
@@ -171,12 +174,14 @@ def _peak_of_gathering(team: Team, config: Config) -> dict[str, int]:
 
     # What the allocator keeps for later goes back to the system, so that using it again shows.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
-    before = kibibytes("VmRSS")
-    team.gather_weights(buckets)
-    peak = (kibibytes("VmHWM") - before) * 1024
-    return {"peak": peak, "model": manifest.total_bytes, "bucket": max(manifest.bucket_num_bytes)}
+    peaks = []
+    for _ in range(3):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is now
+        before = kibibytes("VmRSS")
+        team.gather_weights(buckets)
+        peaks.append((kibibytes("VmHWM") - before) * 1024)
+    return {"peak": min(peaks), "model": manifest.total_bytes, "bucket": max(manifest.bucket_num_bytes)}
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_a_closed_pool_leaves_no_process_behind_whatever_it_was_doing(scorer: st
         assert await hang == "reward_crash"
 
     asyncio.run(scenario())
-    gone, alive = psutil.wait_procs(children, timeout=10)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert (len(gone), alive) == (2, [])
     assert _scorers() == []
 

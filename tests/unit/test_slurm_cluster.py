@@ -27,7 +27,7 @@ def test_the_exit_code_of_a_batch_job_comes_back(cluster: SlurmCluster) -> None:
     command = ["sbatch", "--wait", "--output=/dev/null", "--wrap=exit 7"]
     ended = subprocess.run([*cluster.prefix, *command], env=cluster.environment, capture_output=True, check=False)
     assert ended.returncode == 7
-    assert [(job.state, job.exit_code) for job in cluster.jobs() if job.name == "wrap"] == [("FAILED", 7)]
+    assert [(job.state, job.exit_code) for job in cluster.settled_jobs() if job.name == "wrap"] == [("FAILED", 7)]
 
 
 def test_what_a_command_says_when_it_fails_is_told(cluster: SlurmCluster) -> None:
@@ -43,7 +43,7 @@ def test_nodes_in_networks_of_their_own_meet_and_leave_nothing_behind(tmp_path: 
         assert networks.second.address in seen
         # A task without an environment, so that only its parentage tells whose it is.
         cluster.run("sbatch", "-N2", "-n2", "--output=/dev/null", "--wrap=srun env -i sleep 1234.5")
-        cluster.wait_for(lambda: len(_sleepers()) == 2, timeout_s=10)
+        cluster.wait_for(lambda: len(_sleepers()) == 2, timeout_s=60)
     assert not _sleepers()
     assert not Path(f"/run/netns/{networks.first.name}").exists()
 

@@ -37,6 +37,6 @@ def test_one_job_of_an_array_is_requeued_alone_and_ends_when_that_brought_no_che
         assert first.read_text().split() == ["start", "0", "end"]
         assert second.read_text().split() == ["start", "0", "start", "1"]
         cluster.wait_for(
-            lambda: {job.exit_code for job in cluster.jobs() if job.state == "FAILED"} == {2}, timeout_s=10
+            lambda: {job.exit_code for job in cluster.jobs() if job.state == "FAILED"} == {2}, timeout_s=60
         )
         assert "stopped twice without a new checkpoint in between" in (tmp_path / "out-1").read_text()

@@ -47,7 +47,7 @@ def test_a_task_that_hears_no_signal_is_killed_with_its_step(tmp_path: Path) -> 
         cluster.wait_for(lambda: "code" in _text(tmp_path / "out"), timeout_s=60)
         assert _text(tmp_path / "out").split() == ["code", "137"]
         pid = int(_text(tmp_path / "pid"))
-        cluster.wait_for(lambda: not psutil.pid_exists(pid), timeout_s=10)
+        cluster.wait_for(lambda: not psutil.pid_exists(pid), timeout_s=60)
         assert {job.state for job in cluster.jobs()} == {"RUNNING"}, "only the step was ended"
         cluster.run("scancel", "--user=root")
 

@@ -196,12 +196,12 @@ def test_metrics_are_served_on_a_free_port_until_stopped(make_train_record: Make
     registry = CollectorRegistry()
     LearnerMetrics(registry).train_step(make_train_record())
     port, stop = serve_metrics(registry, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     assert 'areal_rloo_ledger_samples{state="trained"} 32.0' in text
     stop()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
 
 
 def test_records_are_read_back(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> None:
