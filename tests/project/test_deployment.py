@@ -175,13 +175,20 @@ def _taken_gpus(placement: Placement) -> int:
 
 
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed here")
-def test_ray_up_accepts_the_cluster() -> None:
+def test_ray_up_accepts_the_cluster(tmp_path: Path) -> None:
     code = (
         "import sys, yaml\n"
         "from ray.autoscaler._private.util import prepare_config, validate_config\n"
         "validate_config(prepare_config(yaml.safe_load(open(sys.argv[1]))))\n"
     )
-    output(sys.executable, "-c", code, str(CLUSTER))
+    mistaken = tmp_path / "cluster.yaml"
+    mistaken.write_text(CLUSTER.read_text() + "\nno_such_key: 1\n")
+    accepted, refused = (
+        subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+        for path in (CLUSTER, mistaken)
+    )
+    assert accepted.returncode == 0, accepted.stderr
+    assert "no_such_key" in refused.stderr
 
 
 def test_the_cluster_starts_ray_on_its_head_and_on_its_workers(tmp_path: Path) -> None:
