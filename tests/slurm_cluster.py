@@ -45,7 +45,7 @@ from areal_rloo.ports import ReservedPorts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 NODES = ("n1", "n2")
-START_LIMIT_S = 30.0
+START_LIMIT_S = 120.0
 
 # config_overrides: slurmd takes the declared size of a node, whatever the host has.
 CONFIG = """\
@@ -67,7 +67,9 @@ SwitchType=switch/none
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=1,bf_interval=1
-KillWait=5
+KillWait=30
+MessageTimeout=60
+BatchStartTimeout=60
 CompleteWait=0
 OverTimeLimit=0
 StateSaveLocation={folder}/state

@@ -33,7 +33,7 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2"),
         *("rollout.num_slots=4", "rollout.sampling.max_new_tokens=24", "rollout.num_reward_workers=1"),
         *("algorithm.group_size=2", "learner.groups_per_step=3", "learner.num_train_steps=1000"),
-        *("checkpoint.every_n_steps=2", "wire.heartbeat_s=0.2", "wire.heartbeat_timeout_s=2"),
+        *("checkpoint.every_n_steps=2", "wire.heartbeat_s=0.2", "wire.heartbeat_timeout_s=30"),
         *arguments,
     ]
     return subprocess.Popen(

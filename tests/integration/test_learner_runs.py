@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_to_the_bit(start: Callable[...
     code, output = whole.wait()
     assert code == 0, output
     killed = start(*arguments, name="killed")
-    killed.wait_for((killed.folder / "checkpoints" / "step-000002").is_dir)
+    killed.wait_for_checkpoint(2)
     killed.children("areal_rloo.learner")[0].kill()
     assert killed.wait()[0] != 0
     _resumed(killed, *arguments)
@@ -92,7 +92,7 @@ def test_two_ranks_train_as_one_does_and_any_number_goes_on_from_their_checkpoin
 
 def test_a_rank_that_dies_ends_the_run_and_is_named_with_how_to_go_on(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=1000", "learner.num_ranks=2", "checkpoint.every_n_steps=2")
-    run.wait_for((run.folder / "checkpoints" / "step-000002").is_dir)
+    run.wait_for_checkpoint(2)
     follower = next(p for p in run.children("areal_rloo.learner") if "--rank=1" in p.cmdline())
     follower.kill()
     code, output = run.wait()

@@ -73,7 +73,7 @@ def test_a_reference_of_another_vocabulary_is_refused_before_the_first_step(
 
 def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:
     """A reward process, then a rollout worker, then the learner, in one run."""
-    run = start("learner.num_train_steps=16", "launcher.max_learner_restarts=1")
+    run = start("learner.num_train_steps=32", "launcher.max_learner_restarts=1")
     run.wait_for(lambda: len(run.records()) >= 2)
     (worker,) = run.children("areal_rloo.rollout")
     scorers = worker.children()
@@ -99,8 +99,8 @@ def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..
     assert balanced(ledger)
     assert ledger["dropped"].keys() <= {"reward_crash"}
     assert ledger["dropped"].get("reward_crash", 0) <= 1
-    assert ledger["trained"] + ledger["dropped"].get("reward_crash", 0) == 16 * 16
-    assert [record.num_train_steps for record in run.records()] == list(range(1, 17))
+    assert ledger["trained"] + ledger["dropped"].get("reward_crash", 0) == 32 * 16
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 33))
 
 
 def _wait_for_steps(run: Run, num: int) -> None:
@@ -117,33 +117,33 @@ def test_a_killed_learner_fails_the_job_and_resume_goes_on_with_the_kl_coefficie
         "algorithm.kl.adaptive={target: 1e-6, horizon: 100}",
         "model.reference.refresh_every_n_versions=3",
         "learner.optimizer.learning_rate=1e-3",
-        "learner.num_train_steps=8",
     )
-    run = start(*kl)
-    run.wait_for((run.folder / "checkpoints" / "step-000004").is_dir)
+    run = start(*kl, "learner.num_train_steps=10000")
+    run.wait_for_checkpoint(4)
     (learner,) = run.children("areal_rloo.learner")
     learner.kill()
     code, output = run.wait()
     assert code == 137, output
     assert "--resume" in output
-    again = Run(run.folder, *kl, "--resume")
+    last = run.saved_steps() + 4
+    again = Run(run.folder, *kl, f"learner.num_train_steps={last}", "--resume")
     code, output = again.wait()
     assert again.process.stdout is not None
     again.process.stdout.close()
     assert code == 0, output
     assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
     records = run.records()
-    assert [record.num_train_steps for record in records] == list(range(1, 9))
+    assert [record.num_train_steps for record in records] == list(range(1, last + 1))
     adaptive = AdaptiveKLConfig(target=1e-6, horizon=100)
     for one, following in itertools.pairwise(records):
         expected = adapted_coefficient(
             one.kl_coefficient, divergence=one.reference_kl_k3, num_trajectories=16, config=adaptive
         )
         assert following.kl_coefficient == pytest.approx(expected)
-    assert len({record.kl_coefficient for record in records}) == 8
+    assert len({record.kl_coefficient for record in records}) == last
     ledger = run.summary()["ledger"]
     assert balanced(ledger)
-    assert (ledger["trained"], run.summary()["num_train_steps"]) == (8 * 16, 8)
+    assert (ledger["trained"], run.summary()["num_train_steps"]) == (last * 16, last)
 
 
 def test_groups_that_a_filter_refuses_are_replaced_and_counted(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_groups_that_a_filter_refuses_are_replaced_and_counted(start: Callable[.
 
 def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_code(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
-    run.wait_for(lambda: len(run.records()) >= 1)
+    run.wait_for((run.folder / "config.yaml").exists)
     (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
     code, output = run.wait()
     assert code == 1, output

@@ -36,7 +36,7 @@ def run_on(start: Callable[..., Run], cluster: RayCluster) -> Callable[..., Run]
 def test_on_two_nodes_a_killed_worker_and_a_killed_learner_are_replaced(
     run_on: Callable[..., Run], cluster: RayCluster
 ) -> None:
-    run = run_on(*ON_TWO_NODES, "learner.num_train_steps=16", "launcher.max_learner_restarts=1")
+    run = run_on(*ON_TWO_NODES, "learner.num_train_steps=32", "launcher.max_learner_restarts=1")
     assert_kills_cost_nothing(run)
     outputs = [(run.folder / "logs" / f"rollout-{index}.out").read_text() for index in (0, 1)]
     assert sum("is started again by Ray" in text for text in outputs) == 1
@@ -55,7 +55,7 @@ def _logs_of_the_dashboard(cluster: RayCluster) -> Iterator[Path]:
 
 def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., Run]) -> None:
     run = run_on("learner.num_train_steps=10000")
-    run.wait_for((run.folder / "checkpoints" / "step-000002").is_dir)
+    run.wait_for_checkpoint(2)
     run.children("areal_rloo.learner")[0].kill()
     code, output = run.wait()
     assert code == 137, output

@@ -180,20 +180,22 @@ def test_an_episode_that_goes_wrong_drops_its_sample_with_a_reason_and_no_other(
 
 
 def test_a_worker_that_can_send_no_more_ends_with_the_reason(tiny_folders: dict[str, Path]) -> None:
+    sending: list[asyncio.Task[object]] = []
+    broke = asyncio.Event()
+
     class Broken(SingleTurn):
         async def run(
             self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat
         ) -> Sequence[Trajectory]:
-            channel = next(
-                one for one in asyncio.all_tasks() if "_send_ready" in str(one.get_coro())
-            )  # what sends trajectories
-            channel.get_coro().cr_frame.f_locals["self"]._ready.append(("not", "a sample"))  # type: ignore[union-attr]
+            sending.extend(one for one in asyncio.all_tasks() if "_send_ready" in str(one.get_coro()))
+            sending[0].get_coro().cr_frame.f_locals["self"]._ready.append(("not", "a sample"))  # type: ignore[union-attr]
+            broke.set()
             return await super().run(sample, engine, rewards, chat)
 
     async def scenario(learner: _Learner) -> None:
         learner.lease(sequence=1)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(learner.until(lambda: False), 2)
+        await broke.wait()
+        await asyncio.wait(sending)
 
     error = _play(tiny_folders["qwen2"], Broken(), scenario)
     assert isinstance(error, AttributeError)

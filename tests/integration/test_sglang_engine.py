@@ -109,7 +109,7 @@ def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engi
     version = before.policy_version + 1
     models = {before.policy_version: model_of(folder), version: model_of(folder, factor=1.02)}
     futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
-    after(0.3, engine)
+    after(0.8, engine)
     assert engine.load_weights(version, models[version].named_parameters()).result(timeout=PATIENCE_S) == version
     for completion in results(futures):
         assert len(completion.tokens) == 900

@@ -36,7 +36,7 @@ from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError, EngineError
 
-HEALTH = {"health_every_s": 1.0, "health_timeout_s": 8.0, "max_server_restarts": 9}
+HEALTH = {"health_every_s": 1.0, "health_timeout_s": 20.0, "max_server_restarts": 9}
 
 
 @pytest.fixture(scope="module")

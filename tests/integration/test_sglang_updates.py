@@ -58,11 +58,11 @@ def test_versions_arrive_in_flight_through_one_group_after_another(engine: SGLan
     one, two, three = _buckets(folder, 1.02, 0.98, 1.01)
     first, second = Sender(f"first-{base}"), Sender(f"second-{base}")
     futures = engine.submit([request(f"a{i}", max_new_tokens=1000) for i in range(4)])
-    after(0.3, engine)
+    after(0.8, engine)
     _in_group(engine, first, base + 1, one, meet=True)
-    after(0.3, engine)
+    after(0.8, engine)
     _in_group(engine, first, base + 2, two, meet=False)
-    after(0.3, engine)
+    after(0.8, engine)
     _in_group(engine, second, base + 3, three, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2, base + 3]
@@ -126,9 +126,9 @@ def test_in_mode_retract_the_cache_is_computed_again(folder: Path, tmp_path: Pat
     with running_engine(folder, tmp_path / "server.log", pause="retract") as engine:
         (second,) = _buckets(folder, 0.98)
         futures = engine.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
-        after(0.3, engine)
+        after(0.8, engine)
         assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
-        after(0.3, engine)
+        after(0.8, engine)
         _in_group(engine, Sender("retract"), 2, second, meet=True)
         for completion in results(futures):
             assert version_runs(completion) == [0, 1, 2]

@@ -15,10 +15,10 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}"),
     pytest.mark.skipif(not CAN_MAKE_NETWORKS, reason="only root, with ip and nsenter, can make networks"),
 ]
-ON_ONE_NODE = ("launcher.cores_per_host=2", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=60")
+ON_ONE_NODE = ("launcher.cores_per_host=2", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=90")
 ON_TWO_NODES = (
     *("launcher.num_hosts=2", "rollout.num_workers=2", "learner.num_ranks=2"),
-    *("launcher.cores_per_host=1", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=60"),
+    *("launcher.cores_per_host=1", "launcher.memory_per_host=2000000000", "launcher.slurm.warn_before_s=90"),
 )
 
 
@@ -42,7 +42,7 @@ def submit(start: Callable[..., Run], cluster: SlurmCluster) -> Iterator[Callabl
 def test_over_two_networks_with_curve_a_killed_worker_and_a_killed_learner_are_replaced(
     submit: Callable[..., Run],
 ) -> None:
-    run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=16", "launcher.max_learner_restarts=1")
+    run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=32", "launcher.max_learner_restarts=1")
     assert_kills_cost_nothing(run)
     assert "restarted rollout-" in (run.folder / "logs" / "launcher.log").read_text()
     config = (run.folder / "config.yaml").read_text()
@@ -59,7 +59,7 @@ def _started(run: Run) -> list[str]:
 
 def test_the_exit_code_of_a_failing_job_reaches_the_shell(submit: Callable[..., Run]) -> None:
     run = submit(*ON_ONE_NODE, "--wait", "learner.num_train_steps=10000")
-    run.wait_for((run.folder / "checkpoints" / "step-000002").is_dir)
+    run.wait_for_checkpoint(2)
     run.children("areal_rloo.learner")[0].kill()
     code, output = run.wait()
     assert code == 137, output
@@ -85,6 +85,7 @@ def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_th
         *(*ON_ONE_NODE, "--wait"),
         'launcher.slurm.time_limit="2"',
         "launcher.slurm.warn_before_s=30",
+        "launcher.drain_timeout_s=20",
         "learner.num_train_steps=10000",
     )
     log = run.folder / "logs" / "learner.log"

@@ -149,7 +149,7 @@ def test_a_completion_that_spans_versions_carries_both_and_matches_the_right_wei
 ) -> None:
     engine = make_engine(context_tokens=2048)
     models = {0: model_of(tiny_folders["qwen2"]), 1: model_of(tiny_folders["qwen2"], factor=1.02)}
-    futures = engine.submit([request(str(i), seed=i, max_new_tokens=600) for i in range(4)])
+    futures = engine.submit([request(str(i), seed=i, max_new_tokens=1500) for i in range(4)])
     wait_until(lambda: engine.statistics().decode_steps >= 50)
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=60) == 1
     for completion in results(futures):
@@ -192,7 +192,7 @@ def test_a_pinned_request_keeps_its_version_while_others_move_on(
     engine = make_engine(context_tokens=2048)
     models = {0: model_of(tiny_folders["qwen2"]), 1: model_of(tiny_folders["qwen2"], factor=1.05)}
     pinned, moving = engine.submit(
-        [request("pinned", max_new_tokens=400, pinned=True), request("moving", max_new_tokens=400)]
+        [request("pinned", max_new_tokens=1500, pinned=True), request("moving", max_new_tokens=1500)]
     )
     wait_until(lambda: engine.statistics().decode_steps >= 40)
     engine.load_weights(1, models[1].named_parameters()).result(timeout=60)

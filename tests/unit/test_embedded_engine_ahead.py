@@ -63,13 +63,13 @@ def test_a_completion_that_ends_in_the_context_s_last_place_writes_nothing_behin
 def test_weights_and_aborts_in_between_lose_and_double_no_token(tiny_folders: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
     with serving(tiny_folders["qwen2"], context_tokens=1024, steps_ahead=1) as engine:
-        futures = engine.submit([request(str(i), seed=i, max_new_tokens=300 + i) for i in range(6)])
+        futures = engine.submit([request(str(i), seed=i, max_new_tokens=900 + i) for i in range(6)])
         for version in range(1, 8):
             wait_until(lambda version=version: engine.statistics().decode_steps > 30 * version)  # type: ignore[misc]
             engine.load_weights(version, model.named_parameters()).result(timeout=60)
         engine.abort(["5"])
         completions = results(futures)
-    assert [len(completion.tokens) for completion in completions[:5]] == [300 + i for i in range(5)]
+    assert [len(completion.tokens) for completion in completions[:5]] == [900 + i for i in range(5)]
     for completion in completions:
         assert len(completion.tokens) == len(completion.behaviour_logprobs) == len(completion.versions)
         assert completion.versions.tolist() == sorted(completion.versions.tolist())

@@ -31,7 +31,7 @@ def equal(tiny_folders: dict[str, Path]) -> Versions:
 def test_rows_that_move_because_new_weights_forget_a_kept_one_go_on_where_they_were(
     tiny_folders: dict[str, Path], unequal: Versions
 ) -> None:
-    one = request("runs on", prompt=(50, 51, 52), max_new_tokens=200, seed=3)
+    one = request("runs on", prompt=(50, 51, 52), max_new_tokens=900, seed=3)
     with serving(tiny_folders["qwen2"], context_tokens=1024) as engine:
         results(engine.submit([request("kept", max_new_tokens=200)]))
         (future,) = engine.submit([one])

@@ -126,7 +126,7 @@ def test_what_other_weights_computed_is_computed_again(when: str, tiny_folders: 
 
 def test_a_prompt_computed_by_two_versions_is_nobodys_beginning(tiny_folders: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
-    options = {"context_tokens": 1024, "options": EmbeddedConfig(prefill_chunk_tokens=5)}
+    options = {"context_tokens": 1024, "options": EmbeddedConfig(prefill_chunk_tokens=2)}
     with serving(tiny_folders["qwen2"], **options) as engine:
         futures = engine.submit([request("beside", max_new_tokens=1000)])
         wait_until(lambda: engine.statistics().decode_steps > 0)

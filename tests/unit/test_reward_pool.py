@@ -116,8 +116,9 @@ async def _outcomes(pool: RewardPool, *completions: str) -> list[float | str]:
     return list(await asyncio.gather(*(_outcome(pool, completion) for completion in completions)))
 
 
-def test_under_load_no_right_answer_is_lost_for_having_waited(pool: RewardPool) -> None:
-    """40 rewards of 0.2 s on one worker with a deadline of 1 s: the last waits for eight."""
+def test_under_load_no_right_answer_is_lost_for_having_waited(scorer: str) -> None:
+    """40 rewards of 0.2 s on one worker with a deadline of 6 s: the last waits for eight."""
+    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=6.0)
 
     async def scenario() -> list[float | str]:
         return list(await asyncio.gather(*(_outcome(pool, f"sleep {i}", f"sleep {i}") for i in range(40))))
@@ -125,6 +126,7 @@ def test_under_load_no_right_answer_is_lost_for_having_waited(pool: RewardPool) 
     assert asyncio.run(scenario()) == [1.0] * 40
     assert pool.statistics().restarts == 0
     assert pool.statistics().busy_s >= 40 * 0.2
+    pool.close()
 
 
 def test_each_failure_has_its_reason_and_costs_no_other_sample(pool: RewardPool) -> None:
@@ -180,7 +182,7 @@ def test_what_a_reward_has_started_ends_with_its_worker(pool: RewardPool, tmp_pa
 
 
 def test_the_workers_work_side_by_side(scorer: str) -> None:
-    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=1.0)
+    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=10.0)
 
     async def scenario() -> list[float | str]:
         hang = asyncio.create_task(_outcome(pool, "hang"))

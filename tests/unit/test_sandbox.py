@@ -287,8 +287,8 @@ def test_nothing_outlives_the_deadline(program: str) -> None:
 
 
 def test_what_was_printed_before_the_deadline_is_told() -> None:
-    result = _run("print('so far')\nwhile True: pass", wall_s=1)
-    assert result.text == "so far\n[timeout: not done within 1 s]"
+    result = _run("print('so far')\nwhile True: pass", wall_s=5, cpu_s=60)
+    assert result.text == "so far\n[timeout: not done within 5 s]"
 
 
 def test_processor_time_is_bounded_also_where_its_signal_is_ignored() -> None:

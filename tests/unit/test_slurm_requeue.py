@@ -23,7 +23,7 @@ from areal_rloo.launcher.cli import run_main
 from areal_rloo.launcher.slurm_job import _requeued
 sys.exit(run_main(lambda _: _requeued(Path('{folder}/run'))))"
 fi
-sleep 25
+until grep -q 'start 1' {folder}/starts-1; do sleep 1; done
 echo end >> {folder}/starts-0
 """
 
@@ -33,7 +33,7 @@ def test_one_job_of_an_array_is_requeued_alone_and_ends_when_that_brought_no_che
         (tmp_path / "job").write_text(SCRIPT.format(folder=tmp_path, python=sys.executable))
         cluster.run("sbatch", str(tmp_path / "job"))
         first, second = tmp_path / "starts-0", tmp_path / "starts-1"
-        cluster.wait_for(lambda: first.exists() and "end" in first.read_text(), timeout_s=60)
+        cluster.wait_for(lambda: first.exists() and "end" in first.read_text(), timeout_s=200)
         assert first.read_text().split() == ["start", "0", "end"]
         assert second.read_text().split() == ["start", "0", "start", "1"]
         cluster.wait_for(
