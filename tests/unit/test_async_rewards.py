@@ -141,7 +141,7 @@ def test_each_failure_has_its_reason_and_costs_no_other_sample(scorer: str) -> N
         assert await _outcomes(pool, *completions) == [*expected, 0.0]
         assert pool.statistics().restarts == 0
 
-    _run(scorer, scenario, deadline_s=10.0)
+    _run(scorer, scenario, deadline_s=6.0)
 
 
 def test_an_exception_is_told_with_its_traceback(scorer: str) -> None:
@@ -173,7 +173,7 @@ def test_one_that_takes_the_process_with_it_is_dropped_and_no_other(scorer: str,
         assert pool.statistics().restarts == 2  # with the others, and alone
         assert await _outcome(pool, "right") == 1.0
 
-    _run(scorer, scenario, num_at_once=5, deadline_s=8.0, grace_s=4.0)
+    _run(scorer, scenario, num_at_once=5, deadline_s=5.0, grace_s=2.0)
 
 
 def test_two_that_crash_are_both_found(scorer: str) -> None:
@@ -205,7 +205,7 @@ def test_what_nobody_waits_for_any_more_frees_its_place(scorer: str) -> None:
         second.cancel()
         assert await _outcome(pool, "right") == 1.0
 
-    _run(scorer, scenario, num_at_once=1, deadline_s=10.0)
+    _run(scorer, scenario, num_at_once=1, deadline_s=5.0)
 
 
 def test_a_closed_pool_leaves_no_process_and_nobody_waiting(scorer: str) -> None:

@@ -154,7 +154,7 @@ def test_an_answer_that_never_ends_costs_its_deadline_and_no_other_answer(tmp_pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "?", "answer": "5"}) + "\n")
     data = DataConfig(train=SourceConfig(task="math", path=str(tmp_path / "a.jsonl")), eval=None)
     argument = scorer_argument(Config(data=data), (("train", "math", "math"),))
-    pool = RewardPool("areal_rloo.tasks:make_scorer", argument, num_workers=1, deadline_s=20.0)
+    pool = RewardPool("areal_rloo.tasks:make_scorer", argument, num_workers=1, deadline_s=12.0)
 
     async def outcome(answer: str) -> float | str:
         try:

@@ -182,7 +182,7 @@ def test_what_a_reward_has_started_ends_with_its_worker(pool: RewardPool, tmp_pa
 
 
 def test_the_workers_work_side_by_side(scorer: str) -> None:
-    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=10.0)
+    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=6.0)
 
     async def scenario() -> list[float | str]:
         hang = asyncio.create_task(_outcome(pool, "hang"))

@@ -171,7 +171,7 @@ def test_one_that_hangs_is_given_up_at_the_deadline_and_changes_no_other() -> No
 
         return list(await asyncio.gather(*map(outcome, ["a", "hang", "b", "c"])))
 
-    assert _run(handler, scenario, deadline_s=10.0) == [1, "reward_timeout", 1, 1]
+    assert _run(handler, scenario, deadline_s=6.0) == [1, "reward_timeout", 1, 1]
 
 
 def test_no_more_are_under_way_than_are_allowed_and_waiting_costs_none_its_deadline() -> None:
