@@ -154,8 +154,5 @@ def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Call
 
 def _resident_bytes(log: Path) -> int:
     """Without pages of files, which the kernel takes away and brings back as it likes."""
-    total = 0
-    for process in server_processes(log):
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-        total += 1024 * sum(int(lines[key].split()[0]) for key in ("RssAnon", "VmSwap"))
-    return total
+    infos = [process.memory_info() for process in server_processes(log)]
+    return sum(info.rss - info.shared for info in infos)
