@@ -15,7 +15,7 @@ from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
 
 REPO = Path(__file__).resolve().parents[2]
 REWARD = "def score(completion_ids, level):\n    return len(completion_ids) % 3 + level\n"
-SIZES = {"long": 37, "short": 14}
+SIZES = {"long": 74, "short": 28}
 
 pytestmark = pytest.mark.slow
 

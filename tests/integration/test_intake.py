@@ -91,7 +91,7 @@ def test_a_worker_that_comes_while_the_others_stop_is_told_to_stop_too() -> None
             may_leave.set()
 
     asyncio.run(scenario())
-    stopping.join(timeout=30)
+    stopping.join(timeout=120)
     assert not stopping.is_alive()
     assert intake.statistics().num_workers == 0
     intake.close()
@@ -129,7 +129,7 @@ def test_a_wait_in_which_much_happens_and_nothing_comes_of_it_is_logged_with_wha
 
     asyncio.run(answer_every_lease())
     intake.begin_drain()
-    waiting.join(timeout=30)
+    waiting.join(timeout=120)
     intake.close()
     get_logger("areal_rloo").removeHandler(caplog.handler)
     assert warned()

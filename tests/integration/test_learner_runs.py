@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TO_THE_BIT = (
     "algorithm.max_staleness=0",
     "rollout.num_slots=1",
-    "learner.num_train_steps=6",
+    "learner.num_train_steps=12",
     "learner.num_minibatches=2",
     "learner.optimizer={schedule: cosine, warmup_steps: 3, learning_rate: 1e-3}",
     "evaluation.every_n_versions=0",
@@ -34,7 +34,7 @@ def _numbers(record: TrainRecord) -> dict[str, object]:
 def _assert_same_end(one: Run, other: Run) -> None:
     ours, theirs = ([_numbers(record) for record in run.records()] for run in (one, other))
     assert [msgspec.json.encode(row) for row in ours] == [msgspec.json.encode(row) for row in theirs]
-    last = Path("checkpoints") / "step-000006" / "model" / "model.safetensors"
+    last = Path("checkpoints") / "step-000012" / "model" / "model.safetensors"
     weights, expected = load_file(one.folder / last), load_file(other.folder / last)
     assert weights.keys() == expected.keys()
     assert all(equal(weights[name], expected[name]) for name in expected)
@@ -66,7 +66,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_to_the_bit(start: Callable[...
         stopped.wait_for(lambda: len(stopped.records()) >= 3)
         stopped.process.send_signal(signal.SIGTERM)
         assert stopped.wait()[0] == 0
-        assert len(stopped.records()) < 6
+        assert len(stopped.records()) < 12
         _resumed(stopped, *arguments)
         _assert_same_end(stopped, whole)
 
@@ -86,7 +86,7 @@ def test_two_ranks_train_as_one_does_and_any_number_goes_on_from_their_checkpoin
     assert first.trained_tokens == expected.trained_tokens
     assert first.loss == pytest.approx(expected.loss, rel=1e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-    assert [record.num_train_steps for record in run.records()] == list(range(1, 7))
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 13))
     assert {"waiting", "proximal", "forward", "backward", "optimizer", "gather", "broadcast"} <= first.times_s.keys()
 
 

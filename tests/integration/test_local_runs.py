@@ -79,12 +79,12 @@ def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..
     scorers = worker.children()
     assert len(scorers) == 2
     scorers[0].kill()
-    psutil.wait_procs(scorers[:1], timeout=20)
+    psutil.wait_procs(scorers[:1], timeout=120)
     _wait_for_steps(run, 2)
     scorers = worker.children()
     assert len(scorers) == 2
     worker.kill()
-    _, alive = psutil.wait_procs(scorers, timeout=20)
+    _, alive = psutil.wait_procs(scorers, timeout=120)
     assert alive == [], "it takes its reward processes with it"
     _wait_for_steps(run, 2)
     (learner,) = run.children("areal_rloo.learner")

@@ -209,10 +209,10 @@ def test_a_request_waits_for_its_version_without_holding_up_others(
 ) -> None:
     engine = make_engine()
     waiting, free = engine.submit([request("waiting", min_version=2), request("free")])
-    free.result(timeout=30)
+    free.result(timeout=120)
     assert not waiting.done()
     engine.load_weights(2, model_of(tiny_folders["qwen2"]).named_parameters())
-    assert set(waiting.result(timeout=30).versions.tolist()) == {2}
+    assert set(waiting.result(timeout=120).versions.tolist()) == {2}
 
 
 def test_an_abort_gives_what_was_made_so_far(make_engine: MakeEngine) -> None:

@@ -371,6 +371,6 @@ def test_a_cancelled_episode_ends_what_it_asked_for(tiny_folders: dict[str, Path
 
     asyncio.run(scenario())
     ((_, future),) = engine.asked
-    assert future.result(timeout=30).finish_reason == "abort"
+    assert future.result(timeout=120).finish_reason == "abort"
     engine.close()
     assert config.rollout.episode.type == "single_turn"

@@ -389,7 +389,7 @@ def test_the_program_dies_with_whoever_started_it(folders: Path) -> None:
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    gone, alive = psutil.wait_procs(found, timeout=30)
+    gone, alive = psutil.wait_procs(found, timeout=120)
     assert (len(gone), alive) == (1, [])
     for left in folders.iterdir():  # nobody was there to remove it
         subprocess.run(["rm", "-r", left], check=True)

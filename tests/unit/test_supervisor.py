@@ -65,7 +65,7 @@ def _num_starts(folder: Path) -> int:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 30
+    ends_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.02)
