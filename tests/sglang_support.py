@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from patience import PATIENCE_S, eventually
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import PreTrainedModel
@@ -37,7 +38,6 @@ CAPABILITIES = Capabilities(
     seeds=False,
     overlap=False,
 )
-PATIENCE_S = 240.0  # a server takes 20 s to start, minutes where the machine is busy
 
 
 def sglang_python() -> str:
@@ -85,13 +85,6 @@ def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: Any) -> G
 
 def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
     return [future.result(timeout=PATIENCE_S) for future in futures]
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.02)
 
 
 def after(seconds: float, engine: SGLangEngine) -> None:

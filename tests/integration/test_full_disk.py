@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import eventually
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [
@@ -50,7 +51,7 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
         if run.poll() == 77 or "unshare" in said or "mount" in said:
             pytest.skip(f"no file system of one's own can be mounted here: {said.strip()}")
         assert "bytes free, fewer than launcher.min_free_disk_bytes=1000000: training goes on" in said
-        _wait_for(tmp_path / "full")
+        eventually((tmp_path / "full").exists, "the disk is not full")
         time.sleep(20)  # steps, and checkpoints that fail
         assert run.poll() is None
         (tmp_path / "free").touch()
@@ -68,13 +69,6 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
     ledger = summary["ledger"]
     assert ledger["dropped"] == {}
     assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
-
-
-def _wait_for(file: Path) -> None:
-    ends_s = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < ends_s, f"{file} does not come"
-        time.sleep(0.1)
 
 
 def _interrupt(run: "subprocess.Popen[str]") -> None:

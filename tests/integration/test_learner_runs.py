@@ -15,11 +15,12 @@ from areal_rloo.telemetry.records import TrainRecord
 
 pytestmark = pytest.mark.slow
 
+NUM_STEPS = 12
 # Each completion is decoded alone: then its logprobs do not depend, in their last bit, on which others there are.
 TO_THE_BIT = (
     "algorithm.max_staleness=0",
     "rollout.num_slots=1",
-    "learner.num_train_steps=12",
+    f"learner.num_train_steps={NUM_STEPS}",
     "learner.num_minibatches=2",
     "learner.optimizer={schedule: cosine, warmup_steps: 3, learning_rate: 1e-3}",
     "evaluation.every_n_versions=0",
@@ -34,7 +35,7 @@ def _numbers(record: TrainRecord) -> dict[str, object]:
 def _assert_same_end(one: Run, other: Run) -> None:
     ours, theirs = ([_numbers(record) for record in run.records()] for run in (one, other))
     assert [msgspec.json.encode(row) for row in ours] == [msgspec.json.encode(row) for row in theirs]
-    last = Path("checkpoints") / "step-000012" / "model" / "model.safetensors"
+    last = Path("checkpoints") / f"step-{NUM_STEPS:06d}" / "model" / "model.safetensors"
     weights, expected = load_file(one.folder / last), load_file(other.folder / last)
     assert weights.keys() == expected.keys()
     assert all(equal(weights[name], expected[name]) for name in expected)
@@ -66,7 +67,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_to_the_bit(start: Callable[...
         stopped.wait_for(lambda: len(stopped.records()) >= 3)
         stopped.process.send_signal(signal.SIGTERM)
         assert stopped.wait()[0] == 0
-        assert len(stopped.records()) < 12
+        assert len(stopped.records()) < NUM_STEPS
         _resumed(stopped, *arguments)
         _assert_same_end(stopped, whole)
 
@@ -77,16 +78,17 @@ def test_two_ranks_train_as_one_does_and_any_number_goes_on_from_their_checkpoin
     code, output = alone.wait()
     assert code == 0, output
     run = start(*arguments, "learner.num_ranks=2", "learner.gradient_checkpointing=true")
-    run.wait_for((run.folder / "checkpoints" / "step-000003").is_dir)
+    run.wait_for_checkpoint(3)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 0
-    assert len(list((run.folder / "checkpoints" / "step-000003" / "shards").glob("*.distcp"))) == 2
+    saved = run.folder / "checkpoints" / f"step-{run.saved_steps():06d}"
+    assert len(list((saved / "shards").glob("*.distcp"))) == 2
     _resumed(run, *arguments, "learner.num_ranks=3")
     first, expected = run.records()[0], alone.records()[0]
     assert first.trained_tokens == expected.trained_tokens
     assert first.loss == pytest.approx(expected.loss, rel=1e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-    assert [record.num_train_steps for record in run.records()] == list(range(1, 13))
+    assert [record.num_train_steps for record in run.records()] == list(range(1, NUM_STEPS + 1))
     assert {"waiting", "proximal", "forward", "backward", "optimizer", "gather", "broadcast"} <= first.times_s.keys()
 
 

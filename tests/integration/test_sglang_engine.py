@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from model_versions import cached_logprobs, model_of
+from patience import PATIENCE_S
 from sglang_support import (
-    PATIENCE_S,
     PROMPT,
     after,
     assert_close,

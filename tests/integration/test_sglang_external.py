@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from model_versions import cached_logprobs, model_of
+from patience import PATIENCE_S, eventually
 from sglang_support import (
     CAPABILITIES,
-    PATIENCE_S,
     PROMPT,
     after,
     assert_close,
-    eventually,
     fresh_logprobs,
     make_engine,
     request,

@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 from model_versions import cached_logprobs, model_of
+from patience import PATIENCE_S, eventually
 from sglang_support import (
-    PATIENCE_S,
     PROMPT,
     after,
     assert_close,
-    eventually,
     make_engine,
     named,
     request,

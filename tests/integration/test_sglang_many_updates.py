@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from model_versions import cached_logprobs, model_of
+from patience import eventually
 from sglang_support import (
     assert_close,
-    eventually,
     request,
     running_engine,
     server_processes,

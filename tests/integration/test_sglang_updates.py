@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from model_versions import cached_logprobs, model_of
+from patience import PATIENCE_S
 from sglang_support import (
-    PATIENCE_S,
     PROMPT,
     Sender,
     after,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_S, eventually
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.weights.broadcast import Broadcaster, SendTransport
@@ -69,13 +70,6 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
     receiver.close()
 
 
-def _wait(until: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 120
-    while not until():
-        assert time.monotonic() < ends_s, "it did not happen within 120 s"
-        time.sleep(0.01)
-
-
 class Cluster:
     """A broadcaster here, receivers in processes of their own, queues instead of the wire."""
 
@@ -103,9 +97,9 @@ class Cluster:
         assert self.answers[worker_id].get(timeout=60) == ("ready", worker_id)
         self.broadcaster.join(worker_id, 0)
 
-    def pump(self, until: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def pump(self, until: Callable[[], bool]) -> None:
         """Carry answers and heartbeats back, as the intake would."""
-        ends_s = time.monotonic() + timeout_s
+        ends_s = time.monotonic() + PATIENCE_S
         while not until():
             assert time.monotonic() < ends_s, self.broadcaster.statistics()
             for worker_id, version in self.broadcaster.statistics().versions.items():
@@ -251,7 +245,7 @@ def test_a_stopped_receiver_is_left_out_and_comes_back_to_whole_weights(cluster:
         cluster.broadcaster.heard("b", 0)
         return cluster.at("a", 7)() and cluster.at("b", 7)()
 
-    cluster.pump(both_are_there_and_heartbeats_go_on, timeout_s=60)
+    cluster.pump(both_are_there_and_heartbeats_go_on)
 
 
 def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> None:
@@ -295,20 +289,20 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     broadcaster.publish(1, partial(gather, manifest, tensors))
     segment = next((tmp_path / "segments").iterdir())
     broadcaster.join("a", 0)
-    _wait(lambda: bodies)
+    eventually(lambda: bodies, "no offer came")
     with segment.open("r+b") as file:
         good = file.read(8)
         file.seek(0)
         file.write(b"damaged!")
     receiver.offer(bodies.pop()[1])
-    _wait(lambda: failures)
+    eventually(lambda: failures, "the damage went unseen")
     assert "expected" in failures[0]
     assert loaded == []
     with segment.open("r+b") as file:
         file.write(good)
     broadcaster.fail("a", 1, failures[0])
     broadcaster.heard("a", 0)  # its next heartbeat
-    _wait(lambda: bodies)
+    eventually(lambda: bodies, "no offer came")
     receiver.offer(bodies.pop()[1])
     assert broadcaster.flush(10)
     assert loaded == [1]
@@ -327,10 +321,10 @@ def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seld
     )
     broadcaster.publish(1, _fill(1))
     broadcaster.join("a", 0)
-    _wait(lambda: len(offers) == 1)
+    eventually(lambda: len(offers) == 1, "no offer came")
     broadcaster.fail("a", 1, "no room")
     broadcaster.heard("a", 0)
-    _wait(lambda: len(offers) == 2)
+    eventually(lambda: len(offers) == 2, "it was not offered again")
     broadcaster.fail("a", 1, "no room")
     for _ in range(20):
         broadcaster.heard("a", 0)
@@ -341,7 +335,7 @@ def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seld
         broadcaster.heard("a", 0)
         return len(offers) == 3
 
-    _wait(heartbeats_go_on)
+    eventually(heartbeats_go_on, "it was not offered again")
     broadcaster.close()
 
 

@@ -321,4 +321,4 @@ def test_an_agents_file_may_hold_dataclasses(tmp_path: Path) -> None:
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Note:\n    text: str\ndef solve():\n    return Note('')\n"
     )
-    make_episode(_config("solve", module=str(file)))
+    assert isinstance(make_episode(_config("solve", module=str(file))), Agent)

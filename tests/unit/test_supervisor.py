@@ -3,12 +3,12 @@
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import eventually
 
 from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.plan import ProcessSpec
@@ -64,18 +64,11 @@ def _num_starts(folder: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
-
-
 def test_a_process_that_fails_is_started_again_as_often_as_its_plan_says(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     supervisor.start(_ends(tmp_path, 1, 10, max_restarts=1))
-    _until(lambda: not supervisor.tend("one"))
+    eventually(lambda: not supervisor.tend("one"), "it was not given up")
     assert (_num_starts(tmp_path), supervisor.exit_code("one")) == (2, 1)
     assert not supervisor.tend("one"), "and not once more later"
 
@@ -84,15 +77,18 @@ def test_a_worker_that_the_learner_left_behind_is_started_again_however_often(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     supervisor.start(_ends(tmp_path, EXIT_WENT_BACK, 3, max_restarts=0))
-    _until(lambda: supervisor.tend("one") and _num_starts(tmp_path) == 4)
+    eventually(lambda: supervisor.tend("one") and _num_starts(tmp_path) == 4, "it was not started four times")
     assert supervisor.exit_code("one") is None
 
 
 def test_what_a_process_leaves_of_its_session_ends_when_its_end_is_seen(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start(_spec(sys.executable, "-c", LEAVES))
-    _until(lambda: supervisor.exit_code("one") is not None)
+    eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
     left = int((tmp_path / "logs" / "one.out").read_text())
-    _until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
+    eventually(
+        lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE,
+        "what it left is still there",
+    )
 
 
 def test_a_process_that_was_seen_to_end_is_never_signalled_again(
@@ -101,7 +97,7 @@ def test_a_process_that_was_seen_to_end_is_never_signalled_again(
     """By then its number may be another's."""
     with (tmp_path / "out").open("wb") as output:
         process = LocalProcess([sys.executable, "-c", ""], os.environ, output)
-    _until(lambda: process.exit_code() is not None)
+    eventually(lambda: process.exit_code() is not None, "it did not end")
 
     def refuse(*arguments: int) -> None:
         raise AssertionError(f"a signal to {arguments}")

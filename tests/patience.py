@@ -1,0 +1,14 @@
+"""How long a test waits for what must come, on a machine that may be busy."""
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 240.0  # an SGLang server takes 20 s to start, minutes where the machine is busy
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    """Poll the condition until it holds; raises AssertionError with `what` where it does not in time."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_s, what
+        time.sleep(0.02)
