@@ -4,13 +4,18 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test check lint extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test test-all check lint extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+test: $(STAMP)  # all that needs no cluster, no SGLang server and no C++ compiler: ten minutes on two cores
+	$(PYTEST) -m 'not full' $(ARGS)
+
+test-all: $(STAMP)  # everything; a test skips if its cluster, server or extra is missing
+	$(PYTEST) $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q tests/project

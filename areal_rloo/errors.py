@@ -1,35 +1,34 @@
-"""Every error the package raises on purpose, as one tree.
+"""All exceptions of the package, as a tree.
 
 ArealRlooError
-├── UserError            something the user can mend: one line, exit code 2, no traceback
+├── UserError            a mistake that the user can fix: one line, exit code 2, no traceback
 │   ├── ConfigError          a config file or an override
 │   ├── DataError            a data file or one of its rows
 │   ├── ModelError           a model folder or an architecture
-│   ├── PreflightError       ports, devices, disk: what is checked before anything starts
+│   ├── PreflightError       ports, devices, disk, checked before any process starts
 │   └── CheckpointError      a checkpoint to resume from
 ├── WireError            messages between the learner and a rollout worker
 │   ├── DecodeError          bytes that are not a valid message
-│   └── WireVersionError     a peer that speaks another wire version
-├── WeightsError         a broadcast that failed
-│   ├── ChecksumError        what arrived is not what was sent
-│   └── WentBackError        the learner began again at an earlier version
-├── EngineError          an engine that cannot go on
-├── SampleError          a sample that will not be finished, with the reason of its drop
-│   ├── GenerationError      a completion that the engine cannot make
-│   ├── RewardError          a completion that got no reward
-│   └── EpisodeError         an episode that cannot go on
-└── TrainingError        training that cannot go on (see `learner.max_skipped_steps`)
+│   └── WireVersionError     a peer with another wire version
+├── WeightsError         a failed broadcast
+│   ├── ChecksumError        received weights that differ from the sent weights
+│   └── WentBackError        a learner that restarted from an older version
+├── EngineError          an engine that cannot continue
+├── SampleError          a sample that cannot be finished, with the drop reason
+│   ├── GenerationError      a completion that the engine cannot generate
+│   ├── RewardError          a completion without a reward
+│   └── EpisodeError         an episode that cannot continue
+└── TrainingError        training that cannot continue (see `learner.max_skipped_steps`)
 
-An exception of the user's code becomes the detail of a `SampleError` through `described`.
+`described` turns an exception of the user's code into the detail of a `SampleError`.
 """
 
 import traceback
 
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 
-
-EXIT_RANK_LOST = 3  # of a learner rank that ended because another did
-EXIT_WENT_BACK = 4  # of a rollout worker that ended because the learner went back to an earlier version
+EXIT_RANK_LOST = 3  # exit code of a learner rank that ended because another rank ended
+EXIT_WENT_BACK = 4  # exit code of a rollout worker that ended because the learner restarted from an older version
 
 
 class ArealRlooError(Exception):
@@ -37,7 +36,7 @@ class ArealRlooError(Exception):
 
 
 class UserError(ArealRlooError):
-    """The user can mend it; programs print it as one line `error: ...` and exit with 2."""
+    """The user can fix this error. Programs print a single line `error: ...` and exit with code 2."""
 
 
 class ConfigError(UserError):
@@ -45,31 +44,31 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data file is missing, or a row of it has not the fields its task needs."""
+    """A data file is missing, or a row lacks fields that the task needs."""
 
 
 class ModelError(UserError):
-    """A model folder is missing, unreadable, or of an architecture that cannot be served."""
+    """A model folder is missing, unreadable, or of an unsupported architecture."""
 
 
 class PreflightError(UserError):
-    """A port, a device or a disk is not as the plan needs it."""
+    """A port, a device or a disk does not meet the plan."""
 
 
 class CheckpointError(UserError):
-    """There is no whole checkpoint to resume from, or it belongs to another run."""
+    """No complete checkpoint exists, or the checkpoint belongs to another run."""
 
 
 class WireError(ArealRlooError):
-    """The learner and a rollout worker do not understand each other."""
+    """A message between the learner and a rollout worker is invalid."""
 
 
 class DecodeError(WireError):
-    """Bytes from the wire are not a valid message; says which field and why."""
+    """Bytes from the wire are not a valid message; the text names the field and the reason."""
 
 
 class WireVersionError(WireError):
-    """The peer speaks another wire version."""
+    """The peer has another wire version."""
 
 
 class WeightsError(ArealRlooError):
@@ -77,11 +76,11 @@ class WeightsError(ArealRlooError):
 
 
 class ChecksumError(WeightsError):
-    """The weights that arrived are not the weights that were sent."""
+    """The received weights differ from the sent weights."""
 
 
 class WentBackError(WeightsError):
-    """The learner began again at a version before ours, which no version of it follows from."""
+    """The learner restarted from a version older than this worker's weights; the two histories have diverged."""
 
 
 class EngineError(ArealRlooError):
@@ -89,8 +88,11 @@ class EngineError(ArealRlooError):
 
 
 class SampleError(ArealRlooError):
-    """A sample will not be finished; `reason` is the label of its drop, `detail` what happened in a line, and perhaps a
-    traceback below it, `completion` the text there was of it."""
+    """A sample cannot be finished.
+
+    `reason` labels the drop. `detail` has a line of description, then perhaps a traceback. `completion` has the text
+    generated before the error.
+    """
 
     def __init__(self, reason: str, detail: str, *, completion: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
@@ -100,42 +102,42 @@ class SampleError(ArealRlooError):
 
     @property
     def summary(self) -> str:
-        """What happened, in one line."""
+        """The first line of the detail."""
         return self.detail.strip().partition("\n")[0]
 
 
 class GenerationError(SampleError):
-    """The engine cannot make this completion, and goes on with others."""
+    """The engine cannot generate this completion; other completions are not affected."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("generation_failed", detail)
 
 
 class RewardError(SampleError):
-    """A completion got no reward."""
+    """A completion has no reward."""
 
 
 class EpisodeError(SampleError):
-    """An episode cannot go on: its context is full, its agent failed."""
+    """An episode cannot continue, for example because the context is full or the agent failed."""
 
 
 class TrainingError(ArealRlooError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 def first_line(error: BaseException) -> str:
-    """What a library raised, without the pages that some put below it; its class where it says nothing."""
+    """Return the first line of an exception's text; the class name if the text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def described(error: BaseException) -> str:
-    """The detail of a sample that the user's code failed: a line that says what was raised, and the traceback below."""
+    """Describe an exception of the user's code: class and text on the first line, then the traceback."""
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]
     return shortened(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
 
 
 def shortened(detail: str) -> str:
-    """A detail that can be sent: its first line, and of what stands below it the end, where a traceback says most."""
+    """Shorten a detail for the wire: keep the first line and the end of the traceback, which has most information."""
     summary, newline, rest = detail.strip().partition("\n")
     return summary[:_MOST_SUMMARY] + newline + rest[-_MOST_TRACEBACK:]

@@ -1,35 +1,32 @@
-"""Ports of this host, for whoever starts a process that listens."""
+"""Reserved ports of this host, for listening processes."""
 
 from __future__ import annotations
 
 import socket
-from types import TracebackType
 
 
 class ReservedPorts:
-    """Ports of this host that nobody else is given while they are held, and that our own processes can listen on.
+    """Reserves free ports of this host; processes of the run can listen on them.
 
-    A port is bound, exclusively, and not listened on; then it is opened to sockets that share addresses, as those of
-    ZeroMQ, of torch and of an SGLang server do. So two runs that start together never get the same one, and a learner
-    that begins anew finds its port free.
+    A reserved port is bound exclusively, so the system gives the port to no other process. Then SO_REUSEADDR opens the
+    port to other sockets with SO_REUSEADDR: ZeroMQ, torch and SGLang set this option. Two runs never get the same port,
+    and a restarted learner can use the port again.
     """
 
     def __init__(self, num: int) -> None:
         self._sockets = [socket.socket() for _ in range(num)]
-        for one in self._sockets:
-            one.bind(("", 0))
-        for one in self._sockets:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.ports = tuple(int(one.getsockname()[1]) for one in self._sockets)
+        for reserved in self._sockets:
+            reserved.bind(("", 0))
+        for reserved in self._sockets:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.ports = tuple(int(reserved.getsockname()[1]) for reserved in self._sockets)
 
     def close(self) -> None:
-        for one in self._sockets:
-            one.close()
+        for reserved in self._sockets:
+            reserved.close()
 
     def __enter__(self) -> ReservedPorts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

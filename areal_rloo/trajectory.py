@@ -1,8 +1,7 @@
-"""The nouns that travel through the whole system: items, completions, trajectories, groups.
+"""The data types of the whole system: items, completions, trajectories and groups.
 
-Made by a task (`Item`), an engine (`Completion`), scored by a rollout worker (`Trajectory`), collected by the learner
-(`Group`).
-Nothing here waits for anything, and nothing here imports numpy at run time, so that a launcher can use it anywhere.
+A task makes an `Item`, an engine a `Completion`, a rollout worker a `Trajectory`, and the learner a `Group`. This
+module imports no numpy at run time, so that a launcher can use these types anywhere.
 """
 
 from __future__ import annotations
@@ -19,120 +18,87 @@ if TYPE_CHECKING:
     Float32Array = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop token, the token limit, or an abort. Said by the engine, never guessed."""
+"""Why a completion ended: a stop token, the token limit, or an abort. The engine reports the reason."""
 
 SampleId = tuple[int, int]
-"""(group_id, sample_index): names one trajectory in the whole run."""
+"""(group_id, sample_index): names a sample in the whole run."""
+
+Purpose = Literal["train", "eval"]
+"""Evaluation samples are pinned to a version, sampled as their set says, and stay outside the ledger."""
+
+
+def purpose_of(group_id: int) -> Purpose:
+    """Return the purpose of a group: evaluation groups have negative ids. No other place knows this rule."""
+    return "train" if group_id >= 0 else "eval"
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a function in an assistant's message.
+    """A function call in an assistant's message."""
 
-    Attributes:
-        id: what the tool's message names it by.
-        name: of the function.
-        arguments: a JSON object, as text.
-    """
-
-    id: str
+    id: str  # the tool's message refers to this identifier
     name: str
-    arguments: str
+    arguments: str  # a JSON object
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation.
-
-    Attributes:
-        role: who says it.
-        content: what is said, without the calls.
-        tool_calls: the functions an assistant's message calls.
-        tool_call_id: the call whose result a tool's message is; None where the format has no ids.
-        name: of who says it, or of the tool; None where none was given.
-    """
+    """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None
-    name: str | None = None
+    content: str  # without the function calls
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message
+    tool_call_id: str | None = None  # of the call that a tool's message answers; None if the format has no identifiers
+    name: str | None = None  # of the speaker or the tool
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One item of a task.
+    """An item of a task."""
 
-    Attributes:
-        prompt: a text, or the messages of a conversation that the policy is to go on with.
-        answer: what a reward compares the completion with.
-        source: label of the data source it is of; its rewards are those that count.
-        fields: everything else that its row says, for rewards that read it.
-    """
-
-    prompt: str | tuple[Message, ...]
-    answer: str = ""
-    source: str = ""
-    fields: dict[str, Any] = {}
+    prompt: str | tuple[Message, ...]  # a text, or a conversation that the policy continues
+    answer: str = ""  # the expected answer, for rewards
+    source: str = ""  # label of the data source, which decides the rewards
+    fields: dict[str, Any] = {}  # all other fields of the row, for rewards
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The prompt as a conversation; a text is what a user says."""
+        """The prompt as a conversation; a text becomes a user message."""
         return (Message("user", self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
     @property
     def plain_messages(self) -> list[dict[str, str]]:
-        """The messages as role and content, as chat templates, endpoints and functions take them."""
+        """The messages as role and content, the form for chat templates, endpoints and functions."""
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
     @property
     def text(self) -> str:
-        """The prompt as one text, for records and comparisons."""
+        """The prompt as a single text, for records and comparisons."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(f"{message.role}: {message.content}" for message in self.prompt)
 
 
 class Completion(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The tokens sampled after a prompt, with what is known of each; all arrays have shape [num_tokens].
+    """The tokens sampled after a prompt; all arrays have shape [num_tokens]."""
 
-    Attributes:
-        tokens: int32 token ids, the stop token included where one ended the completion.
-        behaviour_logprobs: float32 log probability of each token under the distribution it was sampled from.
-        versions: int32 policy version that sampled each token; it never decreases along a completion.
-        finish_reason: why it ended.
-        spans: how many tokens in a row the policy sampled, how many after them somebody else wrote (a tool, a user),
-            and so on in turn; empty where all are the policy's. What somebody else wrote has behaviour logprob 0 and
-            the version of the token before it.
-    """
-
-    tokens: Int32Array
-    behaviour_logprobs: Float32Array
-    versions: Int32Array
+    tokens: Int32Array  # ids, including the stop token that ended the completion, if any
+    behaviour_logprobs: Float32Array  # log probability of each token under the sampling distribution
+    versions: Int32Array  # policy version that sampled each token; never decreases along a completion
     finish_reason: FinishReason
+    # Lengths of alternating spans: first tokens of the policy, then tokens of a tool or user, and so on. Empty if the
+    # policy sampled all tokens. Tokens of a tool or user have behaviour logprob 0 and the preceding token's version.
     spans: tuple[int, ...] = ()
 
 
 class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A prompt, one completion of it, and its reward.
+    """A prompt, a completion, and the reward."""
 
-    Attributes:
-        group_id: names the group in the whole run; evaluation has negative ones.
-        sample_index: names the sample in its group. An episode may give several trajectories of one sample.
-        prompt_tokens: int32 of shape [num_prompt_tokens].
-        completion: what came after.
-        reward: of the sample; its trajectories all carry the same.
-        reward_parts: what the reward is the weighted sum of, by label.
-        token_rewards: float32 of shape [num_completion_tokens], the share of the reward that single tokens earned; None
-            where all of it is the trajectory's.
-        answer: the final answer, so that equal ones can be counted; None where the task knows of none.
-    """
-
-    group_id: int
-    sample_index: int
-    prompt_tokens: Int32Array
+    group_id: int  # identifies the group in the whole run (see `purpose_of`)
+    sample_index: int  # identifies the sample in the group; an episode may give several trajectories of a sample
+    prompt_tokens: Int32Array  # [num_prompt_tokens]
     completion: Completion
-    reward: float
-    reward_parts: dict[str, float] = {}
-    token_rewards: Float32Array | None = None
-    answer: str | None = None
+    reward: float  # of the sample; all trajectories of a sample have the same reward
+    reward_parts: dict[str, float] = {}  # label to value; the reward is the weighted sum of these parts
+    token_rewards: Float32Array | None = None  # [num_completion_tokens]; None: the trajectory's reward is the only one
+    answer: str | None = None  # the final answer, for majority votes; None if the task extracts no answer
 
     @property
     def sample_id(self) -> SampleId:
@@ -145,25 +111,16 @@ class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The finished samples of one prompt, ordered by sample index; the unit of the baseline.
+    """The finished samples of a prompt, ordered by sample index; the unit of the baseline."""
 
-    Attributes:
-        group_id: names the group in the whole run; also the order of admission.
-        deadline: the last policy version at which training on it respects `max_staleness` for every token.
-        source: label of the data source its prompt is of.
-        epoch: which pass through that source.
-        item_index: which item of all sources.
-        trajectories: those of a sample stand together; fewer samples than `group_size` where some were dropped.
-    """
-
-    group_id: int
-    deadline: int
-    trajectories: tuple[Trajectory, ...]
-    source: str = ""
-    epoch: int = 0
-    item_index: int = 0
+    group_id: int  # identifies the group in the whole run; ids follow the order of admission
+    deadline: int  # last policy version at which training on the group respects `max_staleness` for every token
+    trajectories: tuple[Trajectory, ...]  # ordered by sample; fewer samples than `group_size` if some were dropped
+    source: str = ""  # label of the prompt's data source
+    epoch: int = 0  # number of the pass through this source
+    item_index: int = 0  # among the items of all sources
 
     @property
     def samples(self) -> list[Trajectory]:
-        """The first trajectory of each sample, which has its reward."""
+        """The first trajectory of each sample."""
         return list({trajectory.sample_index: trajectory for trajectory in reversed(self.trajectories)}.values())[::-1]

@@ -1,11 +1,11 @@
-"""The presets against each other on one task: RLOO, GRPO, Dr. GRPO, REINFORCE++ and its baseline form, REINFORCE.
+"""Compare the presets on the same task: RLOO, GRPO, Dr. GRPO, REINFORCE++ with and without baseline, REINFORCE.
 
     python benchmarks/algorithms.py [--output benchmarks/results/algorithms.json]
 
-The quickstart's arithmetic from its warm start, 3 seeds each, eta = 1 at every token (`learning.py` says how),
-everything but the preset the same, the KL to the reference off, so that it is the advantages and means that are
-compared. GRPO and REINFORCE++ come a second time with the KL their presets have. Reported are mean and 95 % interval
-over seeds (Student's t; three seeds make it wide).
+Train the quickstart's arithmetic from the warm start, 3 seeds each, eta = 1 at every token (see `learning.py`). Only
+the preset differs. The KL to the reference is off, so the comparison covers advantages and means. GRPO and REINFORCE++
+run a second time with the KL of their presets. Report mean and 95 % interval over seeds (Student's t; wide for three
+seeds).
 """
 
 from __future__ import annotations

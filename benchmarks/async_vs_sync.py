@@ -1,11 +1,11 @@
-"""Trained tokens per second of the same job, synchronous (eta = 0) and asynchronous (eta = 1, 2, 4).
+"""Measure trained tokens per second of the same job, synchronous (eta = 0) and asynchronous (eta = 1, 2, 4).
 
     python benchmarks/async_vs_sync.py [--output benchmarks/results/async_vs_sync.json]
 
-The quickstart's task on its own model, learning switched off in effect (a tiny learning rate), so that every run makes
-the same load. Synchronous: learner and rollout worker work in turn, once with all cores each and once with half of
-them each (a tiny model may gain nothing from more); the faster of the two is what asynchrony is compared with.
-Asynchronous: half of the cores each, at the same time. Runs take turns; the first steps of each are not counted.
+Run the quickstart's task on the quickstart's model with a tiny learning rate, so every run has the same load.
+Synchronous: learner and rollout worker alternate, once with all cores each and once with half of the cores each,
+because a tiny model may gain nothing from more cores. The faster setting is the baseline. Asynchronous: half of the
+cores each, at the same time. Runs alternate. The first steps of each run do not count.
 """
 
 from __future__ import annotations

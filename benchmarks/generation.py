@@ -1,13 +1,13 @@
-"""Embedded engine against transformers' padded `generate` and its continuous batching, in one process, in turn.
+"""Compare the embedded engine with transformers' padded `generate` and continuous batching, alternating in a process.
 
     python benchmarks/generation.py [--output benchmarks/results/generation.json]
 
-The quickstart's model with random weights, 64 requests of 15 prompt tokens, the same threads. Two loads: equal lengths,
-and a long tail (log-normal, median 32, at most 512). `generate_batch` makes a manager at every call, as transformers'
-method of that name does; `running_manager` is one that is there already. Counted are useful tokens: `generate` pads its
-batch to the longest request, and what it makes past a request's length is thrown away. Every repeat runs all systems in
-turn; rates are medians over the repeats, and so are the ratios, each of one repeat: they hold where a machine's speed
-drifts.
+Use the quickstart's model with random weights, 64 requests of 15 prompt tokens, and the same threads. Two loads: equal
+lengths, and a long tail (log-normal, median 32, at most 512). `generate_batch` creates a manager for every call, like
+transformers' method of this name; `running_manager` reuses a manager. Only requested tokens count: `generate` pads the
+batch to the longest request, and tokens beyond a request's length are discarded. Every repeat runs all systems in turn.
+Rates are medians over the repeats. Ratios are medians of ratios within a repeat, so drift of the machine's speed
+cancels.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _manager(model: torch.nn.Module) -> ContinuousBatchingManager:
 
 
 def _generate_batch(model: torch.nn.Module, lengths: list[int]) -> None:
-    """What `generate_batch` does, with a length for each request, which its own arguments have no place for."""
+    """Do the work of `generate_batch`, with a separate length for each request."""
     manager = _manager(model)
     _serve(manager, lengths)
     manager.stop(block=True)

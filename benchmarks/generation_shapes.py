@@ -1,22 +1,24 @@
-"""Tokens per second of the embedded engine at the shapes of real models, and how near that is to the memory's limit.
+"""Measure tokens per second of the embedded engine on the shapes of real models, relative to the hardware limits.
 
     python benchmarks/generation_shapes.py [--shapes 0.5b 1.5b] [--batches 1 64 256] [--device cpu]
         [--output benchmarks/results/generation_shapes.json]
 
-Random weights in the shapes of Qwen2.5 0.5B and 1.5B; every request has another prompt of 4 tokens and the same number
-of tokens to make. Against transformers' `generate` and its continuous batching, as `generate_batch` runs it (a manager
-a call). One system at a time has its weights in memory; each makes a short warm-up and then the median of the repeats.
+Use random weights in the shapes of Qwen2.5 0.5B and 1.5B. Every request has a different prompt of 4 tokens and the same
+number of new tokens. The baselines are transformers' `generate` and continuous batching with `generate_batch` (a
+manager per call). Only a single system has weights in memory at a time. Each runs a short warm-up, then the median of
+the repeats.
 
-One limit is what the memory can move: a decode step reads all weights once and every row's keys and values,
+The memory limit: a decode step reads all weights once, and the keys and values of every row,
 
     limit = batch * bandwidth / (weight bytes + batch * mean context * key/value bytes of a token)
 
-with the bandwidth of a plain copy (bytes read and written). The other is what can be computed, two operations a weight
-and token, prompts included, at the rate of a square matrix product:
+with the bandwidth of a plain copy (bytes read and written). The arithmetic limit: two operations per weight and token,
+including prompts, at the rate of a square matrix product,
 
     limit = arithmetic / (2 * weights * (prompt + new tokens) / new tokens)
 
-Both are measured in the same run on the same threads. Small batches are bound by the first, large ones by the second.
+The same run measures both rates with the same threads. Memory limits small batches, and arithmetic limits large
+batches.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SHAPES = {  # of Qwen2.5: hidden size, intermediate size, layers, heads, key/val
 }
 VOCABULARY = 151_936
 PROMPT_TOKENS = 4
-Generate = Callable[[int, int], None]  # of a batch, so many tokens each
+Generate = Callable[[int, int], None]  # takes a batch size and the new tokens of each request
 
 
 def main() -> None:
@@ -101,7 +103,7 @@ def main() -> None:
 def _rates(
     make: Callable[..., object], folder: Path, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace
 ) -> dict[int, float]:
-    """Tokens per second by batch size, of a system that lives only in here."""
+    """Return tokens per second by batch size. The system exists only during this call."""
     rates = {}
     with make(folder, device, dtype, max(arguments.batches), arguments.new_tokens) as generate:  # type: ignore[attr-defined]
         for batch in arguments.batches:
@@ -127,7 +129,7 @@ def _embedded(
         dtype=dtype,
         num_slots=slots,
         context_tokens=context,
-        options=EmbeddedConfig(cache_tokens=2 * slots * context),  # every request takes a whole one
+        options=EmbeddedConfig(cache_tokens=2 * slots * context),  # each request may use a row of the full context
     )
 
     def generate(batch: int, num_tokens: int) -> None:
@@ -205,7 +207,7 @@ def _config(shape: str) -> Qwen2Config:
 
 
 def _save(config: Qwen2Config, folder: Path, dtype: torch.dtype) -> int:
-    """Random weights in the shape's own format; gives how many there are."""
+    """Write random weights in the shape's format and return the number of parameters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
@@ -213,14 +215,14 @@ def _save(config: Qwen2Config, folder: Path, dtype: torch.dtype) -> int:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of 512 MiB reads and writes, best of several."""
+    """Return the bytes per second read and written by a copy of 512 MiB, best of several."""
     source = torch.ones(2**27, device=device)
     copy = torch.empty_like(source)
     return 2 * source.nbytes / _least_seconds(lambda: copy.copy_(source), device)
 
 
 def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a product of two square matrices, best of several."""
+    """Return the operations per second of a product of two square matrices, best of several."""
     size = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _least_seconds(lambda: torch.mm(matrix, matrix), device)

@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, for its result file."""
+"""Describe the machine of a benchmark for the result file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, and the versions that matter."""
+    """Return the processor, the cores and the versions of the main libraries."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def write(output: str | None, result: dict[str, Any]) -> None:
-    """Write a result with the hardware it was measured on, where a file was asked for."""
+    """Write a result with the hardware, if the user named an output file."""
     if output is not None:
         Path(output).write_text(json.dumps({"hardware": describe(), **result}, indent=2) + "\n")
 

@@ -1,9 +1,9 @@
-"""A learning run whose staleness is set rather than met: the quickstart's job in one process, one thread, in turn.
+"""Run a training with a fixed staleness: the quickstart's job in a single process and thread, alternating.
 
-Not a benchmark of its own; `staleness.py` and `algorithms.py` run it. The step at version v trains on a batch that was
-sampled by the weights of version max(0, v - s). `fixed`: s is eta at every step, the worst that the bound allows.
-`mixed`: s is drawn evenly from 0 .. eta at every step. Either way on any machine, whatever its speed. Engine,
-tokenizer, task, reward and train step are the product's own. A run is a function of its config and seed.
+Used by `staleness.py` and `algorithms.py`. The step at version v trains on a batch sampled by the weights of version
+max(0, v - s). `fixed`: s is eta at every step, the worst case within the bound. `mixed`: s is uniform over 0 .. eta at
+every step. The staleness does not depend on the speed of the machine. Engine, tokenizer, task, reward and train step
+come from the package. Config and seed determine a run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
@@ -42,7 +42,7 @@ EVALUATE_EVERY = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its name in the table, what it overrides in quickstart.yaml, its seed and its staleness."""
+    """Describe a run: the name in the table, overrides of quickstart.yaml, seed and staleness."""
 
     name: str
     overrides: tuple[str, ...]
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to. Accuracies are greedy, on held-out prompts, from version 0 on, every `EVALUATE_EVERY`.
+    """Hold the results of a run. Accuracies are greedy, on held-out prompts, every `EVALUATE_EVERY` from version 0.
 
     Attributes:
         job: the run.
@@ -70,19 +70,19 @@ class Outcome:
 
     @property
     def final(self) -> float:
-        """Mean of the last two evaluations, which is less noisy than one."""
+        """Return the mean of the last two evaluations, which has less noise than the last alone."""
         return sum(self.accuracies[-2:]) / 2
 
     @property
     def area(self) -> float:
-        """Area under accuracy over versions, as a share of a run that is always right (trapezoids)."""
+        """Return the area under accuracy over versions (trapezoids); 1 for a run without errors."""
         pairs = zip(self.accuracies, self.accuracies[1:], strict=False)
         return sum((a + b) / 2 for a, b in pairs) / (len(self.accuracies) - 1)
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
-    """Run the jobs, one process a core; outcomes in the order of the jobs, each said as it comes."""
-    prepare_tiny_model(load_config("quickstart.yaml"))  # before the processes ask for it all at once
+    """Run the jobs, a process per core. Yield outcomes in the order of the jobs."""
+    prepare_tiny_model(load_config("quickstart.yaml"))  # prepare once, before all processes need the model
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         for outcome in pool.map(run, jobs):
             shown = " ".join(f"{accuracy:.3f}" for accuracy in outcome.accuracies)
@@ -91,7 +91,7 @@ def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
 
 
 def run(job: Job) -> Outcome:
-    """One run from the warm start to the last evaluation."""
+    """Train a job from the warm start to the last evaluation."""
     torch.set_num_threads(1)
     config = load_config(
         "quickstart.yaml",
@@ -136,8 +136,8 @@ class _Loop:
             result = self._step.step(batch, policy_version=version)
             published.append(self._weights())
             if version >= self._job.num_steps // 2:
-                kls.append(result.policy.behaviour_kl_k3)
-                shares.append(result.policy.effective_sample_share)
+                kls.append(result.numbers["behaviour_kl_k3"])
+                shares.append(result.numbers["effective_sample_share"])
             if (version + 1) % EVALUATE_EVERY == 0:
                 accuracies.append(self._rollout.accuracy(published[-1]))
         self._rollout.close()
@@ -153,7 +153,7 @@ class _Loop:
 
 
 class _Rollout:
-    """Generates and scores with whatever weights it is handed."""
+    """Generate and score with the given weights."""
 
     def __init__(self, config: Config, folder: str, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
         self._config = config
@@ -173,7 +173,7 @@ class _Rollout:
     def batch(
         self, prompts: list[Prompt], weights: dict[str, torch.Tensor], behaviour_version: int, *, step: int
     ) -> list[Group]:
-        """A group of completions for each prompt, every token tagged with the version of these weights."""
+        """Sample a group for each prompt. Tag every token with the version of these weights."""
         size = self._config.algorithm.group_size
         sampling = self._config.rollout.sampling
         parameters = [
@@ -204,7 +204,7 @@ class _Rollout:
         return [Group(trajectories[i].group_id, step, tuple(trajectories[i : i + size])) for i in starts]
 
     def accuracy(self, weights: dict[str, torch.Tensor]) -> float:
-        """Greedy, on the held-out prompts."""
+        """Return the greedy accuracy on the held-out prompts."""
         greedy = SamplingParameters(
             max_new_tokens=self._config.eval_max_new_tokens, greedy=True, stop_token_ids=self._stops
         )
@@ -221,7 +221,7 @@ class _Rollout:
         sampling: Sequence[SamplingParameters],
         weights: dict[str, torch.Tensor],
     ) -> list[Completion]:
-        self._num_loads += 1  # the engine takes newer versions only, and here older weights come back
+        self._num_loads += 1  # the engine accepts only increasing versions, but here older weights return
         assert self._engine.load_weights(self._num_loads, list(weights.items())).result() == self._num_loads
         first = self._num_requests
         self._num_requests += len(prompts)

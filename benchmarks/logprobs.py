@@ -1,13 +1,13 @@
-"""The loss from hidden states on: of whole logits, of chunks that are recomputed, of chunks differentiated at once.
+"""Measure the loss from hidden states: full logits, recomputed chunks, and chunks with an immediate gradient.
 
     python benchmarks/logprobs.py [--tokens 1024] [--vocabulary 151936] [--hidden 896] [--device cpu]
         [--output benchmarks/results/logprobs.json]
 
-One microbatch, forward and backward, gradients to hidden states and head, as a train step does it: `whole` has
-[tokens, vocabulary] logits, as `log_softmax` of a model's output has; `recomputed` is `chosen_logprobs`, `at_once`
-`loss_of_tokens`. The systems take turns; times are medians, and ratios those of one repeat. Memory is the peak above
-what was there before, each in a process of its own; `--most-tokens` is measured for the two that fit, and what `whole`
-would take there grows with the tokens.
+Run a microbatch forward and backward, with gradients for hidden states and head, as in a train step. `whole` has
+[tokens, vocabulary] logits, like `log_softmax` of a model's output. `recomputed` is `chosen_logprobs`, and `at_once` is
+`loss_of_tokens`. The systems alternate. Times are medians, and ratios are within a repeat. Memory is the peak above the
+level before, each in a separate process. `--most-tokens` is measured for the two systems with bounded memory; the
+memory of `whole` grows with the tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import hardware
 import torch
 from torch import Tensor
 
-from areal_rloo.models.logprobs import TokenLogprobs, chosen_logprobs
-from areal_rloo.models.token_loss import loss_of_tokens
+from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
 
 TEMPERATURE = 0.9
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # hidden, head, targets, weights
@@ -126,7 +125,7 @@ def _peak_bytes(loss: Loss, arguments: argparse.Namespace) -> int:
         return torch.cuda.max_memory_allocated() - before
     before = _status_bytes("VmRSS")
     _run(loss, *inputs)
-    return _status_bytes("VmHWM") - before  # not getrusage's, which is of the process that started this one too
+    return _status_bytes("VmHWM") - before  # getrusage would include the parent's peak
 
 
 def _status_bytes(key: str) -> int:

@@ -1,13 +1,13 @@
-"""Packed rows against padded ones: a train step's forward and backward over sequences of log-normal lengths.
+"""Compare packed rows with padded rows: a train step's forward and backward over log-normal lengths.
 
     python benchmarks/packing.py [--sequences 64] [--median 200] [--sigma 1.0] [--device cpu]
         [--output benchmarks/results/packing.json]
 
-The same model, the same sequences, the same loss, in turn. `padded` is the model as transformers has it (its own
-attention, an attention mask), microbatches of `--padded-batch` sequences in the order of arrival, each padded to its
-longest. `packed` is the learner's: rows by first-fit decreasing under a budget of as many tokens as the padded
-microbatches have on average, no padding anywhere. The removed padding promises padded tokens / tokens; `kept` is the
-measured ratio of tokens per second over that.
+Use the same model, sequences and loss for both, alternating. `padded` is the transformers model with transformers'
+attention and an attention mask. A microbatch has `--padded-batch` sequences in the order of arrival, padded to the
+longest. `packed` is the learner's packing: rows by first-fit decreasing without padding. The budget of a row is the
+mean number of tokens in a padded microbatch. Without padding, the expected gain is padded tokens / tokens. `kept` is
+the measured ratio of tokens per second divided by this expected gain.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.learner.packing import Row, pack
-from areal_rloo.models.attention import PACKED_ATTENTION
-from areal_rloo.models.logprobs import TokenLogprobs
-from areal_rloo.models.policy import Policy
-from areal_rloo.models.token_loss import loss_of_tokens
+from areal_rloo.models.loading import PACKED_ATTENTION
+from areal_rloo.models.policy import Policy, TokenLogprobs, loss_of_tokens
 from areal_rloo.trajectory import Completion, Trajectory
 
 
@@ -105,7 +103,7 @@ def _model(arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def _trajectory(length: int, index: int) -> Trajectory:
-    """`length` tokens that are predicted from as many before them."""
+    """Return `length` tokens with the preceding tokens as input."""
     rng = np.random.default_rng(index)
     tokens = rng.integers(2, 4096, length).astype(np.int32)
     completion = Completion(tokens, np.zeros(length, np.float32), np.zeros(length, np.int32), "stop")

@@ -1,9 +1,9 @@
-"""How long a dry run of a large plan takes, as a whole process, against Python doing nothing and against a small plan.
+"""Measure the time of a dry run with a large plan, as a whole process, against an idle Python and a small plan.
 
     python benchmarks/plan.py [--output benchmarks/results/plan.json]
 
-The plan is gsm8k_rloo.yaml over 16 hosts of 8 GPUs (and over 128), all counts `auto`; the JSON is read and counted.
-Interleaved repeats, medians of the wall clock.
+The plan is gsm8k_rloo.yaml over 16 hosts of 8 GPUs (and over 128), with all counts `auto`. The benchmark parses the
+JSON and counts the processes. Repeats are interleaved, and results are medians of the wall clock.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""How long an SGLang server stands still for new weights while it generates, and what that costs; called by weights.py.
+"""Measure the pause and the cost of a weight update on a generating SGLang server; called by weights.py.
 
-The real server on this machine, a model of some 20 M parameters in float32, 16 completions under way at any time, the
-learner's own broadcaster at the other end. Each way of updating has a server of its own and takes the same versions:
+The real server runs on this machine: a model of about 20 M parameters in float32, 16 running completions at any time,
+and the learner's own broadcaster as sender. Each method has a separate server and receives the same versions:
 
-    in_place   through the process group, the cache is kept
-    retract    through the process group, the cache is computed again
-    abort      through the process group; completions come back and are sent again, as servers without tags need it
+    in_place   through the process group; the cache is kept
+    retract    through the process group; the cache is computed again
+    abort      through the process group; completions return and are sent again, as for servers without version tags
     files      in_place, through files in memory (weights.transport=shared_memory)
 
-`pause_ms` is the median from the pause to the continue. `cost_ms` is what an update costs generation: the seconds that
-the tokens made took beyond those that as many tokens take without updates, per update. Tokens lost are those of
-completions that came back short.
+`pause_ms` is the median time from the pause to the continue. `cost_ms` is the generation time lost per update: the
+measured seconds minus the seconds for the same number of tokens without updates. Lost tokens belong to completions that
+returned early.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
 import tempfile
@@ -29,13 +30,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang import Capabilities, SGLangEngine
+from areal_rloo.engines.sglang import Capabilities, ServerPlan, SGLangEngine
+from areal_rloo.intake.service import LoopThread
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
-from areal_rloo.weights.receive import Receiver
+from areal_rloo.weights.receive import Received, Receiver
 
 NUM_AT_A_TIME = 16
 PROMPT_TOKENS = 128
@@ -44,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def measure(python: str, *, num_updates: int) -> dict[str, object]:
-    """Everything, by way of updating."""
+    """Return all results by update method."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         model = _model()
@@ -63,18 +65,19 @@ def measure(python: str, *, num_updates: int) -> dict[str, object]:
 
 def _of(way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path, num_updates: int) -> dict[str, float]:
     engine = SGLangEngine(
-        folder,
+        ServerPlan(
+            folder,
+            device="cpu",
+            dtype="float32",
+            tensor_parallel=1,
+            num_slots=NUM_AT_A_TIME,
+            context_tokens=PROMPT_TOKENS + NEW_TOKENS,
+            num_threads=1,
+        ),
         config=SGLangConfig(python=python, pause="retract" if way == "retract" else "in_place"),
         url=None,
-        device="cpu",
-        dtype="float32",
-        tensor_parallel=1,
-        num_slots=NUM_AT_A_TIME,
-        context_tokens=PROMPT_TOKENS + NEW_TOKENS,
-        num_threads=1,
         update_timeout_s=60.0,
         log=logs / f"{way}.log",
-        on_weights_lost=lambda: None,
         capabilities=_without_tags() if way == "abort" else None,
     )
     engine.ready.result(timeout=600)
@@ -103,7 +106,7 @@ def _of(way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path
 
 
 class _Load:
-    """Completions of one length, so many at a time."""
+    """Keep a fixed number of running completions of equal length."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
@@ -128,7 +131,7 @@ class _Load:
             self._under_way += self._engine.submit([GenerationRequest(str(number), prompt, sampling)])
 
     def run_for(self, seconds: float) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         started, made = time.perf_counter(), self.made()
         while time.perf_counter() - started < seconds:
             self.pump()
@@ -136,39 +139,47 @@ class _Load:
         return (self.made() - made) / (time.perf_counter() - started)
 
     def finish(self) -> int:
-        """Tokens lost over all."""
+        """Return the total of lost tokens."""
         for future in self._under_way:
             self._lost += NEW_TOKENS - len(future.result(timeout=120).tokens)
         return self._lost
 
 
 class _Publisher:
-    """The learner's end: a version, until the engine runs it."""
+    """Act as the learner: broadcast a version and wait until the engine runs this version."""
 
     def __init__(self, engine: SGLangEngine, model: Qwen2ForCausalLM, *, through_files: bool) -> None:
         self._engine = engine
         self._model = model
         self._through_files = through_files
         manifest = build_manifest(model.named_parameters(), bucket_bytes=16 * 2**20)
-        self._bodies: list[bytes] = []
-        self._broadcaster = Broadcaster(
-            manifest=manifest,
-            transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=60),
-            timeout_s=60,
-            send_notice=lambda worker_id, version, body: self._bodies.append(body),
-        )
+        self._loop = LoopThread("weights")  # of learner and worker both
+        transport = CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=60)
+        self._broadcaster = Broadcaster(manifest=manifest, transport=transport, timeout_s=60)
         self._receiver = Receiver(
             worker_id="w",
             policy_version=lambda: engine.statistics().policy_version,
             load_weights=engine.load_weights,
             join_group=joins_group(engine, "w"),
-            on_received=lambda version, total: self._broadcaster.acknowledge("w", version, total),
-            on_failed=lambda version, detail: print("failed:", detail),
             device=CPU,
         )
-        self._publish = partial(gather, manifest, list(model.named_parameters()))
-        self._broadcaster.publish(0, self._publish)
-        self._broadcaster.join("w", 0)
+        self._gather = partial(gather, manifest, list(model.named_parameters()))
+        self._loop.begin(self._broadcaster.run(lambda worker_id, version, body: self._receiver.offer(body)), _raise)
+        self._loop.begin(self._acknowledge(), _raise)
+        self._publish(0)
+        self._loop.call(self._broadcaster.join, "w", 0)
+
+    async def _acknowledge(self) -> None:
+        async for outcome in self._receiver.receive():
+            if isinstance(outcome, Received):
+                self._broadcaster.acknowledge("w", outcome.policy_version, outcome.checksum)
+            else:
+                print("failed:", outcome.detail)
+
+    def _publish(self, version: int) -> None:
+        buckets = self._loop.run(self._broadcaster.stage())
+        self._gather(buckets)
+        self._loop.call(self._broadcaster.publish, version, buckets)
 
     def __call__(self, version: int, load: _Load) -> None:
         if self._through_files:
@@ -177,15 +188,18 @@ class _Publisher:
                 load.run_for(0.01)
             future.result()
             return
-        self._broadcaster.publish(version, self._publish)
-        while self._broadcaster.statistics().versions["w"] < version:
-            while self._bodies:
-                self._receiver.offer(self._bodies.pop(0))
+        self._publish(version)
+        while self._loop.call(self._broadcaster.statistics).versions["w"] < version:
             load.run_for(0.01)
 
     def close(self) -> None:
-        self._receiver.close()
+        self._loop.close()
         self._broadcaster.close()
+
+
+def _raise(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()
 
 
 def _model() -> Qwen2ForCausalLM:
@@ -204,7 +218,7 @@ def _model() -> Qwen2ForCausalLM:
 
 
 def _without_tags() -> Capabilities:
-    """Of a server like ours that does not say which weights made which tokens."""
+    """Return the capabilities of the server without per-token versions."""
     return Capabilities(
         version="0.5.23",
         tensor_parallel=1,

@@ -1,14 +1,14 @@
-"""How much staleness costs, and what corrects for it: final accuracy and area under the curve by eta.
+"""Measure the cost of staleness and the effect of corrections: final accuracy and area under the curve by eta.
 
     python benchmarks/staleness.py [--schedule fixed|mixed] [--output FILE.json] [--plot FILE.svg]
 
-The quickstart's arithmetic from its warm start, 3 seeds, eta = 0, 1, 2, 4, 8, 16 (`learning.py` says how it is set):
+Train the quickstart's arithmetic from the warm start, 3 seeds, eta = 0, 1, 2, 4, 8, 16 (see `learning.py`):
 
     decoupled      clip against the proximal policy, weighted by proximal / behaviour (the default)
-    naive_ppo      clip against the behaviour policy, as if it were the proximal one (loss.decoupled=false)
-    no_correction  REINFORCE on stale samples as if they were fresh (loss.kind=reinforce, behaviour_weight.rule=ignore)
+    naive_ppo      clip against the behaviour policy instead of the proximal policy (loss.decoupled=false)
+    no_correction  REINFORCE as if all samples were fresh (loss.kind=reinforce, behaviour_weight.rule=ignore)
 
-At eta = 0 the first two are the same to the last digits. The plot needs matplotlib (`pip install areal_rloo[plot]`).
+At eta = 0 the first two are equal to the last digits. The plot needs matplotlib (`pip install areal_rloo[plot]`).
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def _row(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def plot(table: Sequence[Mapping[str, Any]], path: str, schedule: str) -> None:
-    """Both measures over eta, a line a correction, with the standard deviation over seeds."""
+    """Plot both measures over eta, a line per correction, with the standard deviation over seeds."""
     import matplotlib  # noqa: PLC0415 - an extra, and only the plot needs it
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt  # noqa: PLC0415 - after the backend is chosen
 
-    # The same file for the same numbers, and its words as words.
+    # Equal numbers give an equal file, and text stays text.
     matplotlib.rcParams.update({"svg.hashsalt": "areal_rloo", "svg.fonttype": "none"})
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
     for axis, measure in zip(axes, ("final", "area"), strict=True):

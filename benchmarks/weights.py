@@ -1,17 +1,19 @@
-"""GiB/s of each weight transport between two processes, against memcpy and one flat Gloo broadcast in the same run.
+"""Measure GiB/s of each weight transport between two processes, against memcpy and a single flat Gloo broadcast.
 
     python benchmarks/weights.py [--size-mb 512] [--sglang .venv-sglang/bin/python]
         [--output benchmarks/results/weights.json]
 
-A float32 model in 133 tensors. Counted from `publish` (the gather) until the receiver holds tensors it can read:
-mapped for shared memory, in its second buffer for the collective. The checksums on both ends are counted apart, because
-they are the same for every transport. `swap` is the copy into the engine's own tensors, the only time decoding stands
-still. Interleaved repeats, medians. With a Python that has SGLang, `sglang_pause.py` adds what an update costs there.
+The model has 133 float32 tensors. The time runs from `publish` (the gather) until the receiver has readable tensors:
+mapped for shared memory, in the second buffer for the collective. The checksums of both ends are reported separately,
+because they are equal for every transport. `swap` is the copy into the engine's tensors; decoding pauses only for this
+copy. Repeats are interleaved, and results are medians. With a Python that has SGLang, `sglang_pause.py` adds the cost
+of an update there.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
 import shutil
 import statistics
@@ -70,7 +72,7 @@ def main() -> None:
         row = {"memcpy": _timed(partial(_copy, target, [tensor for _, tensor in tensors]))}
         for name, (layout, sender) in senders.items():
             row[name], row["swap"], row["checksum"] = _transfer(layout, sender, tensors, pipes[name])
-        if repeat >= 2:  # the first two make segments and groups
+        if repeat >= 2:  # the first two create segments and groups
             for name, value in row.items():
                 seconds[name].append(value)
     for pipe in pipes.values():
@@ -95,12 +97,12 @@ def main() -> None:
 def _transfer(
     manifest: Manifest, sender: SendTransport, tensors: list[tuple[str, torch.Tensor]], pipe: Connection
 ) -> tuple[float, float, float]:
-    """Seconds of the transfer, of the receiver's swap, and of its checksum."""
+    """Return the seconds of the transfer, of the receiver's swap and of the receiver's checksum."""
     started = time.perf_counter()
-    buckets = sender.stage()
+    buckets = asyncio.run(sender.stage())
     gather(manifest, tensors, buckets)
-    pipe.send((manifest, sender.offer(buckets, ["reader"])))
-    sender.send(buckets)
+    pipe.send((manifest, asyncio.run(sender.offer(buckets, ["reader"]))))
+    asyncio.run(sender.send(buckets))
     assert pipe.recv() == "taken", "the receiver says when it holds everything"
     seconds = time.perf_counter() - started
     swap, total = pipe.recv()
@@ -116,8 +118,10 @@ def _receive(pipe: Connection) -> None:
     pipe.send("ready")
     while (message := pipe.recv()) is not None:
         manifest, offer = message
-        take = mapped.take if isinstance(offer, SharedMemoryOffer) else collective.take
-        buckets = take(offer, manifest)
+        if isinstance(offer, SharedMemoryOffer):
+            buckets = mapped.take(offer, manifest)
+        else:
+            buckets = asyncio.run(collective.take(offer, manifest))
         pipe.send("taken")
         given = [tensor for _, tensor in views(manifest, buckets)]
         own = own or [tensor.clone() for tensor in given]

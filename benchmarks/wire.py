@@ -1,10 +1,11 @@
-"""Trajectories per second over the real wire, acknowledged, against raw PUSH/PULL of ready bytes.
+"""Measure acknowledged trajectories per second over the real wire, against raw PUSH/PULL of encoded bytes.
 
     python benchmarks/wire.py [--output benchmarks/results/wire.json]
 
-One process sends, another receives; interleaved repeats, medians. `raw` sends one trajectory's bytes a message, with no
-codec and no acknowledgement. `channels` is what a run uses: encoding, what is ready sent together, decoding with every
-check, an acknowledgement for each message. `lock_step` waits for each trajectory's acknowledgement before the next.
+A process sends and another process receives. Repeats are interleaved, and results are medians. `raw` sends the bytes of
+a trajectory per message, without codec and acknowledgement. `channels` is the production path: encode, batch all
+finished trajectories, decode with every check, and acknowledge each message. `lock_step` waits for each trajectory's
+acknowledgement before the next send.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import TrajectoryBatch
+from areal_rloo.wire.messages import TrajectoryAck, TrajectoryBatch
 
 LIMITS = Limits()
 HOST = "tcp://127.0.0.1"
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def _measure(name: str, num_tokens: int, count: int) -> float:
-    """Trajectories per second, from the first one's arrival to the last one's."""
+    """Return trajectories per second between the first and the last arrival."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     receiver = context.Process(target=_receive, args=(name, count, there))
@@ -105,7 +106,7 @@ async def _receive_acknowledging(count: int, pipe: Connection) -> None:
         assert isinstance(message, TrajectoryBatch), "only trajectories are sent here"
         started = started or time.perf_counter()
         num += len(message.trajectories)
-        learner.acknowledge(peer, [message.batch_id])
+        learner.send(peer, TrajectoryAck((message.batch_id,)))
     pipe.send(time.perf_counter() - started)
     await asyncio.sleep(0.2)  # the last acknowledgement leaves
     learner.close()
@@ -118,14 +119,20 @@ async def _send(port: int, num_tokens: int, count: int, *, lock_step: bool) -> N
     for index in range(count):
         await worker.push(trajectories[index % 8])
         if lock_step:
-            await worker.drain(10)
-    await worker.drain(60)
+            await _all_acknowledged(worker)
+    await _all_acknowledged(worker)
     receiving.cancel()
     await worker.close()
 
 
+async def _all_acknowledged(worker: WorkerChannel) -> None:
+    async with asyncio.timeout(60):
+        while worker.statistics().unacknowledged:  # noqa: ASYNC110 - the lock step is what is measured
+            await asyncio.sleep(0)
+
+
 def _ready_bytes(num_tokens: int) -> bytes:
-    """One trajectory, encoded, as one frame."""
+    """Return an encoded trajectory as a single frame."""
     return b"".join(encode(TrajectoryBatch("w", 1, (_trajectory(0, num_tokens),))))
 
 

@@ -1,10 +1,10 @@
-"""RLOO in one file, one process, one thing after the other: the oracle that the asynchronous system is held against.
+"""RLOO in one file and one process, without concurrency: the reference for the asynchronous system.
 
     python examples/one_file_rloo.py --num-steps 15
 
-No staleness, no wire, no workers: sample a batch, score it, take one step, again. What stands here is the whole
-algorithm; `tests/unit/test_oracle.py` holds its gradient against the learner's, on the same trajectories. The model and
-the task are those of quickstart.yaml: a tiny model that learns to add, in a few minutes on two cores.
+No staleness, no wire, no workers: sample a batch, score, take a step, repeat. This file has the whole algorithm;
+`tests/unit/learner/test_oracle.py` compares this gradient with the learner's gradient, on the same trajectories. Model
+and task come from quickstart.yaml: a tiny model learns to add, in a few minutes on two cores.
 
     A_i = r_i - mean of the other rewards of its group                      (arXiv:2402.14740)
     L   = -1/N sum_t w_t min(rho_t A_i, clip(rho_t, 0.8, 1.2) A_i)          (arXiv:1707.06347, 2110.00641)
@@ -32,13 +32,13 @@ MOST_WEIGHT = 5.0
 
 @dataclass(frozen=True)
 class Sampled:
-    """A completion, as it was sampled.
+    """A sampled completion.
 
     Attributes:
         prompt: token ids.
         completion: token ids, the end of the sequence included.
-        behaviour_logprobs: [num_completion_tokens] float32, of the policy that sampled it.
-        reward: of the whole.
+        behaviour_logprobs: [num_completion_tokens] float32, of the sampling policy.
+        reward: of the completion.
     """
 
     prompt: list[int]
@@ -48,15 +48,15 @@ class Sampled:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """The advantages of one group: each reward less the mean of the others."""
+    """Compute the advantages of a group: each reward minus the mean of the other rewards."""
     total, num = sum(rewards), len(rewards)
     return [reward - (total - reward) / (num - 1) for reward in rewards]
 
 
 def logprobs_of(model: PreTrainedModel, sampled: Sequence[Sampled], temperature: float) -> list[Tensor]:
-    """Of each completion [num_completion_tokens] float32, under the policy as it is now.
+    """Compute logprobs of each completion, [num_completion_tokens] float32, under the current policy.
 
-    Sequences are padded on the right, where a causal model does not look.
+    Padding is on the right, where a causal model does not look.
     """
     width = max(len(one.prompt) + len(one.completion) for one in sampled)
     rows = [[*one.prompt, *one.completion, *[0] * (width - len(one.prompt) - len(one.completion))] for one in sampled]
@@ -70,10 +70,10 @@ def logprobs_of(model: PreTrainedModel, sampled: Sequence[Sampled], temperature:
 
 
 def loss_of(current: Sequence[Tensor], sampled: Sequence[Sampled], advantages: Sequence[float]) -> Tensor:
-    """The decoupled PPO loss, a mean over all tokens.
+    """Compute the decoupled PPO loss, a mean over all tokens.
 
-    With one optimizer step a batch the proximal policy is the current one, so rho is 1 and has its gradient; and with
-    nothing stale w is 1 but for rounding.
+    With a single optimizer step per batch, the proximal policy equals the current policy: rho is 1, with a gradient.
+    Without staleness, w is 1 up to rounding.
     """
     terms = []
     for logprobs, one, advantage in zip(current, sampled, advantages, strict=True):
@@ -88,7 +88,7 @@ def loss_of(current: Sequence[Tensor], sampled: Sequence[Sampled], advantages: S
 def sample(
     model: PreTrainedModel, prompt: list[int], *, num: int, eos: int, max_new_tokens: int, temperature: float
 ) -> list[tuple[list[int], Tensor]]:
-    """Completions of one prompt with the logprobs they were drawn with; temperature 0 takes the likeliest token."""
+    """Sample completions of a prompt, with their logprobs; temperature 0 takes the likeliest token."""
     tokens = torch.tensor([prompt] * num)
     completions: list[list[int]] = [[] for _ in range(num)]
     logprobs: list[list[Tensor]] = [[] for _ in range(num)]
@@ -111,7 +111,7 @@ def sample(
 
 
 def reward_of(text: str, answer: str) -> float:
-    """1 where the last line says the answer, `#### 15`."""
+    """Return 1 if the last line has the answer, for example `#### 15`."""
     found = re.findall(r"####\s*(-?\d+)\s*$", text)
     return float(bool(found) and found[-1] == answer.removeprefix("#### "))
 
@@ -121,7 +121,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        config = load_config("quickstart.yaml", [f"run.seed={arguments.seed}"])
+        config = load_config("quickstart.yaml", [f"run.seed={arguments.seed}", *arguments.overrides])
         self._sampling = config.rollout.sampling
         folder = prepare_tiny_model(config).path
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
@@ -135,7 +135,7 @@ class Run:
         self._order = torch.randperm(len(self._items), generator=torch.Generator().manual_seed(arguments.seed))
 
     def go(self) -> None:
-        """Train, and say what comes of it."""
+        """Train, and print accuracy before and after."""
         print(f"greedy accuracy before: {self.accuracy():.3f}")
         for step in range(self._arguments.num_steps):
             started_s = time.perf_counter()
@@ -144,7 +144,7 @@ class Run:
         print(f"greedy accuracy after: {self.accuracy():.3f}")
 
     def step(self, step: int) -> float:
-        """Sample, score, learn; gives the mean reward."""
+        """Sample, score and learn; return the mean reward."""
         num = self._arguments.groups_per_step
         places = self._order[torch.arange(step * num, (step + 1) * num) % len(self._order)].tolist()
         sampled: list[Sampled] = []
@@ -161,7 +161,7 @@ class Run:
         return sum(one.reward for one in sampled) / len(sampled)
 
     def sample_group(self, item: Item, num: int, temperature: float) -> list[Sampled]:
-        """Scored completions of one prompt."""
+        """Sample and score completions of a prompt."""
         prompt = self._tokenizer.encode(item.text)
         drawn = sample(
             self._model,
@@ -176,12 +176,12 @@ class Run:
         return [Sampled(prompt, *one, reward) for one, reward in zip(drawn, rewards, strict=True)]
 
     def accuracy(self) -> float:
-        """Greedy, on held-out prompts."""
+        """Compute the greedy accuracy on held-out prompts."""
         return sum(self.sample_group(item, 1, 0.0)[0].reward for item in self._held_out) / len(self._held_out)
 
 
 def main() -> None:
-    """Read the command line and run."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-steps", type=int, default=15)
     parser.add_argument("--groups-per-step", type=int, default=24)
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--num-eval-prompts", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="of quickstart.yaml, for example model.tiny.num_layers=2")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     Run(arguments).go()

@@ -1,11 +1,11 @@
-"""A policy that learns to use its calculator: its calls are run, and only what it wrote itself is trained on.
+"""Train a policy to use a calculator. The run executes the calls, and trains only on tokens of the policy.
 
     python examples/tool_use.py
 
-It makes a tiny model that calls the calculator half of the time and guesses otherwise (minutes, once), then trains it:
-calling pays, and after some steps it always does. Overrides go on to the launcher, for example
-`python examples/tool_use.py rollout.episode.max_turns=3`. With a model that knows tools from its chat template no more
-is needed than `rollout.episode.type=tool_use 'rollout.episode.tools=[calculator, python]'`.
+First, make a tiny model that calls the calculator in half of the answers and guesses otherwise (minutes, once). Then
+train the model: calls give higher rewards, so after some steps the policy always calls. Overrides go to the launcher,
+for example `python examples/tool_use.py rollout.episode.max_turns=3`. A model with tools in the chat template only
+needs `rollout.episode.type=tool_use 'rollout.episode.tools=[calculator, python]'`.
 """
 
 import random
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, SourceConfig, load_config
 from areal_rloo.launcher import local
-from areal_rloo.launcher.cli import run_main
+from areal_rloo.launcher.start import run_main
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.tasks import Item
@@ -34,7 +34,7 @@ OVERRIDES = [
     "rollout.episode.tools=[calculator]",
     "rollout.episode.max_turns=2",
     "rollout.sampling.max_new_tokens=96",
-    "data.max_prompt_tokens=256",  # what it is told of the tool has about two hundred tokens of one byte each
+    "data.max_prompt_tokens=256",  # the description of the tool has about two hundred tokens, a byte each
     "data.eval.num_prompts=50",
     "learner.groups_per_step=16",
     "learner.num_train_steps=30",
@@ -42,7 +42,7 @@ OVERRIDES = [
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the model where it is not there yet, then start a run with it."""
+    """Make the model if the model is missing, then start a run."""
     steps = [argument.removeprefix("--demonstrations=") for argument in arguments if "--demonstrations=" in argument]
     overrides = [*OVERRIDES, *(argument for argument in arguments if "--demonstrations=" not in argument)]
     config = load_config("quickstart.yaml", overrides)
@@ -52,10 +52,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def demonstrate(config: Config, *, num_steps: int) -> None:
-    """Supervised learning on conversations in which the calculator is called every other time.
+    """Train on conversations; half of the conversations call the calculator.
 
-    It begins with the model of the quickstart, which knows its way along a sum. Like models that know tools, it gets
-    tokens of its own for what a call always says.
+    Start from the model of the quickstart, which can add step by step. As in models with tools, the fixed parts of a
+    call become single tokens.
     """
     rng = random.Random(0)
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def demonstrate(config: Config, *, num_steps: int) -> None:
 
 
 def conversation(chat: ChatFormat, item: Item, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids of a whole conversation, and labels: -100 for what the policy does not write."""
+    """Return token ids of a whole conversation, and labels: -100 for tokens of the user and the tool."""
     tokens = list(chat.prompt(item))
     labels = [-100] * len(tokens)
     answer = int(item.answer.removeprefix("#### "))

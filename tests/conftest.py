@@ -1,18 +1,22 @@
-"""Shared by all tests: where the data is, small models, and which tests need a GPU."""
+"""Shared by all tests: where the data is, small models, blocked event loops, and which tests run."""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from support.event_loops import BlockedLoops, watched_loops
 
-settings.register_profile("areal_rloo", deadline=None)  # no time is asserted, not even by a library
+# No time is asserted, not even by a library.
+settings.register_profile("areal_rloo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal_rloo")
 
 REPO = Path(__file__).resolve().parent.parent
+PASSED = "areal_rloo/passed"
 
 
 def pytest_configure() -> None:
@@ -21,12 +25,45 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--not-passed-before", action="store_true", help="leave out the tests that passed in a run before")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remember the tests that passed, for `--not-passed-before`."""
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if hasattr(config, "workerinput") or reporter is None or not config.pluginmanager.hasplugin("cacheprovider"):
+        return
+    passed = {report.nodeid for report in reporter.stats.get("passed", [])} | _passed_before(config)
+    config.cache.set(PASSED, sorted(passed))
+
+
+def _passed_before(config: pytest.Config) -> set[str]:
+    """Return the tests to leave out; none without `--not-passed-before`."""
+    return set(config.cache.get(PASSED, [])) if config.getoption("--not-passed-before") else set()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    passed = _passed_before(config)
+    items[:] = [item for item in items if item.nodeid not in passed]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture
+def no_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedLoops]:
+    """Run event loops in asyncio's debug mode, and fail if a callback blocks a loop for `limit_s` or longer.
+
+    The mode holds for loops that are made after the fixture, in this process and in processes that it starts.
+    """
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
+    with watched_loops() as blocked:
+        yield blocked
+    blocked.check()
 
 
 @pytest.fixture(scope="session")

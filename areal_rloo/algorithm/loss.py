@@ -1,15 +1,15 @@
-"""The policy loss, and the weights that turn a sum over tokens into the chosen mean.
+"""Compute the policy loss of a microbatch, and the token weights that turn a sum over tokens into a mean.
 
-In: three policies' logprobs of the same tokens, advantages, token weights. Out: a scalar to differentiate, and what
-became of each token, for the metrics. A minibatch's denominator is in the token weights, so its microbatches' losses
-simply add up.
+Takes the logprobs of the same tokens under three policies, advantages and token weights. Returns a scalar to
+differentiate and the outcome of each token for the metrics. The denominator of a minibatch is in the token weights, so
+the losses of microbatches add up.
 
     L = - sum_t c_t (w_t f(rho_t, A_t) + entropy_coefficient H_t)          w = proximal / behaviour, without gradient
 
-(arXiv:2110.00641, 2505.24298), with c_t the token's share of the chosen mean (`token_weights`) and H_t the entropy of
-the policy where it sampled the token. f, by `kind`:
+(arXiv:2110.00641, 2505.24298). c_t is the share of the token in the chosen mean (`token_weights`), H_t the entropy of
+the policy at the token. f, by `kind`:
 
-    ppo        min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A); where A < 0, `dual_clip` A at least
+    ppo        min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A); if A < 0, at least `dual_clip` A
                (arXiv:1707.06347, 1912.09729)
     cispo      clip(rho, 1 - eps_low, 1 + eps_high) A log current, without gradient through rho  (arXiv:2506.13585)
     reinforce  A log current
@@ -17,43 +17,54 @@ the policy where it sampled the token. f, by `kind`:
 rho, by `ratio_level`, over the tokens in the loss of a sequence:
 
     token          current / proximal
-    sequence_mean  their geometric mean, of one value for all tokens of the sequence  (GSPO, arXiv:2507.18071)
-    sequence_sum   their product, likewise  (RLOO as TRL has it)
+    sequence_mean  their geometric mean, the same for all tokens of the sequence  (GSPO, arXiv:2507.18071)
+    sequence_sum   their product, likewise  (RLOO as in TRL)
 
-A sequence's ratio has its gradient token by token (GSPO-token, the same paper): rho_t = sg(rho) (current_t /
-sg(current_t))^m with m = 1, or the number of tokens for the product. Where weight and advantage are the sequence's,
-that sums up to the gradient of rho itself; where they are the token's, each reaches its own token alone.
+The ratio of a sequence has a gradient token by token (GSPO-token, same paper): rho_t = sg(rho) (current_t /
+sg(current_t))^m, with m = 1 for the mean and m = number of tokens for the product. If weight and advantage are the same
+for all tokens of the sequence, the sum is the gradient of rho. Otherwise weights and advantages differ by token.
 
-`decoupled: false` puts the behaviour policy in the proximal one's place, so w is 1. What becomes of a large w stands in
-`areal_rloo.algorithm.behaviour`; it is not on the entropy. Log ratios count as at most 20 and at least -20, so that
-every finite input has a finite loss and gradient.
+With `decoupled: false` the behaviour policy replaces the proximal policy, so w = 1. The entropy term has no w. Log
+ratios are clamped to [-20, 20], so every finite input has a finite loss and gradient.
+
+`behaviour_weight` bounds w. The `metric` is
+
+    ratio  w            k1  log w            k2  (log w)^2 / 2            k3  w - 1 - log w
+
+per token. With `level: sequence`, the metric is the mean, sum or maximum over the tokens in the loss; for `ratio` these
+are taken of log w, so the mean is geometric. With `level: sequence` and `metric: ratio`, w itself is the product
+(`sum`) or the geometric mean (otherwise) and the same for all tokens of the sequence. The `rule` for tokens out of
+bounds: `mask` removes them from the loss, `clamp` sets w to the bound, `none` keeps w. `ignore` sets every w to 1, so
+there is no correction. Denominators do not change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.behaviour import behaviour_weights, of_sequences
-from areal_rloo.algorithm.kl import LOG_LIMIT
-from areal_rloo.config import LossConfig
+from areal_rloo.algorithm.kl import LOG_LIMIT, kl_estimate
+from areal_rloo.config import BehaviourWeightConfig, LossConfig
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutcomes:
-    """What became of the tokens in the loss of one microbatch; all [num_tokens_in_loss], without gradient.
+class TokenOutcomes(NamedTuple):
+    """Outcomes of the tokens in the loss of a microbatch; all [num_tokens_in_loss], without gradient.
 
     Attributes:
         behaviour_logprobs, proximal_logprobs, current_logprobs: float.
-        entropy: float, of the current policy where it sampled the token.
+        entropy: float, of the current policy at the token.
         ratio: float, rho.
-        ratio_clipped: bool, the clip decided the token's loss.
-        ratio_limited: bool, a log ratio or a log behaviour_weight beyond 20.
-        behaviour_weight: float, w as the loss used it.
-        behaviour_weight_unbounded: float, w before its rule.
-        behaviour_weight_clamped, behaviour_weight_masked: bool, what the rule did.
+        ratio_clipped: bool, the clip decided the loss of the token.
+        ratio_limited: bool, a log ratio or a log behaviour_weight is beyond 20.
+        behaviour_weight: float, w as used in the loss.
+        behaviour_weight_unbounded: float, w before the rule.
+        behaviour_weight_clamped, behaviour_weight_masked: bool, the effect of the rule.
         staleness: int64, in versions.
     """
 
@@ -70,10 +81,14 @@ class TokenOutcomes:
     behaviour_weight_masked: Tensor
     staleness: Tensor
 
+    @classmethod
+    def joined(cls, parts: Sequence[TokenOutcomes]) -> TokenOutcomes:
+        """Concatenate the outcomes of several microbatches."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
-@dataclass(frozen=True, slots=True)
-class LossOutput:
-    """The loss of a microbatch, a scalar with a gradient, and what became of its tokens."""
+
+class LossOutput(NamedTuple):
+    """The loss of a microbatch, a scalar with a gradient, and the outcomes of the tokens."""
 
     loss: Tensor
     tokens: TokenOutcomes
@@ -91,15 +106,15 @@ def policy_loss(
     sequence_index: Tensor,
     config: LossConfig,
 ) -> LossOutput:
-    """The loss of one microbatch, by the equation above.
+    """Compute the loss of a microbatch by the equation above.
 
     Args:
         behaviour_logprobs, proximal_logprobs, current_logprobs: [num_tokens] float; only the last has a gradient.
-        entropy: [num_tokens] float, with a gradient where `entropy_coefficient` is not 0.
+        entropy: [num_tokens] float, with a gradient if `entropy_coefficient` is not 0.
         advantages: [num_tokens] float.
-        token_weights: [num_tokens] float; 0 takes a token out of loss and metrics, whatever its logprobs are.
-        staleness: [num_tokens] int64; for the metrics alone.
-        sequence_index: [num_tokens] int64, which sequence a token belongs to; whole sequences, numbered from 0.
+        token_weights: [num_tokens] float; 0 removes a token from loss and metrics, whatever the logprobs are.
+        staleness: [num_tokens] int64; only for the metrics.
+        sequence_index: [num_tokens] int64, the sequence of each token; whole sequences, numbered from 0.
         config: clipping and weighting.
     """
     in_loss = token_weights != 0
@@ -109,7 +124,7 @@ def policy_loss(
     anchor = proximal if config.decoupled else behaviour
     log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
     log_weight = anchor - behaviour
-    ratio = torch.exp(log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT))
+    ratio = _exp(log_ratio)
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
     correction = behaviour_weights(log_weight, in_loss, sequence_index, config.behaviour_weight)
     objective = correction.weight * _objective(ratio, clipped, current, advantages, config)
@@ -129,22 +144,24 @@ def policy_loss(
         behaviour_weight_masked=correction.masked,
         staleness=staleness,
     )
-    return LossOutput(loss=-(token_weights * objective).sum(), tokens=_chosen(outcomes, in_loss))
+    index = in_loss.nonzero()[:, 0]  # once: on a GPU, nonzero waits for the device
+    tokens = TokenOutcomes(*(values.detach()[index] for values in outcomes))
+    return LossOutput(loss=-(token_weights * objective).sum(), tokens=tokens)
 
 
 def _at_level(log_ratio: Tensor, in_loss: Tensor, sequence_index: Tensor, config: LossConfig) -> Tensor:
-    """The log ratio of each token, or of its sequence; [num_tokens]. Tokens out of the loss are 0 already."""
+    """Return the log ratio of each token or sequence, [num_tokens]. Tokens out of the loss are already 0."""
     if config.ratio_level == "token" or len(log_ratio) == 0:
         return log_ratio
     value, own = log_ratio.detach(), log_ratio - log_ratio.detach()
     if config.ratio_level == "sequence_mean":
-        return of_sequences(value, in_loss, sequence_index, "mean") + own
-    num_tokens = of_sequences(in_loss.to(value.dtype), in_loss, sequence_index, "sum")
-    return of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
+        return _of_sequences(value, in_loss, sequence_index, "mean") + own
+    num_tokens = _of_sequences(in_loss.to(value.dtype), in_loss, sequence_index, "sum")
+    return _of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
 
 
 def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """f(rho_t, A_t), to be maximized."""
+    """Return f(rho_t, A_t), to be maximized."""
     match config.kind:
         case "ppo":
             objective = torch.minimum(ratio * advantages, clipped * advantages)
@@ -158,7 +175,7 @@ def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tens
 
 
 def _clip_decides(ratio: Tensor, clipped: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """[num_tokens] bool: the token's loss is that of a clipped ratio."""
+    """[num_tokens] bool: the loss of the token uses a clipped ratio."""
     match config.kind:
         case "ppo":
             limited = clipped * advantages < ratio * advantages
@@ -171,25 +188,118 @@ def _clip_decides(ratio: Tensor, clipped: Tensor, advantages: Tensor, config: Lo
             return torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def _chosen(outcomes: TokenOutcomes, in_loss: Tensor) -> TokenOutcomes:
-    index = in_loss.nonzero()[:, 0]  # once, for on a GPU it waits
-    return TokenOutcomes(
-        **{name: getattr(outcomes, name).detach()[index] for name in TokenOutcomes.__dataclass_fields__}
-    )
+class BehaviourWeights(NamedTuple):
+    """All [num_tokens], without gradient.
+
+    Attributes:
+        weight: the factor on the loss of a token; 0 if masked.
+        unbounded: the weight before the rule.
+        clamped, masked: bool, the effect of the rule.
+    """
+
+    weight: Tensor
+    unbounded: Tensor
+    clamped: Tensor
+    masked: Tensor
+
+
+def behaviour_weights(
+    log_weight: Tensor, in_loss: Tensor, sequence_index: Tensor, rule: BehaviourWeightConfig
+) -> BehaviourWeights:
+    """Compute the weights of a microbatch and apply the rule for weights out of bounds.
+
+    Args:
+        log_weight: [num_tokens] float, log proximal - log behaviour; finite where `in_loss`, 0 elsewhere.
+        in_loss: [num_tokens] bool.
+        sequence_index: [num_tokens] int64, the sequence of each token; whole sequences, numbered from 0.
+        rule: the bounded metric and the rule.
+    """
+    log_weight = torch.zeros_like(log_weight) if rule.rule == "ignore" else log_weight.detach()
+    by_sequence = rule.level == "sequence" and len(log_weight) > 0
+    own = log_weight
+    if by_sequence and rule.metric == "ratio":
+        own = _aggregate(log_weight, in_loss, sequence_index, "sum" if rule.aggregate == "sum" else "mean")
+    unbounded = _exp(own)
+    judged = log_weight
+    if rule.metric in ("k2", "k3"):  # of KL(behaviour, proximal)
+        judged = kl_estimate(torch.zeros_like(log_weight), log_weight, rule.metric)
+    if by_sequence:
+        judged = _aggregate(judged, in_loss, sequence_index, rule.aggregate)
+    if rule.metric == "ratio":
+        judged = _exp(judged)
+    nothing = torch.zeros_like(in_loss)
+    lower = (0.0 if rule.metric == "ratio" else -math.inf) if rule.lower is None else rule.lower
+    upper = math.inf if rule.upper is None else rule.upper
+    outside = (judged > upper) | (judged < lower)
+    if rule.rule == "mask":
+        return BehaviourWeights(torch.where(outside, 0.0, unbounded), unbounded, nothing, outside & in_loss)
+    if rule.rule == "clamp":
+        weight = torch.where(outside, unbounded.clamp(lower, upper), unbounded)
+        return BehaviourWeights(weight, unbounded, (weight != unbounded) & in_loss, nothing)
+    return BehaviourWeights(unbounded, unbounded, nothing, nothing)
+
+
+def interpolated_proximal(behaviour_logprobs: Tensor, current_logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """Approximate proximal logprobs without a forward pass: log-linear between behaviour and current policy.
+
+        log proximal = log behaviour + s / (s + 1) (log current - log behaviour)
+
+    A token of version v - s is s versions older than the proximal policy v. The current policy is on the way to version
+    v + 1. For a fresh token (s = 0) the behaviour policy is the proximal policy, and the result is exact.
+
+    Args:
+        behaviour_logprobs, current_logprobs: [num_tokens] float; the result is likewise, without gradient.
+        staleness: [num_tokens] int64, s.
+    """
+    share = staleness.to(current_logprobs.dtype) / (staleness + 1)
+    return behaviour_logprobs + share * (current_logprobs.detach() - behaviour_logprobs)
+
+
+def _of_sequences(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
+    """Replace each value by the `sum` or `mean` over the tokens in the loss of the same sequence.
+
+    `values` must be 0 outside the loss. A sequence without a token in the loss gives 0.
+    """
+    zeros = values.new_zeros(int(sequence_index.max()) + 1)
+    total = zeros.scatter_add(0, sequence_index, values)
+    if how == "mean":
+        total = total / zeros.scatter_add(0, sequence_index, in_loss.to(values.dtype)).clamp(min=1)
+    return total[sequence_index]
+
+
+def _aggregate(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
+    values = torch.where(in_loss, values, 0.0)
+    if how != "max":
+        return _of_sequences(values, in_loss, sequence_index, how)
+    least = values.new_full((int(sequence_index.max()) + 1,), -torch.inf)
+    largest = least.scatter_reduce(0, sequence_index, torch.where(in_loss, values, -torch.inf), "amax")
+    return torch.where(largest > -torch.inf, largest, 0.0)[sequence_index]
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT))
+
+
+def written_by_policy(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Return True where the policy wrote the token, [num_tokens] bool; only these may have a gradient or a KL.
+
+    Spans alternate: the policy wrote the first, a tool or a user the second, and so on. Without spans the policy wrote
+    all tokens.
+    """
+    if not spans:
+        return np.ones(num_tokens, dtype=np.bool_)
+    mask: npt.NDArray[np.bool_] = np.repeat(np.arange(len(spans)) % 2 == 0, spans)
+    assert len(mask) == num_tokens, f"spans {spans} of {num_tokens} tokens"
+    return mask
 
 
 def token_weights(
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    *,
-    num_sequences: int,
-    max_new_tokens: int,
-    config: LossConfig,
+    loss_mask: Tensor, sequence_index: Tensor, *, num_sequences: int, max_new_tokens: int, config: LossConfig
 ) -> Tensor:
-    """The share of each token of a minibatch in its mean; zeros outside the mask.
+    """Return the share of each token in the mean of the minibatch; zeros outside the mask.
 
         token_mean               1 / N                 N tokens in the loss
-        seq_mean_token_mean      1 / (S n_s)           S sequences with a token in the loss, n_s of them in this one
+        seq_mean_token_mean      1 / (S n_s)           S sequences with a token in the loss, n_s tokens in sequence s
         seq_mean_token_sum       1 / S
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
@@ -201,10 +311,10 @@ def token_weights(
         config: `aggregation`.
 
     Returns:
-        [num_tokens] float32; they sum to 1 for the first two.
+        [num_tokens] float32; the first two kinds sum to 1.
     """
     mask = loss_mask.double()
-    per_sequence = _per_sequence(mask, sequence_index, num_sequences)
+    per_sequence = mask.new_zeros(num_sequences).scatter_add(0, sequence_index, mask)
     num_tokens, num_live = per_sequence.sum().clamp(min=1), (per_sequence > 0).sum().clamp(min=1)
     match config.aggregation:
         case "token_mean":
@@ -217,9 +327,3 @@ def token_weights(
             weights = mask / (num_live * max_new_tokens)
     shares: Tensor = weights.float()
     return shares
-
-
-def _per_sequence(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """[num_sequences] float64: tokens in the loss of each."""
-    zeros = torch.zeros(num_sequences, dtype=torch.float64, device=mask.device)
-    return zeros.scatter_add(0, sequence_index, mask)

@@ -1,7 +1,9 @@
-"""The staleness bound, as integers (DESIGN: version v, max_staleness eta, groups_per_step B).
+"""The staleness bound in integers: learner version v, `max_staleness` eta, `groups_per_step` B.
 
-`Admission` decides how many groups may start; `must_wait` decides whether a batch may be consumed under the policy
-`wait`; `within_bound` says which tokens may have a gradient. ARCHITECTURE.md proves what they give together.
+`num_admissible` limits how many groups may start. `deadline` says how long a group stays within the bound. `must_wait`
+decides whether a batch may be consumed with `stale_tokens: wait`. `within_bound` says which tokens may have a gradient.
+ARCHITECTURE.md proves the guarantees of all four together. The intake uses this module, so torch and numpy are not
+imported at run time.
 """
 
 from __future__ import annotations
@@ -17,30 +19,30 @@ if TYPE_CHECKING:
 def num_admissible(
     *, policy_version: int, max_staleness: int, groups_per_step: int, admitted: int, dropped: int
 ) -> int:
-    """How many more groups may be leased now: those that keep admitted - dropped at most (v + eta + 1) B."""
+    """Count the groups that may be leased now and still keep admitted - dropped <= (v + eta + 1) B."""
     return max(0, (policy_version + max_staleness + 1) * groups_per_step - (admitted - dropped))
 
 
 def deadline(*, admission_version: int, max_staleness: int) -> int:
-    """The last learner version at which a group admitted at `admission_version` has no token past the bound.
+    """Return the last learner version at which a group admitted at `admission_version` has no token past the bound.
 
-    Its lease forbids weights older than the admission version, so every token has staleness at most
-    deadline - admission_version = eta when it is trained on at the deadline or before.
+    The lease forbids weights older than the admission version. So every token that is trained on by the deadline has
+    staleness at most deadline - admission_version = eta.
     """
     return admission_version + max_staleness
 
 
 def within_bound(versions: npt.NDArray[np.int32], *, policy_version: int, max_staleness: int) -> npt.NDArray[np.bool_]:
-    """True where a token may have a gradient at this learner version; shape as `versions`."""
+    """Return True where a token may have a gradient at this learner version; same shape as `versions`."""
     result: npt.NDArray[np.bool_] = policy_version - versions <= max_staleness
     return result
 
 
 def must_wait(*, policy_version: int, groups_per_step: int, deadlines_left: Sequence[int]) -> bool:
-    """True if consuming a batch now would leave a group that cannot be trained by its deadline.
+    """Return True if consuming a batch now would leave a group that cannot be trained by the group's deadline.
 
-    After the step at version v, the groups with deadline at most d have to fit into the d - v steps that come before
-    version d + 1: earliest-deadline-first scheduling is feasible if and only if that holds for every d.
+    After the step at version v, the groups with deadline at most d must fit into the d - v steps before version d + 1.
+    Earliest-deadline-first scheduling is feasible if and only if this holds for every d.
 
     Args:
         policy_version: v, the version whose step is about to consume a batch.

@@ -1,13 +1,21 @@
-"""Every option: `schema.py` and `algorithm.py` say what may be written, `load.py` reads it. Imports without torch."""
+"""Every option of a run, as typed and frozen structs. Imports without torch and numpy.
+
+- `schema`: the root `Config`, the small sections, and the checks across sections.
+- `algorithm`, `data`, `launcher`, `learner`, `rollout`: one large section each, with the checks of that section.
+- `section`: the base struct, bounded numbers, and checks that several sections share.
+- `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
+- `presets`: the values behind each name of `algorithm.preset`.
+- `areal`: translates AReaL's spelling of norms and rejection sampling.
+- `imports`: imports functions and classes of the user by path.
+"""
 
 from areal_rloo.config.algorithm import (
     AdaptiveKLConfig,
     AlgorithmConfig,
     BehaviourWeightConfig,
-    KLConfig,
     LossConfig,
     NormConfig,
-    NormLevel,
+    PresetName,
     RewardsConfig,
 )
 from areal_rloo.config.data import (
@@ -19,29 +27,14 @@ from areal_rloo.config.data import (
     SourceConfig,
     source_key,
 )
-from areal_rloo.config.engines import EmbeddedConfig, SGLangConfig, argument_name, is_loopback
-from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.imports import ENTRY, import_entry, import_function
-from areal_rloo.config.launcher import ContainerConfig, LauncherConfig, SlurmConfig
+from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import dump_config, load_config
-from areal_rloo.config.presets import PRESETS, PresetName
-from areal_rloo.config.schema import (
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
-    ModelConfig,
-    ReferenceConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    TelemetryConfig,
-    TinyModelConfig,
-    WarmStartConfig,
-    WeightsConfig,
-    WireConfig,
-    validate,
-)
+from areal_rloo.config.presets import PRESETS
+from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig, SGLangConfig
+from areal_rloo.config.schema import Config, ModelConfig, TinyModelConfig, WarmStartConfig, WireConfig, validate
+from areal_rloo.config.section import argument_name, is_loopback
 
 __all__ = [
     "ENTRY",
@@ -49,39 +42,29 @@ __all__ = [
     "AdaptiveKLConfig",
     "AlgorithmConfig",
     "BehaviourWeightConfig",
-    "CheckpointConfig",
     "Config",
     "ConfiguredSource",
-    "ContainerConfig",
     "DataConfig",
     "EmbeddedConfig",
     "EpisodeConfig",
     "EvalSourceConfig",
-    "EvaluationConfig",
     "FewShotConfig",
-    "KLConfig",
     "LauncherConfig",
     "LearnerConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "NormConfig",
-    "NormLevel",
     "OptimizerConfig",
     "PresetName",
-    "ReferenceConfig",
     "RewardConfig",
     "RewardsConfig",
     "RolloutConfig",
-    "RunConfig",
     "SGLangConfig",
     "SamplingConfig",
-    "SlurmConfig",
     "SourceConfig",
-    "TelemetryConfig",
     "TinyModelConfig",
     "WarmStartConfig",
-    "WeightsConfig",
     "WireConfig",
     "argument_name",
     "dump_config",

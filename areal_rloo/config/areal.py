@@ -1,8 +1,8 @@
-"""AReaL's spelling of `actor.adv_norm`, `actor.reward_norm` and `actor.rejection_sampling`, understood as ours.
+"""Translate AReaL's `actor.adv_norm`, `actor.reward_norm` and `actor.rejection_sampling` to our keys.
 
-A whole section is read with AReaL's own defaults, since that is what its author meant; an override of one key is one
-key. Norms are over trajectories, as AReaL's documents describe them. Its `group_size`, by which it cuts a batch into
-groups, is ours of the same name: our groups are known by id.
+A whole section gets AReaL's defaults, because the author of the section meant these. An override of a single key
+changes only this key. Norms are over trajectories, as in AReaL's documents. AReaL cuts a batch into groups by
+`group_size`, which becomes `algorithm.group_size`; our groups have ids.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ from typing import Any
 
 from areal_rloo.errors import ConfigError
 
-_NORM_DEFAULTS = {
-    "mean_level": "batch",
-    "mean_leave1out": False,
-    "std_level": "batch",
-    "std_unbiased": True,
-    "over": "trajectories",
-    "eps": 1e-5,
-}
 _NO_NORM = {"mean_level": "none", "mean_leave1out": False, "std_level": "none"}
+_BATCH_LEVELS = {"mean_level": "batch", "mean_leave1out": False, "std_level": "batch"}
+_NORM_DEFAULTS = _BATCH_LEVELS | {"std_unbiased": True, "over": "trajectories", "eps": 1e-5}
 _REJECTION_DEFAULTS = {
     "level": "token",
     "action": "mask",
@@ -30,7 +24,7 @@ _REJECTION_DEFAULTS = {
 }
 
 _SECTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
-    # in `actor`: our section, what an absent key means, what null in the section's place means
+    # key in `actor`: path of our section, defaults of absent keys, meaning of null in place of the section
     "adv_norm": (("algorithm", "adv_norm"), _NORM_DEFAULTS, _NO_NORM),
     "reward_norm": (("algorithm", "reward_norm"), _NORM_DEFAULTS, _NO_NORM),
     "rejection_sampling": (("algorithm", "loss", "behaviour_weight"), _REJECTION_DEFAULTS, {"rule": "none"}),
@@ -40,14 +34,14 @@ _METRICS = {"kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3"}
 
 
 def translate_file(tree: dict[str, Any]) -> None:
-    """Move AReaL's sections of a config file to ours, in place; a key that stands in both is ours.
+    """Move AReaL's sections of a config file to our sections, in place. Keys in our sections win.
 
     Raises:
-        ConfigError: a norm's `group_size` is another than `algorithm.group_size`.
+        ConfigError: a norm's `group_size` differs from `algorithm.group_size`.
     """
     theirs, algorithm = tree.get("actor"), tree.get("algorithm")
     if not isinstance(theirs, dict) or not (algorithm is None or isinstance(algorithm, dict)):
-        return  # the types are checked later, and said in our words
+        return  # a later check of types reports the error in our words
     for name in [name for name in _SECTIONS if name in theirs]:
         moved = _section(name, theirs.pop(name), tree)
         path = _SECTIONS[name][0]
@@ -59,7 +53,7 @@ def translate_file(tree: dict[str, Any]) -> None:
 
 
 def translate_override(keys: tuple[str, ...], value: Any, tree: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """The same override in our spelling; one that is not AReaL's as it is. `tree` is the config it will be laid on.
+    """Translate an override to our spelling; return other overrides unchanged. `tree`: the config to override.
 
     Raises:
         ConfigError: as `translate_file`.
@@ -77,7 +71,7 @@ def translate_override(keys: tuple[str, ...], value: Any, tree: dict[str, Any]) 
 
 
 def _section(name: str, section: Any, tree: dict[str, Any]) -> Any:
-    """A whole section in our words, with AReaL's defaults for what it leaves out."""
+    """Translate a whole section, and fill absent keys with AReaL's defaults."""
     _, defaults, absent = _SECTIONS[name]
     if section is None:
         return dict(absent)
@@ -91,12 +85,12 @@ def _section(name: str, section: Any, tree: dict[str, Any]) -> Any:
 
 def _take_group_size(name: str, size: Any, tree: dict[str, Any]) -> None:
     if size is None or (isinstance(size, str) and size.startswith("${")):
-        return  # an interpolation of theirs; the group size is said elsewhere
+        return  # AReaL's interpolation of another option; `algorithm.group_size` decides
     algorithm = _node(tree, ("algorithm",))
     if algorithm.setdefault("group_size", size) != size:
         raise ConfigError(
-            f"actor.{name}.group_size: expected algorithm.group_size={algorithm['group_size']}, got {size}; groups are "
-            "known by id here, so there is one size; leave this one out"
+            f"actor.{name}.group_size: expected algorithm.group_size={algorithm['group_size']}, got {size}; a run has "
+            "a single group size; leave this key out"
         )
 
 
@@ -105,10 +99,9 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _node(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The section at a path, made where there is none."""
-    node = tree
+    """Return the section at a path; make missing sections."""
     for key in path:
-        if not isinstance(node.get(key), dict):
-            node[key] = {}
-        node = node[key]
-    return node
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    return tree

@@ -1,7 +1,7 @@
-"""A user's function by its import path: `package.module:function`, `path/to/file.py:function` or `entry:function`.
+"""Import a user's function by path: `package.module:function`, `path/to/file.py:function` or `entry:function`.
 
-The entry is what `run.entry` names: the user's own script, imported by every process of a run. Launchers tell it in an
-environment variable, so that processes which never see the config (rewards) have it too.
+The entry is the user's script in `run.entry`; every process of a run imports the entry. Launchers pass the path in an
+environment variable, which also reaches processes without the config (rewards).
 """
 
 from __future__ import annotations
@@ -20,57 +20,50 @@ ENTRY = "AREAL_RLOO_ENTRY"  # the environment variable
 
 
 def import_entry(path: str | None = None) -> None:
-    """Import the entry once, as the module `entry`.
-
-    Args:
-        path: a module or file.py; None for the one this process was started with, if any.
+    """Import the entry once, as the module `entry`. `path`: a module or file.py; None: as the environment says.
 
     Raises:
-        ConfigError: it cannot be imported; says why.
+        ConfigError: the import fails; gives the reason.
     """
     path = path or os.environ.get(ENTRY)
     if path is None or "entry" in sys.modules:
         return
-    os.environ[ENTRY] = path  # for the processes that this one starts
-    try:
-        sys.modules["entry"] = _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
-    except Exception as error:
-        raise ConfigError(f"run.entry: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    os.environ[ENTRY] = path  # for child processes
+    sys.modules["entry"] = _imported("run.entry", path)
 
 
 def import_function(key: str, path: str) -> Callable[..., Any]:
-    """The function that a config value names.
-
-    Args:
-        key: where the value stands, for the error.
-        path: `module:function`, or `file.py:function` relative to the current folder.
+    """Import the function that the config value `path` of a `key` names; files are relative to the current folder.
 
     Raises:
-        ConfigError: it is not of this form, the module cannot be imported, or it has no such function.
+        ConfigError: the path has another form, the import fails, or the module has no such function.
     """
     module_name, colon, name = path.rpartition(":")
     if module_name == "entry":
         import_entry()
     if not colon or not module_name or not name:
         raise ConfigError(f"{key}: expected module:function or path/to/file.py:function, got '{path}'")
-    try:
-        module = _from_file(Path(module_name)) if module_name.endswith(".py") else _from_path(module_name)
-    except Exception as error:
-        raise ConfigError(f"{key}: {module_name} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    function = getattr(_imported(key, module_name), name, None)
     if not callable(function):
         raise ConfigError(f"{key}: {module_name} has no function '{name}'")
     return function  # type: ignore[no-any-return]
 
 
+def _imported(key: str, path: str) -> Any:
+    try:
+        return _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
+    except Exception as error:
+        raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+
+
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file, seen from {Path.cwd()}")
-    name = f"{path.resolve()}".replace(".", "_")  # unlike any module's, so that a json.py of the user shadows nothing
+    name = f"{path.resolve()}".replace(".", "_")  # unique, so a user's json.py does not shadow a module
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"{path} is a .py file, so it has a loader"
+    assert spec is not None and spec.loader is not None, f"every .py file has a loader, also {path}"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the module they are of
+    sys.modules[name] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
@@ -78,5 +71,5 @@ def _from_file(path: Path) -> Any:
 def _from_path(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python script.py` would have it
+        sys.path.insert(0, here)  # as with `python script.py`
     return importlib.import_module(name)

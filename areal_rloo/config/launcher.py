@@ -1,32 +1,24 @@
-"""The section `launcher`: the hosts of a run, what is started again, and what Slurm and containers need to know.
-
-docs/deploy.md has a setup for a laptop, one node of GPUs, Slurm and Kubernetes.
-"""
+"""The section `launcher`: hosts, restarts, Slurm and containers. docs/deploy.md shows complete setups."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from areal_rloo.config.engines import refuse_owned
-from areal_rloo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from areal_rloo.errors import ConfigError
+from areal_rloo.config.section import Natural, PositiveFloat, PositiveInt, Section, owned_mistakes
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # see _seconds
-_WARNS_EARLY_S = 60  # as the manual of sbatch says of --signal
-
-# What we say to sbatch ourselves, and where the user says it instead.
-_OWNED = {
+_WARNS_EARLY_S = 60  # Slurm may send --signal this much early (manual of sbatch)
+_OWNED = {  # options of sbatch that the launcher sets
     "nodes": "set launcher.num_hosts",
-    "ntasks": "each process of the plan is a step of its own",
-    "ntasks-per-node": "each process of the plan is a step of its own",
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "the launcher starts an own step for each process"),
     "array": "set launcher.slurm.num_seeds",
     "signal": "set launcher.slurm.warn_before_s",
-    "requeue": "set launcher.slurm.requeue",
-    "no-requeue": "set launcher.slurm.requeue",
-    "output": "it is job.out, or job-<index>.out, in the run folder",
+    **dict.fromkeys(("requeue", "no-requeue"), "set launcher.slurm.requeue"),
+    **dict.fromkeys(("output", "error"), "the file is job.out, or job-<index>.out, in the run folder"),
     "job-name": "set run.name",
     "gpus-per-node": "set launcher.gpus_per_host",
     "cpus-per-task": "set launcher.cores_per_host",
@@ -35,94 +27,86 @@ _OWNED = {
     "partition": "set launcher.slurm.partition",
     "account": "set launcher.slurm.account",
     "exclusive": "leave launcher.cores_per_host out",
-    "error": "it is job.out, or job-<index>.out, in the run folder",
-    "open-mode": "it is append, so that a requeued job writes on",
-    "wait": "say --wait to the launcher",
+    "open-mode": "the mode is append, so that a requeued job keeps its output",
+    "wait": "give --wait to the launcher",
 }
 
 
 class SlurmConfig(Section, frozen=True):
-    """How a job is submitted; only the Slurm launcher reads it."""
+    """Submission of a job; only the Slurm launcher reads this section."""
 
     partition: str | None = None
     account: str | None = None
     time_limit: str | int | None = None  # in quotes, as sbatch takes it: "30", "1:30:00", "2-12"; null: the site's
-    warn_before_s: PositiveInt = 300  # before the limit the job gets a signal, drains and is queued again
-    requeue: bool = True  # false: a job that reaches its time limit drains and ends
-    num_seeds: PositiveInt = 1  # more: an array of jobs, with run.seed, run.seed + 1, ... and a folder each
-    arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)  # more of sbatch's own
-    setup: str = ""  # lines of shell before the run: modules, an environment, variables
+    warn_before_s: PositiveInt = 300  # the job gets a signal this long before the limit, drains and is requeued
+    requeue: bool = True  # false: a job at the time limit drains and ends
+    num_seeds: PositiveInt = 1  # above 1: a job array with run.seed, run.seed + 1, ... and a folder for each
+    # More options of sbatch, by name.
+    arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
+    setup: str = ""  # shell lines before the run: modules, an environment, variables
 
 
 class ContainerConfig(Section, frozen=True):
-    """The container that the processes of a Slurm job run in."""
+    """The container for the processes of a Slurm job."""
 
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
     image: str | None = None
-    mounts: tuple[str, ...] = ()  # SOURCE:TARGET, beside the run folder and the folder of the submission
+    mounts: tuple[str, ...] = ()  # SOURCE:TARGET, besides the run folder and the submission folder
 
 
 class LauncherConfig(Section, frozen=True):
-    num_hosts: PositiveInt = 1  # in a Ray cluster that has more, Ray may use those too
-    cores_per_host: NonNegativeInt = 0  # that the run may use; 0: all that are there
-    gpus_per_host: NonNegativeInt | None = None  # null: all that are there
-    memory_per_host: NonNegativeInt = 0  # bytes; 0: all that is there
-    max_restarts: NonNegativeInt = 10  # of each rollout worker
-    max_learner_restarts: NonNegativeInt = 2  # of the learner, from its newest checkpoint, while the workers go on
+    num_hosts: PositiveInt = 1  # in a larger Ray cluster, Ray may use the other hosts too
+    cores_per_host: Natural = 0  # for the run; 0: all
+    gpus_per_host: Natural | None = None  # null: all
+    memory_per_host: Natural = 0  # bytes; 0: all
+    max_restarts: Natural = 10  # of each rollout worker
+    max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
     drain_timeout_s: PositiveFloat = 60.0
-    place_timeout_s: PositiveFloat = 600.0  # until Ray has hosts and room for everything, or for what is started again
-    min_free_disk_bytes: NonNegativeInt = 200 * 2**20
+    place_timeout_s: PositiveFloat = 600.0  # until Ray has room for all processes, or for restarted processes
+    min_free_disk_bytes: Natural = 200 * 2**20
     slurm: SlurmConfig = SlurmConfig()
     container: ContainerConfig = ContainerConfig()
 
 
-def validate_launcher(launcher: LauncherConfig) -> None:
-    """Check what no single field can check.
-
-    Raises:
-        ConfigError: names the key, what came, what was expected and what to do.
-    """
+def launcher_mistakes(launcher: LauncherConfig) -> Iterator[str]:
+    """Check dependent options; give the text of each error."""
     slurm, container = launcher.slurm, launcher.container
     if isinstance(slurm.time_limit, int):
-        raise ConfigError(
+        yield (
             f"launcher.slurm.time_limit: expected text in quotes inside the value, as launcher.slurm.time_limit="
-            f"'\"1:30:00\"', got the number {slurm.time_limit}, as which YAML reads 1:30:00 too"
+            f"'\"1:30:00\"', got the number {slurm.time_limit}; without quotes, YAML reads 1:30:00 as a number"
         )
-    if slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):
-        raise ConfigError(
+    elif slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):
+        yield (
             f"launcher.slurm.time_limit: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
             f"'{slurm.time_limit}'"
         )
-    needed_s = slurm.warn_before_s + _WARNS_EARLY_S
-    if slurm.time_limit is not None and 0 < _seconds(slurm.time_limit) <= needed_s:  # 0 is no limit
-        raise ConfigError(
+    elif slurm.time_limit is not None and 0 < _seconds(slurm.time_limit) <= slurm.warn_before_s + _WARNS_EARLY_S:
+        yield (
             f"launcher.slurm.time_limit: expected more than launcher.slurm.warn_before_s={slurm.warn_before_s} and a "
-            f"minute, by which Slurm may warn early, got '{slurm.time_limit}'; else the job is told to end as it starts"
+            f"minute (Slurm may warn early), got '{slurm.time_limit}'; the warning would come at the start of the job"
         )
-    refuse_owned("launcher.slurm.arguments", slurm.arguments, _OWNED)
+    yield from owned_mistakes("launcher.slurm.arguments", slurm.arguments, _OWNED)
     if slurm.warn_before_s <= launcher.drain_timeout_s:
-        raise ConfigError(
+        yield (
             f"launcher.slurm.warn_before_s: expected more than launcher.drain_timeout_s={launcher.drain_timeout_s:g}, "
-            f"which the checkpoint may take, got {slurm.warn_before_s}"
+            f"the time for the last checkpoint, got {slurm.warn_before_s}"
         )
     if (container.runtime == "none") != (container.image is None):
-        raise ConfigError(
+        yield (
             f"launcher.container.image: expected an image with runtime pyxis or apptainer, and null with none, got "
             f"runtime={container.runtime} and image={container.image}"
         )
     for mount in container.mounts:
         if mount.count(":") not in (1, 2) or not mount.startswith("/"):
-            raise ConfigError(f"launcher.container.mounts: expected /SOURCE:/TARGET, got '{mount}'")
+            yield f"launcher.container.mounts: expected /SOURCE:/TARGET, got '{mount}'"
 
 
 def _seconds(time_limit: str) -> int:
-    """Of a limit as sbatch takes it: m, m:s, h:m:s, d-h, d-h:m or d-h:m:s."""
+    """Seconds of a limit in a format of sbatch: m, m:s, h:m:s, d-h, d-h:m or d-h:m:s; 0 is no limit."""
     days, has_days, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if has_days:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    if not has_days and len(parts) < 3:
+        parts.insert(0, 0)  # hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

@@ -1,6 +1,6 @@
-"""From a YAML file and dotted overrides to a `Config`: every mistake is one line that names the key and the remedy.
+"""Read a YAML file and dotted overrides into a `Config`. Every mistake gives a line with the key and the remedy.
 
-file ─► mapping ─► AReaL's keys renamed ─► overrides laid on it ─► preset filled in ─► unknown keys refused
+file ─► mapping ─► AReaL's keys renamed ─► overrides applied ─► preset filled in ─► unknown keys refused
      ─► typed structs ─► `validate`
 """
 
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: a string that looks like such a float is quoted."""
+    """The matching writer: quotes strings that look like such floats."""
 
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.[\d_]+)$")
@@ -39,10 +39,10 @@ for _end in (_Loader, _Dumper):
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file, lay overrides (`key.path=value`, with or without leading dashes) on it, check everything.
+    """Read a config file, apply overrides (`key.path=value`, with or without leading dashes), and check all values.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a value is of a wrong type or range.
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value has a wrong type or range.
     """
     path = find_config(name)
     try:
@@ -53,15 +53,15 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, got {_described(tree)}")
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__} {tree!r}")
     translate_file(tree)
     sources: dict[str, str] = {}
     for override in overrides:
         keys, value = parse_override(override)
         keys, value = translate_override(keys, value, tree)
         if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
-            forget(tree["algorithm"])  # a preset named here is meant to win over what the file says of its keys
-        _lay(tree, keys, value, override)
+            forget(tree["algorithm"])  # a preset in an override wins over the file
+        _apply(tree, keys, value, override)
         sources[".".join(keys)] = f"override '{override}'"
     algorithm = tree.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
@@ -70,17 +70,12 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def find_config(name: str) -> Path:
-    """A path as it is; a bare name from the current folder, then from the configs that ship with the package."""
-    here = Path(name)
-    if here.is_file():
-        return here
+    """Find a config by path, or by bare name: in the current folder, then among the shipped configs."""
     package = Path(__file__).resolve().parent.parent
-    shipped_folders = [package / "configs", package.parent / "configs"]
-    shipped = [folder for folder in shipped_folders if folder.is_dir()]
-    if here.name == name:
-        for folder in shipped:
-            if (folder / name).is_file():
-                return folder / name
+    shipped = [package / "configs", package.parent / "configs"]
+    for path in [Path(name), *(folder / name for folder in shipped if Path(name).name == name)]:
+        if path.is_file():
+            return path
     names = sorted(path.name for folder in shipped for path in folder.glob("*.yaml"))
     raise ConfigError(f"{name}: no such config file; expected a path or one of the shipped {', '.join(names)}")
 
@@ -93,18 +88,17 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"override '{override}': the value is not valid YAML: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"override '{override}': the value is not valid YAML: {reason}") from error
     return tuple(key.split(".")), value
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back to an equal one."""
+    """Write the resolved config as YAML; `load_config` reads an equal config back."""
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
 
 
-def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
+def _apply(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
     node: Any = tree
     for depth, key in enumerate(keys, start=1):
         place = ".".join(keys[:depth])
@@ -114,7 +108,7 @@ def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str)
         if depth == len(keys):
             node[at] = value
             return
-        if isinstance(node, dict) and node.get(at) is None:  # absent, or a section written as null
+        if isinstance(node, dict) and node.get(at) is None:  # the section is absent or null
             node[at] = {}
         node = node[at]
         if not isinstance(node, dict | list):
@@ -123,10 +117,8 @@ def _lay(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str)
 
 def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
     def source_of(path: str) -> str:
-        for key, source in sources.items():
-            if path == key or path.startswith(key + ".") or key.startswith(path + "."):
-                return source
-        return file
+        related = (key for key in sources if f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}."))
+        return sources.get(next(related, ""), file)
 
     clean = _checked_keys(tree, Config, "", source_of)
     try:
@@ -135,7 +127,7 @@ def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
         value, words = _at(clean, path), f"{message[0].lower()}{message[1:].replace('`', '')}"
-        choices = _words_for(path)
+        choices = _words(_hints(Config).get(path))
         if choices and isinstance(value, str):
             words = f"expected one of {', '.join(choices)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; the value is {value!r}") from error
@@ -147,8 +139,10 @@ def _typed(tree: dict[str, Any], file: str, sources: dict[str, str]) -> Config:
 
 
 def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callable[[str], str]) -> Any:
-    """Refuse unknown keys with a suggestion, and numbers that are none; read YAML's null as the word `none` where a
-    Literal has that word, and the word `auto` as the count 0 where the launcher may choose."""
+    """Refuse unknown keys (with a suggestion), NaN and infinity.
+
+    Also read null as `none` for a Literal with this word, and `auto` as 0 for an `AutoInt`.
+    """
     struct = _struct_in(expected)
     if struct is not None and isinstance(node, list):
         return [_checked_keys(child, struct, f"{path}.{index}", source_of) for index, child in enumerate(node)]
@@ -158,7 +152,7 @@ def _checked_keys(node: Any, expected: Any, path: str, source_of: typing.Callabl
                 raise ConfigError(f"{source_of(path)}: {path}: expected a finite number; the value is {node!r}")
         if node == "auto" and expected == AutoInt:
             return 0
-        return "none" if node is None and _has_word_none(expected) else node
+        return "none" if node is None and "none" in _words(expected) else node
     hints = typing.get_type_hints(struct, include_extras=True)
     clean = {}
     for key, value in node.items():
@@ -174,41 +168,33 @@ def _suggestion(key: str, here: str, hints: dict[str, Any]) -> str:
     close = difflib.get_close_matches(key, hints, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
-    elsewhere = [path for path in _all_paths(Config) if path.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"did you mean '{elsewhere[0]}'?"
+    elsewhere = next((path for path in _hints(Config) if path.rpartition(".")[2] == key), None)
+    if elsewhere is not None:
+        return f"did you mean '{elsewhere}'?"
     parent = here.rpartition(".")[0] or "the top level"
     return f"expected one of {', '.join(hints)} in {parent}"
 
 
-def _all_paths(struct: Any, prefix: str = "") -> list[str]:
-    paths = []
+def _hints(struct: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every key of a section and of the sections inside, by path."""
+    hints = {}
     for key, hint in typing.get_type_hints(struct, include_extras=True).items():
-        paths.append(prefix + key)
+        hints[prefix + key] = hint
         inner = _struct_in(hint)
         if inner is not None:
-            paths += _all_paths(inner, f"{prefix}{key}.")
-    return paths
+            hints |= _hints(inner, f"{prefix}{key}.")
+    return hints
 
 
 def _struct_in(expected: Any) -> Any:
-    """The struct type that a hint (`X`, `X | None`, `tuple[X, ...]`) admits, by itself or in a list, or None."""
+    """Return the struct type X of a hint (`X`, `X | None`, `tuple[X, ...]`), or None."""
     options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
     options = (*options, *(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple))
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 
 
-def _has_word_none(expected: Any) -> bool:
-    return typing.get_origin(expected) is Literal and "none" in typing.get_args(expected)
-
-
-def _words_for(path: str) -> list[str]:
-    """What a field that takes one of a few words takes; none for another field."""
-    hint: Any = Config
-    for key in path.split("."):
-        struct = _struct_in(hint)
-        hint = None if struct is None else typing.get_type_hints(struct, include_extras=True).get(key)
-    return [str(word) for word in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
+def _words(expected: Any) -> list[str]:
+    return [str(word) for word in typing.get_args(expected)] if typing.get_origin(expected) is Literal else []
 
 
 def _at(tree: Any, path: str) -> Any:
@@ -220,7 +206,3 @@ def _at(tree: Any, path: str) -> Any:
         else:
             break
     return tree
-
-
-def _described(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"

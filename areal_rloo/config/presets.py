@@ -1,62 +1,40 @@
-"""Algorithms by name: what `algorithm.preset` writes under the keys that the config file leaves out.
+"""Algorithms by name: the values that `algorithm.preset` gives to keys absent from the config file.
 
-Each preset is RLOO plus or minus something, and sets every key that any preset sets, so that nothing of one is left
-when another takes its place. docs/algorithms.md gives the equation and the source of each.
+Each preset is RLOO with some changes. All presets set the same keys, so a preset fully replaces another preset.
+docs/algorithms.md gives the equation and the source of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-PresetName = Literal[
-    "rloo",
-    "reinforce",
-    "grpo",
-    "dr_grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo_areal",
-    "rloo_verl",
-    "rloo_trl",
-    "rloo_ms_swift",
-]
+import msgspec
+
+from areal_rloo.config.algorithm import AlgorithmConfig, NormConfig, PresetName
+from areal_rloo.config.section import Section
 
 Tree = dict[str, Any]
 
 
-def _norm(mean: str = "none", std: str = "none", **other: Any) -> Tree:
-    return {
-        "mean_level": mean,
-        "mean_leave1out": False,
-        "std_level": std,
-        "std_unbiased": True,
-        "over": "trajectories",
-        "eps": 1e-6,
-    } | other
+def _norm(**changes: Any) -> Tree:
+    return _section(NormConfig(**changes), *NormConfig.__struct_fields__)
 
 
-_LEAVE_ONE_OUT = _norm("group", mean_leave1out=True)
+def _section(section: Section, *keys: str) -> Tree:
+    return {key: msgspec.to_builtins(getattr(section, key)) for key in keys}
 
+
+_DEFAULTS = AlgorithmConfig()  # RLOO
 _RLOO: Tree = {
-    "reward_norm": _norm(),
-    "returns": "trajectory",
-    "discount": 1.0,
-    "adv_norm": _LEAVE_ONE_OUT,
-    "loss": {
-        "kind": "ppo",
-        "ratio_level": "token",
-        "eps_low": 0.2,
-        "eps_high": 0.2,
-        "dual_clip": None,
-        "aggregation": "token_mean",
-    },
-    "kl": {"coefficient": 0.0, "placement": "reward", "estimator": "k1"},
+    **_section(_DEFAULTS, "reward_norm", "returns", "discount", "adv_norm"),
+    "loss": _section(_DEFAULTS.loss, "kind", "ratio_level", "eps_low", "eps_high", "dual_clip", "aggregation"),
+    "kl": _section(_DEFAULTS.kl, "coefficient", "placement", "estimator"),
 }
 
 
 def _rloo_but(*, loss: Tree | None = None, kl: Tree | None = None, **other: Any) -> Tree:
-    """RLOO with some keys set differently; sections `loss` and `kl` key by key."""
+    """Change some keys of RLOO; the sections `loss` and `kl` merge key by key."""
     return _RLOO | {"loss": _RLOO["loss"] | (loss or {}), "kl": _RLOO["kl"] | (kl or {})} | other
 
 
@@ -64,19 +42,19 @@ PRESETS: Mapping[PresetName, Tree] = {
     "rloo": _RLOO,
     "reinforce": _rloo_but(adv_norm=_norm(), loss={"kind": "reinforce"}),
     "grpo": _rloo_but(
-        adv_norm=_norm("group", "group"),
+        adv_norm=_norm(mean_level="group", std_level="group"),
         loss={"aggregation": "seq_mean_token_mean"},
         kl={"coefficient": 0.04, "placement": "loss", "estimator": "k3"},
     ),
-    "dr_grpo": _rloo_but(adv_norm=_norm("group"), loss={"aggregation": "seq_mean_token_sum_norm"}),
+    "dr_grpo": _rloo_but(adv_norm=_norm(mean_level="group"), loss={"aggregation": "seq_mean_token_sum_norm"}),
     "reinforce_plus_plus": _rloo_but(
         returns="token",
-        adv_norm=_norm("batch", "batch", over="tokens", eps=1e-8),
+        adv_norm=_norm(mean_level="batch", std_level="batch", over="tokens", eps=1e-8),
         kl={"coefficient": 0.01},
     ),
     "reinforce_plus_plus_baseline": _rloo_but(
-        reward_norm=_norm("group"),
-        adv_norm=_norm("none", "batch", over="tokens", eps=1e-8),
+        reward_norm=_norm(mean_level="group"),
+        adv_norm=_norm(std_level="batch", over="tokens", eps=1e-8),
         kl={"coefficient": 1e-5, "placement": "loss", "estimator": "k2"},
     ),
     "rloo_areal": _rloo_but(loss={"aggregation": "seq_mean_token_mean"}),
@@ -89,20 +67,19 @@ PRESETS: Mapping[PresetName, Tree] = {
 
 
 def expand(algorithm: Tree) -> Tree:
-    """The section `algorithm` of a config file with its preset's values where it has none; the file's own win."""
+    """Fill absent keys of the section `algorithm` from the preset; keys of the file win."""
     name = algorithm.get("preset", "rloo")
     preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
     return algorithm if preset is None else _filled(algorithm, preset)
 
 
-def forget(algorithm: Tree) -> None:
-    """Take out of a section `algorithm` every key that presets set, so that the next one has its way."""
-    for *sections, key in _paths(_RLOO):
-        node: Any = algorithm
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(key, None)
+def forget(algorithm: Tree, preset: Tree = _RLOO) -> None:
+    """Remove every key that presets set from a section `algorithm`, so another preset can set all of them."""
+    for key, value in preset.items():
+        if not isinstance(value, dict):
+            algorithm.pop(key, None)
+        elif isinstance(algorithm.get(key), dict):
+            forget(algorithm[key], value)
 
 
 def _filled(own: Tree, preset: Tree) -> Tree:
@@ -114,11 +91,3 @@ def _filled(own: Tree, preset: Tree) -> Tree:
         elif key not in own:
             filled[key] = value
     return filled
-
-
-def _paths(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _paths(value, (*above, key))
-        else:
-            yield (*above, key)

@@ -1,1 +1,9 @@
-"""Engines turn token ids into completions; `base.py` is what each of them promises."""
+"""Engines turn token ids into completions.
+
+`base` defines the requests, the `Engine` protocol and the checks that all engines share. `embedded` computes in the
+worker's own process with pure torch. `sglang` drives an SGLang server over HTTP.
+"""
+
+from areal_rloo.engines.base import Engine, EngineStatistics, GenerationRequest, SamplingParameters
+
+__all__ = ["Engine", "EngineStatistics", "GenerationRequest", "SamplingParameters"]

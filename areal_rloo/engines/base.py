@@ -1,19 +1,21 @@
-"""What every engine does: token ids in, completions out, new weights taken in between.
+"""The engine protocol: token ids in, completions out, new weights loaded in between.
 
-A rollout worker submits requests and gets a future for each; it never waits for the engine's own loop. Weights are
-handed over by `load_weights`, which returns at once; the engine swaps them in between two decode steps. Futures cannot
-be cancelled: `abort` ends a request.
+A rollout worker submits requests, gets a future for each, and never waits for the engine's loop. `load_weights` returns
+at once; the engine swaps the weights in between two decode steps. Futures cannot be cancelled: `abort` ends a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import msgspec
 
+from areal_rloo.errors import EngineError
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of a completion are chosen.
 
-    `greedy` takes the most likely token; its logprobs are those of the untempered distribution. `top_p` and `top_k`
-    truncate the distribution; logprobs are then those of the truncated, renormalized one. Stop tokens have
-    probability 0 until `min_new_tokens` were sampled. `seed` makes a completion reproducible by itself.
+    `greedy` takes the most likely token; the logprobs are those of the distribution at temperature 1. `top_p` and
+    `top_k` truncate the distribution; the logprobs are those of the truncated, renormalized distribution. Stop tokens
+    have probability 0 until `min_new_tokens` are sampled. A `seed` makes the completion reproducible.
     """
 
     max_new_tokens: int
@@ -40,14 +42,13 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to make.
+    """Asks for one completion.
 
     Attributes:
-        request_id: unique among the requests of this engine that are not finished.
-        prompt_tokens: token ids; requests with equal prompts that start together share one prefill.
-        sampling: how tokens are chosen.
-        min_version: the engine starts it only when its weights have this policy version or a newer one.
-        pinned: keep the weights it starts with until it ends, whatever is loaded meanwhile (evaluation).
+        request_id: unique among the engine's unfinished requests.
+        prompt_tokens: token ids; requests that start together with equal prompts share a prefill.
+        min_version: the request starts only under weights of this policy version or a newer version.
+        pinned: keep the same weights from the first token to the last, whatever is loaded meanwhile (evaluation).
     """
 
     request_id: str
@@ -58,53 +59,102 @@ class GenerationRequest:
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of an engine; counts are since its start, times in seconds of a monotonic clock.
+    """A snapshot of an engine. Counts are since the engine's start, seconds are of a monotonic clock.
 
-    `idle_s` is time without any request running; `swap_s` the time the decode loop stood still to take weights.
-    `prefill_tokens` were computed of prompts, and again for those of `num_preempted`, whose memory went to others for a
-    while; `cached_tokens` of prompts did not have to be. `ready` is False while the engine can take no weights, because
-    it is being started.
+    `ready` is False while the engine starts and can take no weights.
     """
 
-    policy_version: int
+    metrics_prefix: ClassVar[str] = "engine_"
+
+    policy_version: Annotated[int, Metric("Version of the weights this worker's engine runs", "versions")]
     ready: bool = True
-    num_running: int
-    num_waiting: int
-    num_finished: int
-    num_preempted: int = 0
-    generated_tokens: int
-    prefill_tokens: int
-    cached_tokens: int = 0
-    decode_steps: int
-    weight_updates: int
-    idle_s: float
-    swap_s: float
+    num_running: Annotated[int, Metric("Completions being decoded")]
+    num_waiting: Annotated[int, Metric("Requests waiting for a slot or a version")]
+    num_finished: Annotated[int, Metric("Completions finished", kind="counter")]
+    num_preempted: Annotated[int, Metric("Completions preempted for cache memory, computed again", kind="counter")] = 0
+    generated_tokens: Annotated[int, Metric("Completion tokens this worker generated", "tokens", "counter")]
+    prefill_tokens: Annotated[int, Metric("Prompt tokens computed, again after a preemption", "tokens", "counter")]
+    cached_tokens: Annotated[int, Metric("Prompt tokens found in the cache", "tokens", "counter")] = 0
+    decode_steps: Annotated[int, Metric("Steps of the decode loop", kind="counter")]
+    weight_updates: Annotated[int, Metric("Versions this worker took", kind="counter")]
+    idle_s: Annotated[float, Metric("Time without any request running", "s", "counter", healthy=(0, 0.2))]
+    swap_s: Annotated[float, Metric("Time decoding stood still to take weights", "s", "counter")]
 
 
 class Engine(Protocol):
     """Turns token ids into completions. All methods may be called from any thread."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Queue requests, first come first served, all of one call before the next decode step.
+        """Queue requests, first come first served. All requests of a call are queued before the next decode step.
 
         Raises:
-            EngineError: a prompt and its `max_new_tokens` do not fit the context, or a request id is in use.
+            EngineError: a request cannot be served (`check_requests`); then none of the call is queued.
         """
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests early: each future gets what was made so far, with finish reason `abort`. Unknown ids pass."""
+        """End requests early: each future gets the tokens made so far, with finish reason `abort`. Skip unknown ids."""
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Future[int]:
-        """Swap in weights by Hugging Face parameter name between two decode steps, keeping the key/value cache.
+        """Swap in weights by Hugging Face parameter name between two decode steps; keep the key/value cache.
 
-        The tensors must stay unchanged until the future gives back the policy version.
+        The tensors must stay unchanged until the future returns the policy version.
 
         Raises (through the future):
-            EngineError: a parameter is unknown, missing, or of another shape; the old weights stay whole.
+            EngineError: a parameter is unknown, missing, or of another shape. The present weights stay whole.
         """
 
     def statistics(self) -> EngineStatistics:
-        """A consistent snapshot."""
+        """Return a consistent snapshot."""
 
     def close(self) -> None:
-        """Stop the loop; unfinished requests are aborted."""
+        """Stop the loop and abort unfinished requests."""
+
+
+def check_requests(
+    requests: Sequence[GenerationRequest], *, in_use: Container[str], vocab_size: int, context_tokens: int
+) -> None:
+    """Refuse requests that cannot be served: such a request may crash a shared server.
+
+    Raises:
+        EngineError: an id is in use, a token is outside the vocabulary, a prompt is empty or does not fit the context
+            together with `max_new_tokens`, or no token could be sampled.
+    """
+    seen: set[str] = set()
+    for request in requests:
+        name, sampling = f"request {request.request_id}", request.sampling
+        if not request.prompt_tokens:
+            raise EngineError(f"{name}: the prompt has no token")
+        if sampling.max_new_tokens < 1:
+            raise EngineError(f"{name}: expected max_new_tokens of at least 1, got {sampling.max_new_tokens}")
+        if not sampling.temperature > 0 and not sampling.greedy:
+            raise EngineError(
+                f"{name}: expected a temperature above 0, got {sampling.temperature}; "
+                "set greedy for the most likely tokens"
+            )
+        for field, tokens in (("a prompt", request.prompt_tokens), ("stop_token_ids", sampling.stop_token_ids)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+                raise EngineError(f"{name}: {field}: expected token ids from 0 to {vocab_size - 1}, got {wrong}")
+        needed = len(request.prompt_tokens) + sampling.max_new_tokens
+        if needed > context_tokens:
+            raise EngineError(f"{name}: needs {needed} tokens, the context holds {context_tokens}")
+        if request.request_id in in_use or request.request_id in seen:
+            raise EngineError(f"{name}: this id is in use")
+        seen.add(request.request_id)
+
+
+class IdleClock:
+    """Adds up the seconds without a running request; starts idle. The caller's lock guards every call."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since_s: float | None = time.monotonic()
+
+    def note(self, idle: bool) -> None:
+        now_s = time.monotonic()
+        if self._since_s is not None:
+            self._total_s += now_s - self._since_s
+        self._since_s = now_s if idle else None
+
+    def total_s(self) -> float:
+        return self._total_s + (0.0 if self._since_s is None else time.monotonic() - self._since_s)

@@ -1,7 +1,13 @@
-"""`python -m areal_rloo.inspect RUN_FOLDER`: what the policy wrote and what became of it, trajectory by trajectory.
+"""`python -m areal_rloo.inspect RUN_FOLDER`: shows trajectories, with rewards, advantages and drops.
 
-In: trajectories.jsonl, also of a run in progress. Out: the trajectories asked for, on the terminal or as JSON lines;
-and for the report trajectories.html, a page of them.
+In: trajectories.jsonl of a finished or running run. Out: selected trajectories, on the terminal or as JSON lines. The
+report uses this package for trajectories.html.
+
+- `__main__`: the command, and the checks of the command line.
+- `select`: conditions and orders, and the pass over the records that applies them.
+- `text`: trajectories and summaries as text for the terminal.
+- `page`: trajectories as a web page, with the script `page.js`.
+- `shown`: formats numbers, makes untrusted text visible, and has the common style of the pages.
 """
 
 from __future__ import annotations
@@ -13,13 +19,13 @@ from areal_rloo.telemetry.trajectories import FILE_NAME
 
 
 def trajectories_of(folder: Path) -> Path:
-    """The file of a run folder.
+    """Return the file with the trajectories of a run folder.
 
     Raises:
-        DataError: there is no run, or it has recorded no trajectories.
+        DataError: the folder has no run, or the run has no recorded trajectories.
     """
     if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
+        raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")
     path = folder / FILE_NAME
     if not path.is_file():
         raise DataError(

@@ -1,66 +1,86 @@
-"""The command line of looking: a run folder and conditions in, trajectories out on the terminal or into a pipe."""
+"""The command: a run folder and conditions in, trajectories out on the terminal or into a pipe.
+
+Every mistake on the command line is a DataError with the expected form.
+"""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from areal_rloo.errors import UserError
-from areal_rloo.inspect.options import Options, parse_arguments
-from areal_rloo.inspect.select import Seen, matching, selected
+from areal_rloo.errors import DataError, UserError
+from areal_rloo.inspect import select, trajectories_of
 from areal_rloo.inspect.shown import visible_line
-from areal_rloo.inspect.summary import table, tallied
-from areal_rloo.inspect.text import show
+from areal_rloo.inspect.text import By, View, show, table, tallied
+from areal_rloo.telemetry.progress import stop_printing
 from areal_rloo.telemetry.trajectories import TrajectoryRecord, read_trajectories
 
 _INTERRUPTED = 130
-_UNWRAPPED = 10_000  # columns; the reader of a pipe wraps for itself
+_UNWRAPPED = 10_000  # columns; a pipe gets whole lines
+_ANY = ""  # --dropped without a reason
+_MOST = 10
+_FIELDS = f"{', '.join(select.FIELDS)}, reward.NAME (part of the reward)"
+_EXAMPLES = """
+why is the reward flat?
+  python -m areal_rloo.inspect runs/latest --summary
+  python -m areal_rloo.inspect runs/latest --where 'reward<0.5' --sort -tokens --limit 3
+  python -m areal_rloo.inspect runs/latest --step 100: --where finish_reason=length
+  python -m areal_rloo.inspect runs/latest --dropped reward_timeout
+  python -m areal_rloo.inspect runs/latest --sample 40/3 --tokens
+  python -m areal_rloo.inspect runs/latest --limit 0 --json | jq .reward_parts
+"""
 
 
 class _Console(Console):
-    """Leaves a broken pipe to `main`, in every version of rich."""
+    """Let `main` handle a broken pipe, in every version of rich."""
 
     def on_broken_pipe(self) -> None:
         raise  # noqa: PLE0704 - rich calls this while it handles the BrokenPipeError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show what was asked for; the user's mistakes are one line and exit code 2."""
+    """Run the command; a mistake of the user gives a single line and exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         _look(parse_arguments(arguments))
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {visible_line(str(error))}", file=sys.stderr)  # noqa: T201 - the face of the program
         return 2
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not meet the closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` has ended
+        stop_printing()
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0
 
 
 def _look(options: Options) -> None:
-    seen = Seen()
+    seen = select.Seen()
     console = _Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _UNWRAPPED
-    records = matching(read_trajectories(options.path), options.conditions, seen)
+    records = select.matching(read_trajectories(options.path), options.conditions, seen)
     if options.summary is None:
-        chosen = selected(records, order=options.order, limit=options.limit)
-        if not isinstance(chosen, Iterator):  # all have been seen, and nothing is printed yet
+        chosen = select.selected(records, order=options.order, limit=options.limit)
+        if not isinstance(chosen, Iterator):  # all records were read, so check before printing
             options.check(seen)
-        num_shown = _print_json(chosen) if options.json else _print_blocks(console, chosen, options)
+        for record in chosen:
+            if options.json:
+                _print_json(record)
+            else:
+                show(console, record, options.view)
         options.check(seen)
-        closing = _closing(seen, f"{num_shown:,} of ")
+        closing = _closing(seen, f"{min(options.limit or seen.num_matching, seen.num_matching):,} of ")
     else:
         tallies = tallied(records, options.summary)
         options.check(seen)
@@ -72,31 +92,148 @@ def _look(options: Options) -> None:
         console.print(Text(closing, style="dim"), soft_wrap=True)
 
 
-def _print_blocks(console: Console, records: Iterable[TrajectoryRecord], options: Options) -> int:
-    num_shown = 0
-    for record in records:
-        show(console, record, options.view)
-        num_shown += 1
-    return num_shown
+def _print_json(record: TrajectoryRecord) -> None:
+    line = msgspec.json.encode(record).decode()
+    if sys.stdout.isatty():  # escape control characters that JSON allows
+        line = json.dumps(json.loads(line))
+    sys.stdout.write(line + "\n")
 
 
-def _print_json(records: Iterable[TrajectoryRecord]) -> int:
-    num_shown = 0
-    for record in records:
-        line = msgspec.json.encode(record).decode()
-        if sys.stdout.isatty():  # JSON lets some control characters be
-            line = json.dumps(json.loads(line))
-        sys.stdout.write(line + "\n")
-        num_shown += 1
-    return num_shown
-
-
-def _closing(seen: Seen, shown: str) -> str:
+def _closing(seen: select.Seen, shown: str) -> str:
     if not seen.num_records:
         return "no trajectories yet"
     if not seen.num_matching:
         return f"none of the {seen.num_records:,} trajectories recorded so far matches"
     return f"{shown}{seen.num_matching:,} that match, of {seen.num_records:,} recorded"
+
+
+class Options(argparse.Namespace):
+    """The parsed command line: the options of `_parser`, and the values made of several options."""
+
+    path: Path
+    conditions: list[select.Condition]
+    order: select.Order | None
+    limit: int | None  # None: no limit
+    summary: By | None
+    view: View
+
+    def check(self, seen: select.Seen) -> None:
+        """Refuse names that no record has. Call after reading all records."""
+        if not seen.num_records:
+            return
+        fields = [by.name for by in (*self.conditions, self.order) if isinstance(by, select.Where | select.Order)]
+        parts = [part for name in fields if (part := select.part_of(name)) is not None]
+        for name, mistake, known in (
+            *((part, f"no trajectory has a reward part '{part}'", seen.parts) for part in parts),
+            (self.source, f"--source: no trajectory from '{self.source}'", seen.sources),
+            (self.dropped or None, f"--dropped: no drop for '{self.dropped}'", seen.reasons),
+        ):
+            if name is not None and name not in known:
+                raise DataError(f"{mistake}; {select.did_you_mean(name, known)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DataError(f"{message}; expected RUN_FOLDER and then options, which --help lists")
+
+
+def parse_arguments(arguments: Sequence[str]) -> Options:
+    """Parse the command line, and find the run's file.
+
+    Raises:
+        DataError: an option or a value is wrong, or the folder has no trajectories.
+    """
+    asked = _parser().parse_args(_joined(arguments), namespace=Options())
+    if asked.limit is None:
+        asked.limit = 0 if asked.summary else _MOST
+    if asked.limit < 0:
+        raise DataError(f"--limit {asked.limit}: expected a number of trajectories, or 0 for all of them")
+    asked.limit = asked.limit or None
+    asked.path = trajectories_of(asked.run_folder)
+    asked.conditions = _conditions(asked)
+    asked.view = View(tokens=asked.tokens, full=asked.full or asked.grep is not None, pattern=asked.grep)
+    return asked
+
+
+def _conditions(asked: Options) -> list[select.Condition]:
+    conditions = [*asked.where, *(condition for condition in (asked.step, asked.sample) if condition is not None)]
+    if asked.group is not None:
+        conditions.append(lambda record: record.group_id == asked.group)
+    if asked.source is not None:
+        conditions.append(lambda record: record.source == asked.source)
+    if asked.dropped is not None:
+        conditions.append(
+            lambda record: record.dropped is not None if asked.dropped == _ANY else record.dropped == asked.dropped
+        )
+    if asked.trained:
+        conditions.append(lambda record: record.advantage is not None)
+    if asked.grep is not None:
+        conditions.append(select.contains(asked.grep))
+    return conditions
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Join `--sort -tokens` into a single word, because argparse reads a leading dash as another option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in {"--sort", "--grep"} and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m areal_rloo.inspect",
+        description="Show the trajectories of a run: prompt, completion, reward, advantage, staleness, drop reason.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest; may be in progress")
+    which = parser.add_argument_group("filters; all conditions must hold")
+    which.add_argument(
+        "--step", type=select.parse_steps, metavar="N|A:B", help="policy version at training or drop; A to B, inclusive"
+    )
+    which.add_argument("--group", type=int, metavar="ID", help="trajectories of a prompt")
+    which.add_argument(
+        "--sample", type=select.parse_sample, metavar="GROUP/INDEX", help="as in the first line of a trajectory"
+    )
+    which.add_argument("--source", metavar="NAME", help="trajectories of a data source")
+    fate = which.add_mutually_exclusive_group()
+    fate.add_argument("--dropped", nargs="?", const=_ANY, metavar="REASON", help="dropped trajectories, or of a reason")
+    fate.add_argument("--trained", action="store_true", help="trajectories trained on")
+    which.add_argument(
+        "--where",
+        type=select.parse_where,
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help=f"such as 'reward<0.5', in quotes; with < <= > >= = != and the fields {_FIELDS}; finish_reason with = "
+        "and !=; a trajectory without a value meets no condition; repeatable",
+    )
+    which.add_argument(
+        "--grep", type=select.parse_pattern, metavar="REGEX", help="search prompt and completion, and show both in full"
+    )
+    order = parser.add_argument_group("order and number")
+    order.add_argument(
+        "--sort", dest="order", type=select.parse_order, metavar="[-]FIELD", help="a field of --where; -: highest first"
+    )
+    order.add_argument("--limit", type=int, metavar="N", help=f"default {_MOST}; without --sort the newest; 0: all")
+    shape = parser.add_argument_group("format")
+    shape.add_argument("--full", action="store_true", help="do not shorten long prompts and completions")
+    shape.add_argument("--tokens", action="store_true", help="a line for each token, with version and logprob")
+    other = shape.add_mutually_exclusive_group()
+    other.add_argument("--json", action="store_true", help="the records as JSON lines, for jq")
+    other.add_argument(
+        "--summary",
+        nargs="?",
+        const="step",
+        choices=("step", "source"),
+        help="a table instead: number, mean reward and drops by reason, for each step or source",
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 "use strict";
-// In: details.trajectory elements, each with its numbers in data-values and its tokens as JSON inside.
-// Out: the same list, sorted, filtered, and token by token where it is open.
+// In: details.trajectory elements, with numbers in data-values and tokens as JSON inside.
+// Out: the same list, sorted and filtered; an open element shows single tokens.
 (() => {
   const rows = [...document.querySelectorAll("details.trajectory")];
   const list = document.querySelector(".list");
@@ -15,7 +15,7 @@
     "=": (a, b) => a === b, "==": (a, b) => a === b, "!=": (a, b) => a !== b,
   };
 
-  function textOf(row) { // prompt, completion and detail, gathered when first searched
+  function textOf(row) { // prompt, completion and detail, collected on first search
     if (!texts.has(row)) {
       texts.set(row, [...row.querySelectorAll("pre")].map((pre) => pre.textContent).join("\n").toLowerCase());
     }
@@ -45,7 +45,7 @@
     document.getElementById("count").textContent = `${count} of ${rows.length} on this page`;
   }
 
-  function sort(heading) { // what has no value comes last, either way
+  function sort(heading) { // missing values come last in both directions
     const key = heading.dataset.key;
     const up = heading.getAttribute("aria-sort") === "descending";
     for (const other of heading.parentElement.children) other.removeAttribute("aria-sort");
@@ -73,13 +73,13 @@
     const span = document.createElement("span");
     span.className = own ? `t v${version % 6}` : "t o";
     span.title = tooltip(data, index, version, own);
-    const surprise = Math.min(1, Math.max(0, (data.logprobs[index] ?? -6) / -6)); // 1: below one in 400
+    const surprise = Math.min(1, Math.max(0, (data.logprobs[index] ?? -6) / -6)); // 1: probability below 1/400
     span.style.setProperty("--surprise", `${80 * surprise}%`);
     span.textContent = data.pieces[index].replace(/^\n+$/, (lines) => "⏎\n".repeat(lines.length));
     return span;
   }
 
-  function open(row) { // runs of tokens become tokens
+  function open(row) { // replace runs of tokens by single tokens
     const source = row.querySelector("script[type='application/json']");
     if (!row.open || !source) return;
     const data = JSON.parse(source.textContent);
@@ -109,7 +109,7 @@
     choice.addEventListener("change", () => { document.body.className = choice.value; });
   }
   search.addEventListener("input", filter);
-  document.body.className = tools.querySelector("input[type=radio]:checked").value; // the browser keeps it on a reload
+  document.body.className = tools.querySelector("input[type=radio]:checked").value; // the browser keeps the choice on reload
   tools.hidden = false;
   filter();
 })();

@@ -1,7 +1,7 @@
-"""Trajectories as one page, trajectories.html: a list that opens to prompt, completion and what is known of each token.
+"""Trajectories as a web page, trajectories.html: a list; each line opens to prompt, completion and tokens.
 
-Nothing is loaded from anywhere. Without its script (page.js, written into it) the page is a plain list; with it, it
-sorts and filters, and shows each token.
+The page loads nothing. The embedded script (page.js) sorts, filters and shows single tokens; without scripts, the page
+is a plain list. Of many records, the page shows a selection (`spread`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,27 @@ import base64
 import hashlib
 import html
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from areal_rloo.inspect.look import NUM_COLORS, document
-from areal_rloo.inspect.sample import spread
 from areal_rloo.inspect.select import PART, value_of
-from areal_rloo.inspect.shown import kept_ends, number, shortened, signed, visible, visible_line
+from areal_rloo.inspect.shown import NUM_COLORS, document, kept_ends, number, shortened, signed, visible, visible_line
 from areal_rloo.telemetry.trajectories import Token, TrajectoryRecord
 
 PAGE_NAME = "trajectories.html"
 _MOST = 450
 _MOST_BY_REASON = 20
 _MOST_PROMPT = 8000  # characters
-_MOST_TOKENS = 600_000  # of all completions on the page; a browser opens that in a second
-_LEAST_TOKENS = 200  # of one completion
-_MOST_END = 45  # characters of a completion that fit into its line
+_MOST_TOKENS = 600_000  # of all completions on the page; a browser opens such a page in a second
+_LEAST_TOKENS = 200  # of a completion
+_MOST_END = 45  # characters at the end of a completion, shown in the closed line
 
-_COLUMNS = {
-    "step": "step",
-    "group": "sample",
-    "source": "source",
-    "reward": "reward",
-    "advantage": "advantage",
-    "staleness": "staleness",
-    "tokens": "tokens",
-    "finish_reason": "finish",
-    "dropped": "dropped",
-    "": "how it ends",
-}
+# The keys of the script, and names in the head that differ.
+_COLUMNS = ("step", "group", "source", "reward", "advantage", "staleness", "tokens", "finish_reason", "dropped", "")
+_NAMES = {"group": "sample", "finish_reason": "finish", "": "how it ends"}
 _STYLE = """
 #tools { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; align-items: center; margin: .8rem 0 .4rem; }
 #tools[hidden] { display: none; } #tools input[type=search] { flex: 1 1 22rem; font: inherit; color: inherit;
@@ -76,42 +65,43 @@ placeholder="reward&lt;0.5  tokens&gt;100  finish_reason=length  dropped=stale  
 <label><input type=radio name=by value=by-logprob> logprob</label></span><span id=count class=soft></span></div>"""
 
 
+_Numbered = tuple[int, TrajectoryRecord]
+
+
 def write_page(folder: Path, records: Iterable[TrajectoryRecord]) -> Path:
-    """Write the page of a run into its folder and give its path; of many records it shows a selection."""
+    """Write the page into the run folder, and return the path of the page."""
     shown, num_records = spread(records, most=_MOST, most_by_reason=_MOST_BY_REASON)
     title = folder.resolve().name
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Whatever a completion says: this script alone runs, and nothing is fetched.
+    # Only this script can run, and the page can load nothing, for any text in a completion.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = "".join(f"<span data-key='{key}'>{_NAMES.get(key, key)}</span>" for key in _COLUMNS)
+    most = _MOST_TOKENS
+    if sum(record.num_tokens for record in shown) > most:
+        most = max(_LEAST_TOKENS, most // len(shown))
     body = [
         f"<h1>{html.escape(title)}: trajectories</h1><p>{_introduction(folder, len(shown), num_records)}</p>",
         _TOOLS,
-        f"<section class=list><div class='line head'>{_head()}</div>",
-        *_rows(shown),
+        f"<section class=list><div class='line head'>{head}</div>",
+        *(_row(record, most) for record in shown),
         f"</section><script>{script}</script>",
     ]
+    meta = f'<meta http-equiv=Content-Security-Policy content="{policy}">'
+    text = document(f"{title}: trajectories", "\n".join(body), style=_STYLE + _COLORS, head=meta)
     target = folder / PAGE_NAME
-    target.write_text(
-        document(
-            f"{title}: trajectories",
-            "\n".join(body),
-            style=_STYLE + _COLORS,
-            head=f'<meta http-equiv=Content-Security-Policy content="{policy}">',
-        ),
-        encoding="utf-8",
-    )
+    target.write_text(text, encoding="utf-8")
     return target
 
 
 def _introduction(folder: Path, num_shown: int, num_records: int) -> str:
     if not num_records:
         return "No trajectories yet."
-    parts = [f"All {num_records:,} that were recorded; each line opens."]
+    parts = [f"All {num_records:,} recorded trajectories; click a line to open it."]
     if num_shown < num_records:
         parts = [
-            f"{num_shown:,} of the {num_records:,} that were recorded: whole groups, spread over the run, and some of "
-            "each reason of drops; each line opens. The others are behind",
+            f"{num_shown:,} of the {num_records:,} recorded trajectories: whole groups, spread over the run, and some "
+            "drops of each reason; click a line to open it. The other trajectories:",
             f"<code>python -m areal_rloo.inspect {html.escape(shlex.quote(str(folder)))}</code>.",
         ]
     if (folder / "report.html").is_file():
@@ -119,46 +109,25 @@ def _introduction(folder: Path, num_shown: int, num_records: int) -> str:
     return " ".join(parts)
 
 
-def _head() -> str:
-    return "".join(f"<span data-key='{key}'>{name}</span>" for key, name in _COLUMNS.items())
-
-
-def _rows(records: Sequence[TrajectoryRecord]) -> Iterator[str]:
-    most = max(_LEAST_TOKENS, _MOST_TOKENS // max(1, len(records)))
-    if sum(record.num_tokens for record in records) <= _MOST_TOKENS:
-        most = _MOST_TOKENS
-    for record in records:
-        yield _row(record, most)
-
-
 def _row(record: TrajectoryRecord, most: int) -> str:
-    """One trajectory: a line of facts that opens to its text; data- attributes are what the script sorts by."""
-    values = {
-        "step": record.policy_version,
-        "group": record.group_id,
-        "source": visible_line(record.source),
-        "reward": record.reward,
-        "advantage": record.advantage,
-        "staleness": record.staleness,
-        "tokens": record.num_tokens,
-        "masked": record.num_masked_tokens,
-        "finish_reason": visible_line(record.finish_reason),
-        "dropped": None if record.dropped is None else visible_line(record.dropped),
-        **{f"{PART}{visible_line(name)}": value for name, value in record.reward_parts.items()},
+    """Make a trajectory: a line of facts that opens to the text. The script sorts by the data- attributes."""
+    source, finish_reason = visible_line(record.source), visible_line(record.finish_reason)
+    dropped = None if record.dropped is None else visible_line(record.dropped)
+    columns: dict[str, tuple[object, str]] = {  # the value for the script, and the text of the cell
+        "step": (record.policy_version, str(record.policy_version)),
+        "group": (record.group_id, record.name),
+        "source": (source, f"{source}[{record.item_index}]"),
+        "reward": (record.reward, "" if record.reward is None else number(record.reward)),
+        "advantage": (record.advantage, "" if record.advantage is None else signed(record.advantage)),
+        "staleness": (record.staleness, "" if record.staleness is None else str(record.staleness)),
+        "tokens": (record.num_tokens, f"{record.num_tokens:,}"),
+        "finish_reason": (finish_reason, finish_reason),
+        "dropped": (dropped, dropped or ""),
+        "": (None, visible_line(record.completion[-_MOST_END:])),
     }
-    cells = (
-        str(record.policy_version),
-        record.name,
-        f"{visible_line(record.source)}[{record.item_index}]",
-        "" if record.reward is None else number(record.reward),
-        "" if record.advantage is None else signed(record.advantage),
-        "" if record.staleness is None else str(record.staleness),
-        f"{record.num_tokens:,}",
-        visible_line(record.finish_reason),
-        visible_line(record.dropped or ""),
-        visible_line(record.completion[-_MOST_END:]),
-    )
-    line = "".join(f"<span>{html.escape(cell)}</span>" for cell in cells)
+    values = {key: value for key, (value, _) in columns.items() if key} | {"masked": record.num_masked_tokens}
+    values |= {f"{PART}{visible_line(name)}": value for name, value in record.reward_parts.items()}
+    line = "".join(f"<span>{html.escape(cell)}</span>" for _, cell in columns.values())
     attribute = html.escape(msgspec.json.encode(values).decode(), quote=True)
     return (
         f"<details class=trajectory data-values=\"{attribute}\"><summary class='line'>{line}</summary>"
@@ -186,7 +155,7 @@ def _inside(record: TrajectoryRecord, most: int) -> str:
         "runs": [[version, own, len(run)] for version, own, run in _grouped(first) + _grouped(last)],
         "gap": [head, num_left_out],
     }
-    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # no end of the script in it
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # so that no text can end the script
     return "".join(parts) + f"<script type='application/json'>{encoded}</script>"
 
 
@@ -208,7 +177,7 @@ def _facts(record: TrajectoryRecord) -> str:
 
 
 def _runs(tokens: Sequence[Token]) -> str:
-    """The text in runs of one version and one writer: what there is without the script."""
+    """Make the text, in runs of equal version and writer; the display without the script."""
     spans = []
     for version, own, run in _grouped(tokens):
         text = _escaped("".join(token.text for token in run))
@@ -226,3 +195,48 @@ def _grouped(tokens: Sequence[Token]) -> list[tuple[int, bool, list[Token]]]:
 
 def _escaped(text: str) -> str:
     return html.escape(visible(text))
+
+
+def spread(
+    records: Iterable[TrajectoryRecord], *, most: int, most_by_reason: int
+) -> tuple[list[TrajectoryRecord], int]:
+    """Select records in a single pass: at most `most` without a drop, and `most_by_reason` for each drop reason.
+
+    Whole groups, spread evenly over the run, show advantages beside their siblings. Drops are rare, so some of each
+    reason are kept. Return the records in file order, and the number of all records.
+    """
+    not_dropped = _Spread(most)
+    dropped: dict[str, _Spread] = {}
+    num_records = 0
+    for record in records:
+        part = not_dropped
+        if record.dropped is not None:
+            part = dropped.setdefault(record.dropped, _Spread(most_by_reason))
+        part.add(num_records, record)
+        num_records += 1
+    chosen = [pair for part in (not_dropped, *dropped.values()) for pair in part.kept()]
+    return [record for _, record in sorted(chosen, key=lambda pair: pair[0])], num_records
+
+
+class _Spread:
+    """Keep every n-th group; double n whenever the groups have more than `most` records."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._every = 1
+        self._ordinals: dict[int, int] = {}  # group id to order of arrival
+        self._groups: dict[int, list[_Numbered]] = {}
+
+    def add(self, number: int, record: TrajectoryRecord) -> None:
+        ordinal = self._ordinals.setdefault(record.group_id, len(self._ordinals))
+        if ordinal % self._every:
+            return
+        group = self._groups.setdefault(ordinal, [])
+        if len(group) < self._most:  # also limit the size of a single group
+            group.append((number, record))
+        while len(self.kept()) > self._most:
+            self._every *= 2
+            self._groups = {ordinal: group for ordinal, group in self._groups.items() if ordinal % self._every == 0}
+
+    def kept(self) -> list[_Numbered]:
+        return [pair for group in self._groups.values() for pair in group]

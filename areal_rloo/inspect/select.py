@@ -1,6 +1,6 @@
-"""Which trajectories, and in which order: conditions from text, and one pass over the records that keeps what is asked.
+"""Select and order trajectories: parse conditions from text, and apply them in a single pass over the records.
 
-`selected` goes through all records once and holds no more of them than it gives back.
+`selected` keeps no more records in memory than it returns. A mistake in a text is a DataError with the expected form.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ def _own_logprobs(record: TrajectoryRecord) -> list[float]:
     return [logprob for logprob, own in zip(record.logprobs, record.by_policy(), strict=True) if own]
 
 
-def _lowest(record: TrajectoryRecord) -> float | None:
-    return min(_own_logprobs(record), default=None)
-
-
 def _mean(record: TrajectoryRecord) -> float | None:
     logprobs = _own_logprobs(record)
     return sum(logprobs) / len(logprobs) if logprobs else None
@@ -52,23 +48,28 @@ FIELDS: dict[str, Callable[[TrajectoryRecord], float | None]] = {
     "staleness": lambda record: record.staleness,
     "tokens": lambda record: record.num_tokens,
     "masked": lambda record: record.num_masked_tokens,
-    "logprob_min": _lowest,
+    "logprob_min": lambda record: min(_own_logprobs(record), default=None),
     "logprob_mean": _mean,
     "step": lambda record: record.policy_version,
 }
-"""Numbers of a trajectory by the names they have on the command line; parts of the reward are reward.NAME."""
+"""Numbers of a trajectory, by name on the command line. Parts of the reward are called reward.NAME."""
+
+
+def part_of(name: str) -> str | None:
+    """Return NAME of reward.NAME; None for another field."""
+    return name.removeprefix(PART) if name.startswith(PART) else None
 
 
 def value_of(record: TrajectoryRecord, name: str) -> float | None:
-    """A field's number; None where the trajectory has none, or what it has is NaN."""
-    part = name.removeprefix(PART)
-    value = FIELDS[name](record) if part == name else record.reward_parts.get(part)
+    """Return the value of a field; None if the trajectory has no value, or NaN."""
+    part = part_of(name)
+    value = FIELDS[name](record) if part is None else record.reward_parts.get(part)
     return None if value is None or math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """FIELD OPERATOR VALUE. A trajectory without a value of the field does not meet it, whatever the operator."""
+    """The condition FIELD OPERATOR VALUE. A trajectory without a value meets no condition, for any operator."""
 
     name: str
     sign: str
@@ -81,7 +82,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """By a field, the lowest first unless `descending`; those without a value last, equal ones as in the file."""
+    """Sort by a field, lowest first unless `descending`; missing values last, equal values in file order."""
 
     name: str
     descending: bool = False
@@ -95,7 +96,7 @@ class Order:
 
 @dataclass(slots=True)
 class Seen:
-    """What a pass has met, to say what there is when nothing was found."""
+    """Counts and names collected during a pass, for messages."""
 
     num_records: int = 0
     num_matching: int = 0
@@ -114,7 +115,7 @@ class Seen:
 def matching(
     records: Iterable[TrajectoryRecord], conditions: Sequence[Condition], seen: Seen
 ) -> Iterator[TrajectoryRecord]:
-    """Those that meet every condition, in their order; `seen` is up to date with each."""
+    """Yield the records that meet every condition, in file order; update `seen` with each record."""
     for record in records:
         seen.note(record)
         if all(condition(record) for condition in conditions):
@@ -125,9 +126,9 @@ def matching(
 def selected(
     records: Iterable[TrajectoryRecord], *, order: Order | None, limit: int | None
 ) -> Iterable[TrajectoryRecord]:
-    """The first `limit` in an order; without an order the newest, in that of the file.
+    """Return the first `limit` records in an order; without an order, the newest in file order.
 
-    Without either it is the records' own iterator, not gone through yet.
+    Without order and limit, return the unread iterator.
     """
     if order is None:
         return records if limit is None else deque(records, maxlen=limit)
@@ -135,11 +136,7 @@ def selected(
 
 
 def parse_where(text: str) -> Where:
-    """Read FIELD OPERATOR VALUE, such as `reward<0.5`.
-
-    Raises:
-        DataError: no such field, no operator, or a value of another type.
-    """
+    """Parse FIELD OPERATOR VALUE, such as `reward<0.5`."""
     found = re.fullmatch(r"\s*([^<>=!\s]+)\s*(<=|>=|==|!=|=|<|>)\s*(.*?)\s*", text, re.DOTALL)
     if found is None:
         raise DataError(f"--where '{text}': expected FIELD OPERATOR VALUE, such as 'reward<0.5'")
@@ -159,49 +156,42 @@ def parse_where(text: str) -> Where:
 
 
 def parse_order(text: str) -> Order:
-    """Read FIELD or -FIELD."""
+    """Parse FIELD or -FIELD."""
     name = text.removeprefix("-")
     _known("--sort", text, name, tuple(FIELDS))
     return Order(name, descending=text.startswith("-"))
 
 
 def parse_steps(text: str) -> Condition:
-    """Read N or A:B, both ends included; an end that is left out is open."""
+    """Parse N or A:B, both ends included; a missing end is open."""
     low, colon, high = text.partition(":")
     try:
-        first = int(low) if low else None
-        last = (int(high) if high else None) if colon else first
-        if not colon and first is None:
-            raise ValueError
+        first = -math.inf if colon and not low else int(low)
+        last = first if not colon else int(high) if high else math.inf
     except ValueError:
         raise DataError(f"--step '{text}': expected a policy version or a range of them, such as 12 or 10:20") from None
-    if first is not None and last is not None and first > last:
+    if first > last:
         raise DataError(f"--step '{text}': expected the lower version first, such as {last}:{first}")
-    return lambda record: (
-        (first is None or record.policy_version >= first) and (last is None or record.policy_version <= last)
-    )
+    return lambda record: first <= record.policy_version <= last
 
 
 def parse_sample(text: str) -> Condition:
-    """Read GROUP/INDEX, or GROUP/INDEX.PART for one trajectory of a sample that gave several."""
+    """Parse GROUP/INDEX, or GROUP/INDEX.PART for a single trajectory of a sample with several."""
     found = re.fullmatch(r"(-?\d+)/(\d+)(?:\.(\d+))?", text)
     if found is None:
         raise DataError(f"--sample '{text}': expected GROUP/INDEX as in the trajectory's first line, such as 40/3")
-    group_id, sample_index = int(found[1]), int(found[2])
-    part_index = None if found[3] is None else int(found[3])
+    group_id, sample_index, part_index = (None if digits is None else int(digits) for digits in found.groups())
     return lambda record: (
         (record.group_id, record.sample_index) == (group_id, sample_index) and part_index in {None, record.part_index}
     )
 
 
 def parse_pattern(text: str) -> re.Pattern[str]:
-    """Read a regular expression to look for."""
     try:
         return re.compile(text)
     except re.error as error:
-        raise DataError(
-            f"--grep '{text}': expected a regular expression: {error}; put a backslash before ( [ * + ? . to mean it"
-        ) from None
+        advice = "escape ( [ * + ? . with a backslash"
+        raise DataError(f"--grep '{text}': expected a regular expression: {error}; {advice}") from None
 
 
 def contains(pattern: re.Pattern[str]) -> Condition:
@@ -209,7 +199,7 @@ def contains(pattern: re.Pattern[str]) -> Condition:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What was expected, for the end of an error: the likeliest name, and all of them."""
+    """Return the end of an error message: the closest name, and all names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""

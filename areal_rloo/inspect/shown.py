@@ -1,72 +1,94 @@
-"""How numbers and foreign text are shown, on a terminal and on a page.
+"""Show numbers and untrusted text on a terminal or a page, and give report.html and trajectories.html one style.
 
-A completion is whatever a model wrote: nothing of it may move a cursor, change a color or turn the writing direction.
+A model may write any text. No such text may move the cursor, change colors or the writing direction. The pages load
+nothing.
 """
 
 from __future__ import annotations
 
+import html
 import unicodedata
 
-_JOINERS = "\u200c\u200d\u00ad"  # part of words and emoji, and harmless
+NUM_COLORS = 6
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --paper: #f6f7f8; --card: #fff; --line: #d9dde2; --soft: #66707c;
+  --c0: #2f6fde; --c1: #dd6b20; --c2: #2f9e5b; --c3: #8e4ec6; --c4: #c2304f; --c5: #5f6b7a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ec; --paper: #12161b; --card: #1a2027; --line: #343c46; --soft: #97a2ae;
+    --c0: #6ea2ff; --c1: #f59a57; --c2: #5cc98a; --c3: #bd8cf0; --c4: #f0758f; --c5: #a3afbd; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 1360px; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: .95rem; font-weight: 600; margin: 0 0 .3rem; }
+p { margin: .1rem 0; } .soft { color: var(--soft); } a { color: var(--c0); }
+.state { display: inline-block; padding: .05rem .6rem; border-radius: 1rem; border: 1px solid var(--line);
+         font-size: .85rem; color: var(--soft); }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
+summary { cursor: pointer; } pre { overflow-x: auto; font-size: .82rem; line-height: 1.4; }
+"""
+_JOINERS = "\u200c\u200d\u00ad"  # harmless parts of words and emoji
 _CONTROL_PICTURES = 0x2400
 
 
 class _Visible(dict[int, str]):
-    """For str.translate: characters that steer a terminal or a reader, as something to see."""
+    """A table for str.translate: replaces control characters by visible characters."""
 
     def __missing__(self, code: int) -> str:
-        character = chr(code)
-        if character not in _JOINERS and unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:
-            self[code] = _picture(code)
-        else:
-            self[code] = character
-        return self[code]
+        shown = chr(code)
+        if shown not in _JOINERS and unicodedata.category(shown) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:
+            shown = f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+            if code < 0x20:
+                shown = chr(_CONTROL_PICTURES + code)
+        self[code] = shown
+        return shown
 
 
-def _picture(code: int) -> str:
-    if code < 0x20:
-        return chr(_CONTROL_PICTURES + code)
-    if code == 0x7F:
-        return "␡"
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-_TEXT = _Visible({ord("\n"): "\n", ord("\t"): "\t"})
-_LINE = _Visible({ord("\n"): "⏎", ord("\t"): "⇥"})
+_TEXT = _Visible({ord("\n"): "\n", ord("\t"): "\t", 0x7F: "␡"})
+_LINE = _Visible({ord("\n"): "⏎", ord("\t"): "⇥", 0x7F: "␡"})
 
 
 def visible(text: str) -> str:
-    """Foreign text over several lines."""
+    """Make untrusted text visible; keep line breaks and tabs."""
     return text.translate(_TEXT)
 
 
 def visible_line(text: str) -> str:
-    """Foreign text in one line."""
+    """Make untrusted text visible, on a single line."""
     return text.translate(_LINE)
 
 
 def number(value: float) -> str:
-    """A number as a reader wants it: no digits that say nothing."""
+    """Format a number with three significant digits, or with thousands separators from 1,000 on."""
     if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+        return "0"  # not -0
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def signed(value: float) -> str:
-    """A number whose sign matters."""
+    """Format a number with an explicit sign."""
     return f"+{number(value)}" if value > 0 else number(value)
 
 
 def kept_ends(length: int, most: int) -> tuple[int, int]:
-    """How much of a beginning and of an end to show, `most` at most; the end has more, for answers stand there."""
+    """Return lengths of head and tail, at most `most` together. The tail is longer, because answers are at the end."""
     if length <= most:
         return length, 0
     return most // 3, most - most // 3
 
 
 def shortened(text: str, most: int) -> str:
-    """A text without its middle where it is longer than `most` characters."""
+    """Cut the middle of a text with more than `most` characters."""
     head, tail = kept_ends(len(text), most)
     return text if not tail else f"{text[:head]} … {len(text) - most:,} characters … {text[-tail:]}"
+
+
+def document(title: str, body: str, *, style: str, head: str = "") -> str:
+    """Make a page. `title` is text; `body`, `style` and `head` are markup."""
+    return "\n".join(
+        [
+            "<!doctype html><html lang=en><head><meta charset=utf-8>",
+            "<meta name=viewport content='width=device-width, initial-scale=1'>",
+            f"{head}<title>{html.escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
+            body,
+            "</body></html>",
+        ]
+    )

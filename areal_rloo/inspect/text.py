@@ -1,21 +1,24 @@
-"""One trajectory as a block of lines on the terminal: what is known of it, its prompt, its completion.
+"""Trajectories as text for the terminal: a block of lines for each (`show`), or a table of counts (`table`).
 
-On a terminal lines are wrapped to its width; into a pipe each goes whole, so that grep and awk see what they look for.
+On a terminal, lines wrap at the width. Into a pipe, lines stay whole for grep and awk.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from areal_rloo.inspect.select import value_of
 from areal_rloo.inspect.shown import kept_ends, number, shortened, signed, visible, visible_line
-from areal_rloo.telemetry.trajectories import Token, TrajectoryRecord
+from areal_rloo.telemetry.trajectories import TrajectoryRecord
 
 _INDENT = "  "
 _MOST_PROMPT = 1200  # characters shown of a prompt
@@ -23,10 +26,12 @@ _MOST_TOKENS = 240  # shown of a completion
 _MOST_DETAIL = 800
 _OTHERS = "italic cyan"
 
+By = Literal["step", "source"]
+
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How much of each trajectory to show; `pattern` is highlighted."""
+    """Which parts of a trajectory to show; `pattern` is highlighted."""
 
     tokens: bool = False
     full: bool = False
@@ -34,7 +39,7 @@ class View:
 
 
 def show(console: Console, record: TrajectoryRecord, view: View) -> None:
-    """Print one block, and an empty line after it."""
+    """Print a trajectory, and an empty line after the block."""
     _print(console, _flowed(_facts(record), console))
     if record.dropped is not None and record.detail:
         _section(console, "detail", [Text(visible(_short(record.detail, _MOST_DETAIL, view)), style="red")])
@@ -47,7 +52,7 @@ def show(console: Console, record: TrajectoryRecord, view: View) -> None:
 
 
 def _facts(record: TrajectoryRecord) -> Iterator[Text]:
-    """The words of the first line; none of them is broken."""
+    """Yield the words of the first line; a word is never wrapped."""
     yield Text(f"── {record.name}", style="bold")
     yield Text(f"step {record.policy_version}")
     if record.dropped is not None:
@@ -85,7 +90,7 @@ def _reward(record: TrajectoryRecord) -> Text:
 
 
 def _completion(record: TrajectoryRecord, view: View) -> Text:
-    """The completion with ⟨v7⟩ where the policy's version changes, and what others wrote in ⟦ ⟧."""
+    """Format the completion, with ⟨v7⟩ at each change of version, and text of tools and users in ⟦ ⟧."""
     several = len({version for version, _ in record.versions}) > 1
     most = record.num_tokens if view.full else _MOST_TOKENS
     head, tail = kept_ends(record.num_tokens, most)
@@ -113,25 +118,16 @@ def _token_lines(record: TrajectoryRecord) -> Iterator[Text]:
     advantage = "  advantage" if record.advantages else ""
     yield Text(f"{'#':>6}  {'id':>7}  version  logprob{advantage}  token", style="dim")
     for index, token in enumerate(record.tokens()):
-        yield _token_line(index, token)
-
-
-def _token_line(index: int, token: Token) -> Text:
-    line = Text(f"{index:>6}  {token.token_id:>7}  {f'v{token.version}':>7}  ")
-    line.append(*((f"{token.logprob:>7.3f}", _surprise(token.logprob)) if token.by_policy else (f"{'-':>7}", "dim")))
-    if token.advantage is not None:
-        line.append(f"  {signed(token.advantage):>9}")
-    shown = f"“{visible_line(token.text)}”"
-    if token.by_policy:
-        return line.append(f"  {shown}")
-    return line.append(f"  ⟦{shown}⟧", style=_OTHERS).append("  not by the policy", style="dim")
-
-
-def _surprise(logprob: float) -> str:
-    """The less likely a token was, the louder."""
-    if math.isnan(logprob) or logprob < -3:  # below 5 %
-        return "red"
-    return "yellow" if logprob < -1 else ""
+        line = Text(f"{index:>6}  {token.token_id:>7}  {f'v{token.version}':>7}  ")
+        surprise = "red" if not token.logprob >= -3 else "yellow" if token.logprob < -1 else ""  # -3: 5 %; NaN is red
+        line.append(*((f"{token.logprob:>7.3f}", surprise) if token.by_policy else (f"{'-':>7}", "dim")))
+        if token.advantage is not None:
+            line.append(f"  {signed(token.advantage):>9}")
+        shown = f"“{visible_line(token.text)}”"
+        if token.by_policy:
+            yield line.append(f"  {shown}")
+        else:
+            yield line.append(f"  ⟦{shown}⟧", style=_OTHERS).append("  not by the policy", style="dim")
 
 
 def _short(text: str, most: int, view: View) -> str:
@@ -151,15 +147,14 @@ def _section(console: Console, title: str, texts: Iterable[Text]) -> None:
     for text in texts:
         if text.plain.endswith("\n"):
             text.right_crop(1)
-        wraps = console.is_terminal
-        lines = (
-            text.wrap(console, max(20, console.width - len(_INDENT))) if wraps else text.split("\n", allow_blank=True)
-        )
+        lines = text.split("\n", allow_blank=True)
+        if console.is_terminal:
+            lines = text.wrap(console, max(20, console.width - len(_INDENT)))
         _print(console, (Text(_INDENT).append_text(line) for line in lines))
 
 
 def _flowed(words: Iterable[Text], console: Console) -> list[Text]:
-    """Words two spaces apart, in as many lines as they need; the later lines are indented."""
+    """Join words with two spaces, and wrap at the width of the terminal; indent all lines after the first."""
     lines = [Text()]
     for word in words:
         if lines[-1].plain.strip():
@@ -174,3 +169,68 @@ def _flowed(words: Iterable[Text], console: Console) -> list[Text]:
 def _print(console: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the trajectories of a line of the table."""
+
+    number: int = 0
+    num_rewards: int = 0
+    rewards: float = 0.0
+    num_trained: int = 0
+    num_without_advantage: int = 0  # trained, with advantage 0
+    num_generated: int = 0  # with a known completion; samples without a reward have none
+    num_tokens: int = 0
+    num_truncated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, record: TrajectoryRecord) -> None:
+        self.number += 1
+        self.num_generated += record.num_tokens > 0
+        self.num_tokens += record.num_tokens
+        self.num_truncated += record.finish_reason == "length"
+        self.num_rewards += record.reward is not None
+        self.rewards += record.reward or 0.0
+        if record.advantage is not None:
+            self.num_trained += 1
+            self.num_without_advantage += record.advantage == 0 and not any(record.advantages)
+        if record.dropped is not None:
+            self.dropped[record.dropped] += 1
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.rewards / self.num_rewards if self.num_rewards else None
+
+
+def tallied(records: Iterable[TrajectoryRecord], by: By) -> dict[int | str, Tally]:
+    """Make a tally for each step or source, in order."""
+    tallies: defaultdict[int | str, Tally] = defaultdict(Tally)
+    for record in records:
+        tallies[record.policy_version if by == "step" else record.source].add(record)
+    return {key: tallies[key] for key in sorted(tallies)}
+
+
+def table(tallies: dict[int | str, Tally], by: By) -> Table:
+    """Format tallies as a table. Shares refer to the trajectories of a line; `advantage 0` to the trained ones."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown.add_column(by, justify="right" if by == "step" else "left")
+    for name in ("number", "reward", "advantage 0", "tokens", "truncated"):
+        shown.add_column(name, justify="right")
+    shown.add_column("dropped")
+    for key, tally in tallies.items():
+        shown.add_row(
+            visible_line(str(key)),
+            f"{tally.number:,}",
+            "-" if tally.reward_mean is None else number(tally.reward_mean),
+            _share(tally.num_without_advantage, tally.num_trained),
+            number(tally.num_tokens / tally.num_generated) if tally.num_generated else "-",
+            _share(tally.num_truncated, tally.num_generated),
+            ", ".join(f"{visible_line(name)} {_share(n, tally.number)}" for name, n in tally.dropped.most_common())
+            or "-",
+        )
+    return shown
+
+
+def _share(count: int, whole: int) -> str:
+    return f"{100 * count / whole:.0f} %" if whole else "-"

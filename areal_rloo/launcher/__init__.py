@@ -1,1 +1,14 @@
-"""Launchers: from one command to the processes of a run, and back to one exit code."""
+"""Launchers: start the processes of a run with one command, and end with one exit code.
+
+In the order of a start:
+
+- `local`: the command for this machine; `slurm` and `ray` are the commands for clusters, in folders of their own.
+- `start`: the command line, the checks, and the first files of the run folder, for every launcher.
+- `run_folder`: the name of the run folder and the files in it for launchers.
+- `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
+- `placement`: a seat (host, GPUs, cores) for each process.
+- `plan`: the command line of each process; `--dry-run` prints the plan.
+- `job`: a run from the first process to the last.
+- `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.
+- `doctor`: checks of a host and of a config.
+"""

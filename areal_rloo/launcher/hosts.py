@@ -1,76 +1,74 @@
-"""The hosts of a run, as a launcher finds them or as the config describes them; GPUs that runs keep apart."""
+"""The hosts of a run: this machine or hosts as the config describes them, and a lock for each GPU of a local run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import os
-import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import psutil
+import pynvml
+from filelock import BaseFileLock
 
 from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
+from areal_rloo.files import lock_file
 from areal_rloo.launcher.placement import Host
+from areal_rloo.waiting import call_within
 
-_NVIDIA_SMI_TIMEOUT_S = 10
+_DRIVER_TIMEOUT_S = 10.0
+_CHOICE_TIMEOUT_S = 600.0
+
+
+class DriverError(Exception):
+    """The NVIDIA driver is installed but reports an error or does not answer."""
 
 
 def this_host(launcher: LauncherConfig) -> Host:
-    """Cores this process may use, GPUs as the driver lists them, and memory, capped as the config says; no torch.
+    """Find the usable cores, the GPUs of the driver and the memory, within the limits of the config; without torch.
 
     Raises:
-        PreflightError: the driver does not answer, or there are fewer GPUs than the config says.
+        PreflightError: the driver does not answer, or there are fewer GPUs than the config asks for.
     """
     found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), psutil.virtual_memory().total)
     return capped(found, launcher)
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Count the usable cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def described_hosts(launcher: LauncherConfig) -> list[Host]:
-    """What the config says of hosts that are not there yet; nothing else is known of them."""
-    return [
-        Host(
-            f"host-{index}",
-            f"host-{index}",
-            launcher.cores_per_host or 1,
-            tuple(str(gpu) for gpu in range(launcher.gpus_per_host or 0)),
-            launcher.memory_per_host,
-        )
-        for index in range(launcher.num_hosts)
-    ]
+    """Make hosts from the numbers of the config, for a run whose real hosts are not known yet."""
+    gpu_ids = tuple(str(gpu) for gpu in range(launcher.gpus_per_host or 0))
+    names = [f"host-{index}" for index in range(launcher.num_hosts)]
+    return [Host(name, name, launcher.cores_per_host or 1, gpu_ids, launcher.memory_per_host) for name in names]
 
 
 def capped(host: Host, launcher: LauncherConfig) -> Host:
-    """A host with no more than the config lets a run use of it.
+    """Lower the cores, GPUs and memory of a host to the limits of the config.
 
     Raises:
-        PreflightError: it has fewer GPUs than the config says.
+        PreflightError: the host has fewer GPUs than the config asks for.
     """
-    gpu_ids = host.gpu_ids if launcher.gpus_per_host is None else host.gpu_ids[: launcher.gpus_per_host]
-    if launcher.gpus_per_host is not None and len(gpu_ids) < launcher.gpus_per_host:
+    gpu_ids, wanted = host.gpu_ids[: launcher.gpus_per_host], launcher.gpus_per_host or 0
+    if len(gpu_ids) < wanted:
         raise PreflightError(
-            f"launcher.gpus_per_host: expected {launcher.gpus_per_host} GPUs on {host.name}, which has "
-            f"{len(gpu_ids)}, {launcher.gpus_per_host - len(gpu_ids)} too few; lower it, or leave it out"
+            f"launcher.gpus_per_host: expected {wanted} GPUs on {host.name}, which has {len(gpu_ids)}, "
+            f"{wanted - len(gpu_ids)} too few; lower it, or leave it out"
         )
-    return Host(
-        host.name,
-        host.address,
-        min(host.num_cores, launcher.cores_per_host or host.num_cores),
-        gpu_ids,
-        min(host.memory_bytes, launcher.memory_per_host or host.memory_bytes),
+    return dataclasses.replace(
+        host,
+        num_cores=min(host.num_cores, launcher.cores_per_host or host.num_cores),
+        gpu_ids=gpu_ids,
+        memory_bytes=min(host.memory_bytes, launcher.memory_per_host or host.memory_bytes),
     )
 
 
@@ -78,73 +76,99 @@ def _gpu_ids() -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         ids = [part.strip() for part in visible.split(",") if part.strip()]
-        return tuple(itertools.takewhile(lambda gpu_id: not gpu_id.startswith("-"), ids))  # as CUDA reads it
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return tuple(itertools.takewhile(lambda gpu_id: not gpu_id.startswith("-"), ids))  # the rule of CUDA
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return tuple(gpu.index for gpu in list_gpus() or ())
+    except DriverError as error:
         raise PreflightError(
-            f"gpus: nvidia-smi does not answer: {error}; look at `dmesg`, the driver may want a reboot, or set "
-            "CUDA_VISIBLE_DEVICES"
+            f"gpus: {error}; see `dmesg`, reload the NVIDIA driver or reboot, or set CUDA_VISIBLE_DEVICES"
         ) from error
-    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the driver reports it. Memory is 0 bytes if the GPU shares the memory of the host."""
+
+    index: str
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+    driver: str
+
+
+def list_gpus() -> tuple[Gpu, ...] | None:
+    """List the GPUs of the driver, whatever CUDA_VISIBLE_DEVICES says; None without a driver library.
+
+    Raises:
+        DriverError: the driver reports an error or does not answer in time.
+    """
+    try:
+        return call_within(_DRIVER_TIMEOUT_S, _ask_driver)
+    except TimeoutError as error:
+        raise DriverError(f"the NVIDIA driver does not answer: {error}") from error
+    except pynvml.NVMLError_LibraryNotFound:
+        return None
+    except pynvml.NVMLError as error:
+        raise DriverError(f"the NVIDIA driver fails: {error}") from error
+
+
+def _ask_driver() -> tuple[Gpu, ...]:
+    pynvml.nvmlInit()
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return tuple(_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(index: int, driver: str) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    total_bytes = used_bytes = 0
+    with contextlib.suppress(pynvml.NVMLError_NotSupported):
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)  # without the driver's own share
+        total_bytes, used_bytes = memory.total, memory.used
+    uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+    return Gpu(str(index), uuid, name, total_bytes, used_bytes, driver)
 
 
 class ClaimedGpus:
-    """GPUs of this host that no other run of the local launcher takes while they are held, whoever's it is.
-
-    A lock on a file for each; the kernel lets it go with the process that holds it, however that ends.
-    """
+    """Locks GPUs of this host against other local runs of any user. Each lock ends with the process."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir()) / "areal_rloo-gpus"
-        self._files: dict[str, IO[bytes]] = {}
-        self._turn: IO[bytes] | None = None
+        self._locks: dict[str, BaseFileLock] = {}
+        self._turn: BaseFileLock | None = None
 
     def claim(self, host: Host) -> Host:
-        """The host with those of its GPUs that nobody has; they are ours until `keep` or `close`.
+        """Lock all free GPUs of the host, until `keep` or `close`; give the host with these GPUs only.
 
-        Until then other runs wait here, so that none takes for missing what this one is about to give back.
+        Another run waits here until `keep`, because this run may release some of the GPUs.
         """
         if not host.gpu_ids:
             return host
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
-            self._folder.chmod(0o1777)  # everybody's, whatever our umask
-        self._turn = self._opened(".turn")
-        if self._turn is not None:
-            fcntl.flock(self._turn, fcntl.LOCK_EX)
+            self._folder.chmod(0o1777)  # for all users, whatever the umask
+        self._turn = self._locked(".turn", timeout_s=_CHOICE_TIMEOUT_S)
         for gpu_id in host.gpu_ids:
-            if (file := self._opened(gpu_id)) is None:
-                continue
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                continue
-            self._files[gpu_id] = file
-        return dataclasses.replace(host, gpu_ids=tuple(gpu for gpu in host.gpu_ids if gpu in self._files))
+            if (lock := self._locked(gpu_id)) is not None:
+                self._locks[gpu_id] = lock
+        return dataclasses.replace(host, gpu_ids=tuple(gpu for gpu in host.gpu_ids if gpu in self._locks))
 
     def keep(self, gpu_ids: Iterable[str]) -> None:
-        """Let all others go, and the next run choose."""
-        for gpu_id in self._files.keys() - set(gpu_ids):
-            self._files.pop(gpu_id).close()
+        """Release all other GPUs, and let the next run choose."""
+        for gpu_id in self._locks.keys() - set(gpu_ids):
+            self._locks.pop(gpu_id).release()
         if self._turn is not None:
-            self._turn.close()
+            self._turn.release()
             self._turn = None
 
     def close(self) -> None:
         self.keep(())
 
-    def _opened(self, gpu_id: str) -> IO[bytes] | None:
-        """The file of a GPU; None where it is another user's and closed to us, as the GPU then is."""
-        path = self._folder / gpu_id.replace("/", "_")
+    def _locked(self, name: str, *, timeout_s: float = 0.0) -> BaseFileLock | None:
+        """Lock a file; None if another run holds the lock, or if the file of another user is closed to this user."""
         with contextlib.suppress(OSError):
-            path.touch()
-            path.chmod(0o666)  # everybody's, whatever our umask
-        try:
-            return path.open("rb")
-        except OSError:
-            return None
+            return lock_file(self._folder / name.replace("/", "_"), timeout_s=timeout_s, mode=0o666)
+        return None

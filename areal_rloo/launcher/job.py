@@ -1,9 +1,9 @@
-"""A run, from its first process to its last, on whatever starts processes.
+"""A run from the first process to the last, the same for every launcher. Runs on the launcher's main thread.
 
-    preparation, to its end ─► learner ranks and rollout workers ─► watch until the learner has ended ─► report
+    preparation ─► learner ranks and rollout workers ─► watch until the learner has ended ─► report
 
-A rollout worker that dies is started again; so is the learner, from its newest checkpoint. The first signal drains: a
-checkpoint, then exit 0; the second stops at once. The exit code is the learner's.
+A crashed rollout worker is restarted; a crashed learner restarts from the newest checkpoint. The first signal drains
+(checkpoint, then exit code 0), the second signal kills. The exit code of the run is the learner's.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from areal_rloo.config import Config
 from areal_rloo.errors import DataError, PreflightError, UserError
-from areal_rloo.launcher.learner_ranks import LearnerRanks
-from areal_rloo.launcher.placement import Placement
-from areal_rloo.launcher.plan import Addresses, Plan, plan_run
+from areal_rloo.launcher.plan import JobRequest, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
-from areal_rloo.launcher.supervisor import Starter, Supervisor
+from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor
+from areal_rloo.learner.warm_start import PreparedModel
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
@@ -36,47 +33,12 @@ _LOOK_EVERY_S = 0.1
 _TOLD_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest:
-    """What is to be run.
-
-    Attributes:
-        config: with numbers for counts.
-        placement: of its processes.
-        folder: the run folder, with what its processes read already in it.
-        addresses: where the learner listens.
-        resume: whether it goes on from its newest checkpoint.
-    """
-
-    config: Config
-    placement: Placement
-    folder: Path
-    addresses: Addresses
-    resume: bool
-
-    def plan(self, *, model_path: str, warm_start_s: float) -> Plan:
-        return plan_run(
-            self.config,
-            self.placement,
-            run_folder=self.folder,
-            model_path=model_path,
-            addresses=self.addresses,
-            resume=self.resume,
-            warm_start_s=warm_start_s,
-        )
-
-
 class Signals:
-    """What this process was asked for since `install`, which is best called early: what comes before is its end.
-
-    Attributes:
-        num_ends: how often SIGINT or SIGTERM came.
-        drains: whether SIGUSR1 did, by which Slurm asks for a checkpoint and a place in the queue.
-    """
+    """Counts signals since `install`. An earlier signal ends the process, so call `install` early."""
 
     def __init__(self) -> None:
-        self.num_ends = 0
-        self.drains = False
+        self.num_ends = 0  # SIGINT and SIGTERM
+        self.drains = False  # True after SIGUSR1, with which Slurm asks for a checkpoint and a requeue
 
     def install(self, *, with_usr1: bool = False) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if with_usr1 else ())):
@@ -95,7 +57,7 @@ class Signals:
 
 
 class Job:
-    """One run. Afterwards, `unfinished` says that there is more to train, and that it can go on from where it is."""
+    """A run. After `run`, `unfinished` is True if there is more to train and the run can be resumed."""
 
     def __init__(self, request: JobRequest, starter: Starter, signals: Signals) -> None:
         self._request = request
@@ -111,10 +73,10 @@ class Job:
         self.unfinished = False
 
     def run(self) -> int:
-        """All of it; gives the exit code."""
+        """Run to the end; give the exit code."""
         progress = self._progress
         progress.say(f"run folder: {self._folder}")
-        grace_s = self._config.launcher.drain_timeout_s  # whatever ends us but the learner's end, it may save
+        grace_s = self._config.launcher.drain_timeout_s  # after an exception, the learner may still save a checkpoint
         try:
             with progress:
                 code = self._supervise(*self._prepare())
@@ -127,13 +89,13 @@ class Job:
             shutil.rmtree(self._request.addresses.segment_folder, ignore_errors=True)
         try:
             progress.say(f"report: {write_report(self._folder)}")
-        except (DataError, OSError) as error:  # the run is what it is, drawn or not
+        except (DataError, OSError) as error:  # the run has ended well, with or without a report
             progress.say(f"no report: {error}")
         return code
 
     def _prepare(self) -> tuple[str, float]:
-        """The model's path, and the seconds its warm start took."""
-        preparation = self._request.plan(model_path="", warm_start_s=0.0).preparation
+        """Make the tiny model if the run needs one; give the model's path and the seconds of the warm start."""
+        preparation = plan_run(self._request, model_path="").preparation
         if preparation is None:
             return self._config.model.path, 0.0
         if self._request.resume and (made := self._made()) is not None:
@@ -161,17 +123,16 @@ class Job:
         return made
 
     def _made(self) -> tuple[str, float] | None:
-        """What the preparation of this run left, if it is there: the path of the model, and the seconds it took."""
+        """Read the result of a preparation, if any: the model's path and the seconds of the warm start."""
         file = self._folder / "model.json"
         if not file.exists():
             return None
-        made = msgspec.json.decode(file.read_bytes(), type=dict[str, str | float | bool | None])
-        path = str(made["path"])
-        return (path, float(made["warm_start_s"] or 0.0)) if Path(path).is_dir() else None
+        made = msgspec.json.decode(file.read_bytes(), type=PreparedModel)
+        return (made.path, made.warm_start_s) if Path(made.path).is_dir() else None
 
     def _supervise(self, model_path: str, warm_start_s: float) -> int:
-        """Start learner and workers, and watch until the learner has ended for good."""
-        plan = self._request.plan(model_path=model_path, warm_start_s=warm_start_s)
+        """Start learner and workers, and watch them until the learner has ended and does not restart."""
+        plan = plan_run(self._request, model_path=model_path, warm_start_s=warm_start_s)
         ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
         workers = [spec.name for spec in plan.workers]
         ranks.start()
@@ -182,17 +143,15 @@ class Job:
         while (code := self._ended(ranks, failure)) is None:
             self._look_around(tail)
             self._obey_signals(ranks)
-            if self._drain_ends_s is None and failure is None:
-                failure = self._tend(workers)
-                if failure is not None:
-                    self._begin_drain(ranks)
+            if self._drain_ends_s is None and (failure := self._tend(workers)) is not None:
+                self._begin_drain(ranks)
             time.sleep(_LOOK_EVERY_S)
         self._look_around(tail)
         if code == 0:
-            self._supervisor.wait(workers, _GRACE_S)  # the learner has told them to end
+            self._supervisor.wait(workers, _GRACE_S)  # the learner has told the workers to drain
         told = self._drain_ends_s is not None and failure is None and self._signals.num_ends <= 1
         if told and code in _TOLD_TO_END:
-            code = 0  # before it had begun
+            code = 0  # the signal came before the learner could handle signals
         overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
         self.unfinished = (code == 0 or overdue) and failure is None and not is_finished(self._folder)
         if code != 0:
@@ -200,7 +159,7 @@ class Job:
         return code if failure is None else failure
 
     def _look_around(self, tail: RecordTail) -> None:
-        """Show what is new. Whatever a disk does meanwhile, the run goes on."""
+        """Show new records and warn of a full disk. An error of the disk does not end the run."""
         try:
             self._progress.show(tail.read())
             self._look_at_disk()
@@ -210,13 +169,13 @@ class Job:
             self._trouble = str(error)
 
     def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
-        """The learner's exit code, once it is not to begin anew."""
+        """Give the learner's exit code; None while the learner runs or restarts."""
         code = ranks.exit_code()
         if code is None:
             return None
         code = ranks.finish(code)
         ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
-        return code if ends or not ranks.begin_anew(code) else None
+        return code if ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
         self._progress.warn(ranks.last_words(code))
@@ -225,7 +184,7 @@ class Job:
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
     def _tend(self, workers: list[str]) -> int | None:
-        """Restart dead workers; an exit code once the run cannot go on for want of them."""
+        """Restart dead workers; give an exit code if the run must end because no worker is left."""
         alive = 0
         for name in workers:
             if self._supervisor.exit_code(name) == 2:
@@ -240,7 +199,7 @@ class Job:
         return None
 
     def _look_at_disk(self) -> None:
-        """Say when the disk gets full: what goes missing then are the very files that would say so."""
+        """Warn on the terminal when the disk becomes full: logs on a full disk may miss the error."""
         free, least = shutil.disk_usage(self._folder).free, self._config.launcher.min_free_disk_bytes
         full = free < least
         if full and not self._disk_is_full:
@@ -252,7 +211,7 @@ class Job:
 
     def _obey_signals(self, ranks: LearnerRanks) -> None:
         if self._signals.any and self._drain_ends_s is None:
-            self._progress.say("draining: a checkpoint, then the end; once more stops at once")
+            self._progress.say("draining: a checkpoint, then the end; a second signal stops at once")
             self._begin_drain(ranks)
         if self._signals.num_ends > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
             ranks.kill()

@@ -1,9 +1,8 @@
 """`python -m areal_rloo.launcher.local`: a whole run on this machine.
 
-    checks ─► plan ─► warm start, if the tiny model is not there yet ─► learner and rollout workers ─► report
+    checks ─► plan ─► warm start, unless the tiny model is cached ─► learner and rollout workers ─► report
 
-Several runs go side by side: each has ports of its own, and GPUs that no other has. What the run itself does, and what
-signals mean to it, is in job.py.
+Several runs can share the machine: each run has its own ports and GPUs. job.py has the run itself and the signals.
 """
 
 from __future__ import annotations
@@ -13,22 +12,20 @@ from collections.abc import Sequence
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.cli import parse, run_main
 from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.launcher.preflight import check, look
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import begin, hold, placed, show_plan
+from areal_rloo.launcher.start import begin, check, hold, look, parse, placed, run_main, show_plan
 from areal_rloo.ports import ReservedPorts
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan, run, report.
+    """Plan a run, run it, write the report; give the exit code of the learner.
 
     Raises:
-        UserError: something to be mended before anything starts.
+        UserError: the user must correct something; nothing was started.
     """
     options = parse("local", arguments)
     launcher = options.config.launcher
@@ -46,25 +43,18 @@ def main(arguments: Sequence[str]) -> int:
     hold(folder, options.config, resume=options.resume)
     gpus = ClaimedGpus()
     config, placement = _placed(options.config, this_host(launcher), gpus)
-    gpus.keep(gpu_id for seat in (*placement.learner, *placement.workers) for gpu_id in seat.gpu_ids)
+    gpus.keep(gpu_id for seat in placement.seats for gpu_id in seat.gpu_ids)
     look(config, folder)
     with ReservedPorts(2) as reserved:
-        request = begin(
-            config,
-            placement,
-            folder,
-            wire_port=reserved.ports[0],
-            meeting_port=reserved.ports[1],
-            resume=options.resume,
-        )
+        request = begin(config, placement, folder, ports=reserved.ports, resume=options.resume)
         return Job(request, LocalStarter(), Signals().install()).run()
 
 
 def _placed(config: Config, here: Host, gpus: ClaimedGpus) -> tuple[Config, Placement]:
-    """Seats on the GPUs that no other run has.
+    """Place the processes on free GPUs.
 
     Raises:
-        PreflightError: there are too few; says which ones others have.
+        PreflightError: there are too few free GPUs; the message lists the GPUs of other runs.
     """
     free = gpus.claim(here)
     taken = [gpu_id for gpu_id in here.gpu_ids if gpu_id not in free.gpu_ids]

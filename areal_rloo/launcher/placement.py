@@ -1,14 +1,14 @@
-"""From a config and hosts to seats: which process sits where, with which GPUs and how many cores. Pure functions.
+"""Gives each process of a run a seat: a host, GPUs and cores. Pure functions.
 
-    hosts ─► with_counts (what is `auto`) ─► place ─► a seat for each learner rank and each rollout worker
+    hosts ─► with_counts (replaces `auto`) ─► place ─► a seat for each learner rank and each rollout worker
 
-The learner's ranks are packed onto the first hosts, since they talk to each other all the time; the workers are spread
-over what is left, since they talk to nobody but the learner. A worker's GPUs are all on one host.
+The learner's ranks are packed onto the first hosts, because they communicate all the time. The workers are spread over
+the free GPUs, because they communicate with the learner only. All GPUs of a worker are on the same host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,12 +16,12 @@ import msgspec
 from areal_rloo.config import Config, validate
 from areal_rloo.errors import PreflightError
 
-_LEARNER_SHARE = 4  # one GPU in so many learns, where the counts are auto: generating takes the most time
+_LEARNER_SHARE = 4  # with `auto` counts, a quarter of the GPUs learns: generation takes the most time
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a host offers to this run. `memory_bytes` is 0 where nobody knows it."""
+    """The resources of a host for this run. `memory_bytes` is 0 if unknown."""
 
     name: str
     address: str
@@ -30,12 +30,9 @@ class Host:
     memory_bytes: int = 0
 
 
-_Place = tuple[Host, tuple[str, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of one process."""
+    """The place of a process."""
 
     host: Host
     gpu_ids: tuple[str, ...]
@@ -45,32 +42,36 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A seat for each process, learner ranks and rollout workers in their order."""
+    """A seat for each learner rank and each rollout worker, in order."""
 
     hosts: tuple[Host, ...]
     learner: tuple[Seat, ...]
     workers: tuple[Seat, ...]
 
     @property
+    def seats(self) -> tuple[Seat, ...]:
+        return (*self.learner, *self.workers)
+
+    @property
     def learner_host(self) -> Host:
-        """Of rank 0, which all others talk to."""
+        """The host of rank 0, which all other processes connect to."""
         return self.learner[0].host
 
     @property
     def used_hosts(self) -> tuple[Host, ...]:
-        """Those somebody sits on, in their order."""
-        taken = {seat.host.name for seat in (*self.learner, *self.workers)}
+        """The hosts with at least a process, in order."""
+        taken = {seat.host.name for seat in self.seats}
         return tuple(host for host in self.hosts if host.name in taken)
 
 
 def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
-    """The config with numbers where it says `auto`.
+    """Replace `auto` counts in the config by numbers.
 
-    On GPUs, a quarter of them learn (as many as `learner.num_replicas` divides, at least one) and the others generate,
-    `rollout.tensor_parallel` to a worker. Without, one rank learns and each host has a worker.
+    With GPUs, a quarter of them learn (a multiple of `learner.num_replicas`, at least 1) and the others generate,
+    `rollout.tensor_parallel` GPUs per worker. Without GPUs, a single rank learns and each host has a worker.
 
     Raises:
-        ConfigError: what came out does not fit the rest of the config.
+        ConfigError: the numbers do not fit the rest of the config.
     """
     num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
     if num_ranks and num_workers:
@@ -100,67 +101,44 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
 
 
 def place(config: Config, hosts: Sequence[Host]) -> Placement:
-    """Seats for all processes of a config whose counts are numbers.
+    """Give a seat to each process of a config whose counts are numbers.
 
-    Cores are shared evenly among the processes of a host where the config says 0, memory by cores.
+    The processes of a host share the memory evenly, and the cores too if the config says 0 threads.
 
     Raises:
-        PreflightError: a device was asked for that the hosts do not have; says by how much.
+        PreflightError: the hosts have too few GPUs; the message says how many are missing.
     """
     rank_gpus, worker_gpus = _gpus_each(config, hosts)
-    free = {host.name: list(host.gpu_ids) for host in hosts}
-    learner = _packed(hosts, free, [rank_gpus] * config.learner.num_ranks)
-    workers = None if learner is None else _spread(hosts, free, [worker_gpus] * config.rollout.num_workers, learner)
-    if learner is None or workers is None:
-        raise PreflightError(_too_few(config, hosts, rank_gpus, worker_gpus))
-    num_seats = {host.name: 0 for host in hosts}
-    for host, _ in (*learner, *workers):
-        num_seats[host.name] += 1
+    free = {host.name: host.gpu_ids for host in hosts}
+    places: list[tuple[Host, tuple[str, ...]]] = []
+
+    def num_on(host: Host) -> int:
+        return sum(there is host for there, _ in places)
+
+    def take(num_gpus: int, order: Callable[[Host], float]) -> None:
+        """Place a process on the first host in this order that has enough free GPUs."""
+        able = [host for host in hosts if len(free[host.name]) >= num_gpus]
+        if not able:
+            raise PreflightError(_too_few(config, hosts, rank_gpus, worker_gpus))
+        host = min(able, key=order)
+        gpu_ids, free[host.name] = free[host.name][:num_gpus], free[host.name][num_gpus:]
+        places.append((host, gpu_ids))
+
+    for _ in range(config.learner.num_ranks):  # packed: on CPUs, fill the cores of a host before the next host
+        take(rank_gpus, lambda host: 0 if rank_gpus else num_on(host) // max(1, host.num_cores))
+    for _ in range(config.rollout.num_workers):  # spread: most free GPUs first, or most cores per process
+        take(worker_gpus, lambda host: -len(free[host.name]) if worker_gpus else -host.num_cores / (1 + num_on(host)))
 
     def seat(host: Host, gpu_ids: tuple[str, ...], num_threads: int) -> Seat:
-        share = num_seats[host.name]
+        share = num_on(host)
         return Seat(host, gpu_ids, num_threads or max(1, host.num_cores // share), host.memory_bytes // share)
 
+    num_ranks = config.learner.num_ranks
     return Placement(
         tuple(hosts),
-        tuple(seat(*one, config.learner.num_threads) for one in learner),
-        tuple(seat(*one, config.rollout.num_threads) for one in workers),
+        tuple(seat(*taken, config.learner.num_threads) for taken in places[:num_ranks]),
+        tuple(seat(*taken, config.rollout.num_threads) for taken in places[num_ranks:]),
     )
-
-
-def _packed(hosts: Sequence[Host], free: dict[str, list[str]], wanted: Sequence[int]) -> list[_Place] | None:
-    """Each on the first host that has room; on CPUs all on the first, up to its cores."""
-    places: list[_Place] = []
-    for num_gpus in wanted:
-        if num_gpus:
-            host = next((host for host in hosts if len(free[host.name]) >= num_gpus), None)
-        else:
-            host = min(hosts, key=lambda host: sum(there is host for there, _ in places) // max(1, host.num_cores))
-        if host is None:
-            return None
-        places.append((host, _taken(free, host, num_gpus)))
-    return places
-
-
-def _spread(
-    hosts: Sequence[Host], free: dict[str, list[str]], wanted: Sequence[int], before: Sequence[_Place]
-) -> list[_Place] | None:
-    """Each on the host with the most free GPUs, or, on CPUs, with the most cores for each process there."""
-    places = list(before)
-    for num_gpus in wanted:
-        if num_gpus:
-            host = max(hosts, key=lambda host: len(free[host.name]))
-            if len(free[host.name]) < num_gpus:
-                return None
-        else:
-            host = max(hosts, key=lambda host: host.num_cores / (1 + sum(there is host for there, _ in places)))
-        places.append((host, _taken(free, host, num_gpus)))
-    return places[len(before) :]
-
-
-def _taken(free: dict[str, list[str]], host: Host, num_gpus: int) -> tuple[str, ...]:
-    gpu_ids, free[host.name] = free[host.name][:num_gpus], free[host.name][num_gpus:]
-    return tuple(gpu_ids)
 
 
 def _left_by_learner(hosts: Sequence[Host], num_taken: int) -> list[int]:
@@ -173,7 +151,7 @@ def _left_by_learner(hosts: Sequence[Host], num_taken: int) -> list[int]:
 
 
 def _gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
-    """GPUs of each learner rank and of each worker; those of a server that runs already are not ours to give."""
+    """Count the GPUs of each learner rank and of each worker; a worker of an external server needs none."""
     there = any(host.gpu_ids for host in hosts)
 
     def wants(device: str) -> int:

@@ -1,43 +1,53 @@
-"""From a config and a placement to the processes of a run: a pure function, printed by `--dry-run`.
+"""The plan of a run: the command, environment and GPUs of each process, from a config and a placement.
 
-Every launcher runs the same plan; they differ in where hosts come from and in what starts a process on one.
+`plan_run` is a pure function, so `--dry-run` prints (`as_table`, `as_json`) the same plan as a start.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from areal_rloo.config import ENTRY, Config
-from areal_rloo.launcher.placement import Host, Placement, Seat
+from areal_rloo.launcher.placement import Placement, Seat
+
+_TITLES = ("PROCESS", "ROLE", "HOST", "DEVICE", "CPUS", "MEMORY", "RESTARTS", "COMMAND")
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Ports on the learner's host, and the folder of its shared memory. A port is 0 where nobody listens."""
+    """Ports of the learner's host (0: not used), and the folder of the shared memory."""
 
     wire_port: int
     meeting_port: int  # of the learner's ranks
     segment_folder: Path
 
 
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A run, ready to start: the config has numbers for counts, and all hosts see the run folder."""
+
+    config: Config
+    placement: Placement
+    folder: Path
+    addresses: Addresses
+    resume: bool
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to start.
+    """A process to start.
 
     Attributes:
-        name: of the process, of its log, and of what a scheduler calls it.
-        role: what it does, in words.
-        host: name of where it runs.
-        device: cuda or cpu.
-        gpu_ids: of the host, that it sees.
-        num_threads: of the CPU.
-        memory_bytes: its share of the host; 0 where nobody knows.
-        environment: variables that it has beside its launcher's.
-        command: to be run in the folder of the launcher.
-        max_restarts: by itself; a rank of the learner begins anew with all the others.
+        name: of the process, the log, and the step or actor in a cluster.
+        memory_bytes: share of the host's memory; 0 if unknown.
+        environment: variables on top of the launcher's.
+        command: run in the launcher's working folder.
+        max_restarts: of this process alone; ranks of the learner restart together instead.
     """
 
     name: str
@@ -53,13 +63,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of a run.
+    """The processes of a run. `preparation` ends before all others start.
 
-    Attributes:
-        preparation: runs to its end before the others start; None where nothing is to be prepared.
-        learner: its ranks.
-        workers: rollout workers.
-        max_learner_restarts: of all ranks together, from the newest checkpoint, while the workers go on.
+    `max_learner_restarts`: of all ranks together, from the newest checkpoint, while the workers go on.
     """
 
     preparation: ProcessSpec | None
@@ -69,33 +75,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
-        """All, in the order they start in."""
+        """All processes in the order of their start."""
         first = () if self.preparation is None else (self.preparation,)
         return (*first, *self.learner, *self.workers)
 
 
-def plan_run(
-    config: Config,
-    placement: Placement,
-    *,
-    run_folder: Path,
-    model_path: str,
-    addresses: Addresses,
-    resume: bool,
-    warm_start_s: float,
-) -> Plan:
-    """The plan of a run.
+def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0) -> Plan:
+    """Plan a run whose wire.host is an address for all hosts of the placement.
 
     Args:
-        config: with numbers for counts, and a wire.host that all hosts of the placement reach.
-        placement: a seat for each process.
-        run_folder: on a file system that all hosts share.
         model_path: a folder or a hub name; read by every process.
-        addresses: where the learner listens.
-        resume: whether the learner goes on from its newest checkpoint.
-        warm_start_s: what the preparation took, for the summary.
+        warm_start_s: duration of the preparation, for the summary.
     """
-    common = (f"--run-folder={run_folder}", f"--model-path={model_path}")
+    config, placement, addresses = request.config, request.placement, request.addresses
+    common = (f"--run-folder={request.folder}", f"--model-path={model_path}")
     same_host = len(placement.used_hosts) == 1
     meeting_host = "127.0.0.1" if same_host else placement.learner_host.address
     of_learner = (
@@ -106,25 +99,34 @@ def plan_run(
         f"--segment-folder={addresses.segment_folder}",
         f"--warm-start-s={warm_start_s}",
         *(("--same-host",) if same_host else ()),
-        *(("--resume",) if resume else ()),
+        *(("--resume",) if request.resume else ()),
     )
     return Plan(
-        preparation=_preparation(config, placement, run_folder),
-        learner=tuple(_learner_rank(config, rank, seat, of_learner) for rank, seat in enumerate(placement.learner)),
+        preparation=_preparation(request) if config.model.path == "tiny" else None,
+        learner=tuple(
+            _spec(
+                config,
+                seat,
+                name=f"learner-{rank}" if rank else "learner",
+                role="learner rank" if rank else "learner",
+                module="areal_rloo.learner",
+                arguments=(f"--rank={rank}", *_place_arguments(seat), *of_learner),
+            )
+            for rank, seat in enumerate(placement.learner)
+        ),
         workers=tuple(
-            _rollout_worker(config, index, seat, addresses, common) for index, seat in enumerate(placement.workers)
+            _rollout_worker(config, index, seat, (*common, f"--address=tcp://{config.wire.host}:{addresses.wire_port}"))
+            for index, seat in enumerate(placement.workers)
         ),
         max_learner_restarts=config.launcher.max_learner_restarts,
     )
 
 
-def _preparation(config: Config, placement: Placement, run_folder: Path) -> ProcessSpec | None:
-    """What makes the tiny model, where the run uses it; it has all cores of the learner's host."""
-    if config.model.path != "tiny":
-        return None
-    host = placement.learner_host
-    # The cache is of one host, and a container's own goes with it.
-    own_cache = len(placement.used_hosts) == 1 and config.launcher.container.runtime == "none"
+def _preparation(request: JobRequest) -> ProcessSpec:
+    """Plan the warm start of the tiny model, on all cores of the learner's host."""
+    config, host = request.config, request.placement.learner_host
+    # Other hosts cannot read the cache of this host, and the cache inside a container is lost with the container.
+    own_cache = len(request.placement.used_hosts) == 1 and config.launcher.container.runtime == "none"
     return _spec(
         config,
         Seat(host, (), host.num_cores, host.memory_bytes),
@@ -132,55 +134,37 @@ def _preparation(config: Config, placement: Placement, run_folder: Path) -> Proc
         role="warm start",
         module="areal_rloo.learner.warm_start",
         arguments=(
-            f"--run-folder={run_folder}",
+            f"--run-folder={request.folder}",
             f"--num-threads={host.num_cores}",
-            *(() if own_cache else (f"--models={run_folder / 'models'}",)),
+            *(() if own_cache else (f"--models={request.folder / 'models'}",)),
         ),
     )
 
 
-def _learner_rank(config: Config, rank: int, seat: Seat, arguments: tuple[str, ...]) -> ProcessSpec:
-    return _spec(
-        config,
-        seat,
-        name=f"learner-{rank}" if rank else "learner",
-        role="learner rank" if rank else "learner",
-        module="areal_rloo.learner",
-        arguments=(f"--rank={rank}", *_place_arguments(seat), *arguments),
-    )
-
-
-def _rollout_worker(
-    config: Config, index: int, seat: Seat, addresses: Addresses, arguments: tuple[str, ...]
-) -> ProcessSpec:
-    first_port = config.telemetry.metrics_port
+def _rollout_worker(config: Config, index: int, seat: Seat, arguments: tuple[str, ...]) -> ProcessSpec:
+    first_port, urls = config.telemetry.metrics_port, config.rollout.server_urls
+    role = "rollout worker"
+    if config.rollout.engine != "embedded":
+        role += f" of {urls[index]}" if urls else " and its SGLang server"
     return _spec(
         config,
         seat,
         name=f"rollout-{index}",
-        role=_worker_role(config, index),
+        role=role,
         module="areal_rloo.rollout",
         arguments=(
             *arguments,
             *_place_arguments(seat),
             f"--worker-id=rollout-{index}",
-            f"--address=tcp://{config.wire.host}:{addresses.wire_port}",
             f"--metrics-port={first_port + 1 + index if first_port else 0}",
-            *(f"--server-url={url}" for url in config.rollout.server_urls[index : index + 1]),
+            *(f"--server-url={url}" for url in urls[index : index + 1]),
         ),
         max_restarts=config.launcher.max_restarts,
     )
 
 
 def _spec(
-    config: Config,
-    seat: Seat,
-    *,
-    name: str,
-    role: str,
-    module: str,
-    arguments: tuple[str, ...],
-    max_restarts: int = 0,
+    config: Config, seat: Seat, *, name: str, role: str, module: str, arguments: tuple[str, ...], max_restarts: int = 0
 ) -> ProcessSpec:
     threads = str(seat.num_threads)
     environment = {
@@ -195,7 +179,7 @@ def _spec(
         name=name,
         role=role,
         host=seat.host.name,
-        device="cuda" if seat.gpu_ids else "cpu",
+        device=_device(seat),
         gpu_ids=seat.gpu_ids,
         num_threads=seat.num_threads,
         memory_bytes=seat.memory_bytes,
@@ -205,20 +189,53 @@ def _spec(
     )
 
 
-def _worker_role(config: Config, index: int) -> str:
-    if config.rollout.engine == "embedded":
-        return "rollout worker"
-    urls = config.rollout.server_urls
-    return f"rollout worker of {urls[index]}" if urls else "rollout worker and its SGLang server"
+def _device(seat: Seat) -> str:
+    return "cuda" if seat.gpu_ids else "cpu"
 
 
 def _place_arguments(seat: Seat) -> tuple[str, str]:
-    return (f"--device={'cuda' if seat.gpu_ids else 'cpu'}", f"--num-threads={seat.num_threads}")
+    return f"--device={_device(seat)}", f"--num-threads={seat.num_threads}"
 
 
 def on_network(config: Config, placement: Placement) -> Config:
-    """The config with a wire.host that every host of the placement reaches; then CURVE is on."""
-    learner_host: Host = placement.learner_host
+    """Set an address of the learner for all hosts as wire.host. Such an address turns CURVE on."""
     if len(placement.used_hosts) == 1 or config.wire.host not in ("127.0.0.1", "localhost", "0.0.0.0", "::"):
         return config
-    return msgspec.structs.replace(config, wire=msgspec.structs.replace(config.wire, host=learner_host.address))
+    return msgspec.structs.replace(
+        config, wire=msgspec.structs.replace(config.wire, host=placement.learner_host.address)
+    )
+
+
+def as_table(plan: Plan, placement: Placement) -> str:
+    """Format a plan for people: a line for each process, then a line for each host."""
+    rows = [_TITLES, *(_row(spec, plan) for spec in plan.processes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES) - 1)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    specs = (*plan.learner, *plan.workers)
+    num_processes = Counter(spec.host for spec in specs)
+    num_gpus = Counter(spec.host for spec in specs for _ in spec.gpu_ids)
+    hosts = [
+        f"{host.name} ({host.address}): {num_processes[host.name]} processes, "
+        f"{num_gpus[host.name]} of {len(host.gpu_ids)} GPUs, {host.num_cores} cores"
+        for host in placement.hosts
+    ]
+    return "\n".join([*lines, "", *hosts])
+
+
+def _row(spec: ProcessSpec, plan: Plan) -> tuple[str, ...]:
+    return (
+        spec.name,
+        spec.role,
+        spec.host,
+        f"cuda:{','.join(spec.gpu_ids)}" if spec.gpu_ids else spec.device,
+        str(spec.num_threads),
+        f"{spec.memory_bytes / _GIB:.1f} GiB" if spec.memory_bytes else "-",
+        str(plan.max_learner_restarts if spec in plan.learner else spec.max_restarts),
+        " ".join(("python", *spec.command[1:])),
+    )
+
+
+def as_json(plan: Plan, placement: Placement) -> str:
+    """Format a plan for programs: `{"hosts": [...], "processes": [...], "max_learner_restarts": n}` in a line."""
+    shown = {"hosts": placement.hosts, "processes": plan.processes, "max_learner_restarts": plan.max_learner_restarts}
+    return msgspec.json.encode(shown).decode()

@@ -1,7 +1,7 @@
-"""Processes on this host: started in a session of their own, which ends with them.
+"""Processes of this host, each in a separate session. The session ends with the process.
 
-Ctrl-C on a terminal so reaches the launcher alone, which decides what it means. Should the launcher itself be killed,
-Linux sends its processes SIGTERM, and they drain.
+Ctrl-C on a terminal therefore reaches the launcher only, and the launcher decides the reaction. If the launcher is
+killed, Linux sends SIGTERM to the processes, and they drain.
 """
 
 from __future__ import annotations
@@ -10,31 +10,20 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from areal_rloo.launcher.plan import ProcessSpec
+from areal_rloo.parent_death import bound_to_this_process
+from areal_rloo.waiting import wait_until
 
 _SESSION_ENDS_S = 10.0
 _LOOK_EVERY_S = 0.02
 
-# Run by the process itself before it becomes what it is to be: between fork and exec nothing of Python is safe where
-# the launcher has threads, as in Ray. A parent that ended meanwhile sends no signal any more. Ray blocks SIGINT.
-_BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-signal.pthread_sigmask(signal.SIG_SETMASK, ())
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
 
 class LocalProcess:
-    """A process of this host, of which `output` has everything it prints."""
+    """A running process of this host."""
 
     def __init__(
         self,
@@ -47,18 +36,14 @@ class LocalProcess:
     ) -> None:
         """
         Args:
-            command: to be run.
-            environment: all of its variables.
-            output: what it prints.
-            bound: it is told to end when we do, however that comes about (on Linux alone), and what it leaves of its
-                session ends with it.
-            folder: to be run in; None for ours.
+            environment: all environment variables of the process.
+            bound: send SIGTERM to the process when this process dies (on Linux), and kill the rest of the session when
+                the process ends.
+            folder: working folder; None for the folder of this process.
         """
         self._bound = bound
-        wraps = bound and sys.platform == "linux"
-        wrapper = (sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())) if wraps else ()
         self._process = subprocess.Popen(
-            (*wrapper, *command),
+            bound_to_this_process(command, signal.SIGTERM) if bound else command,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -69,28 +54,27 @@ class LocalProcess:
         self.label = f"pid {self._process.pid}"
 
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n for signal n, as a shell says it."""
+        """Give the exit code, 128 + n for signal n as in a shell; None while the process runs."""
         if self._process.returncode is None and self._process.poll() is not None:
-            self._kill_session()  # now: later its number may be another's
+            self._kill_session()  # at once: later the system may give this process id to another process
         code = self._process.returncode
         return code if code is None or code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process still runs."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL; waits for its end, and a while for that of a session which is not bound to it."""
+        """Kill the process and wait for the end; wait some seconds for the session of an unbound process."""
         if self.exit_code() is not None:
             return
         self._kill_session()
         self._process.kill()
         self._process.wait()
-        ends_s = time.monotonic() + _SESSION_ENDS_S
-        while not self._bound and self._has_session() and time.monotonic() < ends_s:
-            time.sleep(_LOOK_EVERY_S)
+        if not self._bound:
+            wait_until(lambda: not self._has_session(), timeout_s=_SESSION_ENDS_S, look_every_s=_LOOK_EVERY_S)
 
     def _has_session(self) -> bool:
         try:
@@ -108,14 +92,31 @@ class LocalProcess:
 
 
 class LocalStarter:
-    """Starts processes on this host."""
+    """Starts processes on this host; holds no resources."""
 
     restarts = False
 
     def start(self, spec: ProcessSpec, log: Path) -> LocalProcess:
-        """Start a process whose output is appended to a file."""
         with log.open("ab") as output:
             return LocalProcess(spec.command, {**os.environ, **spec.environment}, output)
 
     def close(self) -> None:
-        """Nothing is left but what was started."""
+        pass
+
+
+class Tail:
+    """Reads new text at the end of a file; the file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> str:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                fresh = file.read()
+        except OSError:  # missing, or on a network file system that fails for a moment
+            return ""
+        self._position += len(fresh)
+        return fresh.decode(errors="replace")

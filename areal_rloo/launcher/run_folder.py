@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps everything, and which one a resume goes on with."""
+"""The run folder: the name of the folder, and the files in it for launchers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ import msgspec
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import CheckpointError, PreflightError
+from areal_rloo.files import move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.wire.security import make_keys
-
-SCRIPT = "job.sbatch"  # of a Slurm job
 
 _LATEST = Path("runs") / "latest"
 _SUBMITTED = "submitted-{}.yaml"
 
 
 def choose_folder(config: Config, *, resume: bool) -> Path:
-    """`run.folder`, or runs/<name>-<time>; on a resume without a folder, the newest run.
+    """Take `run.folder`, else runs/<name>-<time>; for a resume, else the newest run.
 
     Raises:
         CheckpointError: there is no run to resume.
-        PreflightError: the folder holds a run already, and this is no resume.
+        PreflightError: the folder holds a run already, and this start is no resume.
     """
     if config.run.folder is not None:
         folder = Path(config.run.folder).resolve()
@@ -40,7 +39,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = _LATEST.resolve()
     else:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-        if folder.exists():  # a second run in the same second
+        if folder.exists():  # a run of the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
     holds_run = has_begun(folder) or any(folder.glob(_SUBMITTED.format("*")))
     if resume and not holds_run:
@@ -51,31 +50,31 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run was started in this folder; one that was only submitted was not."""
+    """Whether a run was started in this folder; a submission alone is no start."""
     return (folder / "config.yaml").exists()
 
 
 def second_run(folder: Path) -> PreflightError:
-    """What is said of a start in a folder that another run has."""
+    """Make the error of a fresh start in the folder of another run."""
     return PreflightError(f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another")
 
 
 def submitted_file(folder: Path) -> Path:
-    """For a config on its way to a job, which finds out what it becomes on its hosts. Each submission has its own: a
-    job that is there already may be started again, and is to find what it was submitted with."""
+    """Name the file for the config of a Slurm job.
+
+    Each submission has a separate file: Slurm may requeue an earlier job, with an earlier config.
+    """
     return folder / _SUBMITTED.format(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
-    """The resolved config, the environment, and CURVE keys where the wire needs them; runs/latest points here.
+    """Write the resolved config, the environment and, for an encrypted wire, CURVE keys; point runs/latest here.
 
-    Of a folder that is resumed, the summary goes: it says how the run ended the last time.
+    Removes the summary of an earlier start.
     """
-    fresh = folder / ".config.yaml"  # renamed, so that no process of an earlier start ever reads half of it
-    fresh.write_text(dump_config(config), encoding="utf-8")
-    fresh.rename(folder / "config.yaml")
-    (folder / "summary.json").unlink(missing_ok=True)  # says how an earlier start ended
-    if config.curve and not (folder / "keys").exists():  # a process of an earlier start may still have them
+    write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
+    (folder / "summary.json").unlink(missing_ok=True)
+    if config.curve and not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {
@@ -90,26 +89,21 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
 
 
 def point_latest(folder: Path) -> None:
-    """Let runs/latest be this run, where it is in a folder of that name."""
+    """Point the link runs/latest to this run, if the run is in a folder of the name runs."""
     if folder.parent.name == _LATEST.parent.name:
         fresh = folder.with_name(f".latest-{os.getpid()}")
-        with contextlib.suppress(OSError):  # a file system without links; the folder is named in the output anyway
+        with contextlib.suppress(OSError):  # a file system without links
             fresh.symlink_to(folder.name)
-            fresh.rename(folder.with_name(_LATEST.name))
-
-
-def seed_folder(folder: Path, config: Config, seed: int) -> Path:
-    """Of one job of an array of seeds; the run folder itself where there is no array."""
-    return folder if config.launcher.slurm.num_seeds == 1 else folder / f"seed-{seed}"
+            move_into_place(fresh, folder.with_name(_LATEST.name))
 
 
 def newest_checkpoint(folder: Path) -> str | None:
-    """The name of the newest checkpoint of a run, or None."""
+    """Give the name of the newest checkpoint of a run, or None."""
     return max((path.name for path in (folder / "checkpoints").glob("step-*")), default=None)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the learner says in its summary that there is nothing more to train."""
+    """Whether the training is complete, according to the learner's summary."""
     try:
         summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -118,9 +112,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def segment_folder(folder: Path) -> Path:
-    """Where a run's shared memory lies: a name now, made by the learner, removed by the launcher when all is over.
+    """Name the folder of a run's shared memory. The learner makes this folder; the launcher removes it after the run.
 
-    It follows from the run folder, so that a start after a kill finds what the one before has left, and clears it.
+    The name depends on the run folder only, so that a start after a crash finds and clears the old folder.
     """
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -1,28 +1,113 @@
-"""What every launcher does between the command line and the first process: place, show, write the run folder down."""
+"""The steps of every launcher before the first process, in order.
+
+    parse ─► check ─► (show_plan, for --dry-run) ─► hold ─► placed ─► look ─► begin ─► a JobRequest for job.py
+
+A mistake of the user ends the launcher with a line and exit code 2 before anything is started (`run_main`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from areal_rloo.config import Config, dump_config
-from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.cli import Options
-from areal_rloo.launcher.job import JobRequest
+from areal_rloo.config import Config, dump_config, import_entry, load_config
+from areal_rloo.errors import ConfigError, PreflightError, UserError
+from areal_rloo.launcher.doctor import Situation, findings, raise_first
+from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
-from areal_rloo.launcher.plan import Addresses, Plan, on_network, plan_run
+from areal_rloo.launcher.plan import Addresses, JobRequest, as_json, as_table, on_network, plan_run
 from areal_rloo.launcher.run_folder import has_begun, second_run, segment_folder, write_beginning
-from areal_rloo.launcher.table import as_json, as_table
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
+from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The parsed command line; `of_launcher` has the options of a single launcher too."""
+
+    config: Config
+    dry_run: bool
+    as_json: bool
+    resume: bool
+    of_launcher: dict[str, Any]
+
+
+def run_main(main: Callable[[Sequence[str]], int]) -> int:
+    """Call the main function of a launcher; print the user's mistakes as a line, with exit code 2."""
+    try:
+        return main(sys.argv[1:])
+    except UserError as error:
+        _say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _say("stopped before anything had started")
+        return 130
+
+
+def parse(
+    launcher: str, arguments: Sequence[str], *, options: Mapping[str, Mapping[str, Any]] | None = None
+) -> Options:
+    """Read `[SCRIPT.py] --config NAME.yaml [key.path=value ...] [--key.path=value ...] [--dry-run] [--resume] ...`.
+
+    A script before all other arguments means the same as `--entry`. The entry is imported here.
+
+    `options` are options of this launcher alone, each with the arguments of `add_argument`.
+
+    Raises:
+        ConfigError: the config, an override or the entry is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m areal_rloo.launcher.{launcher}",
+        description="Overrides follow as key.path=value or --key.path=value, e.g. algorithm.max_staleness=0.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="a path, or the name of a shipped config")
+    parser.add_argument("--entry", help="your script or module, imported by every process; may stand first")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, start nothing")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print only the plan, as JSON")
+    parser.add_argument("--resume", action="store_true", help="resume the run from the newest checkpoint")
+    for name, described in (options or {}).items():
+        parser.add_argument(name, **described)
+    if arguments and arguments[0].endswith(".py"):
+        arguments = ["--entry", *arguments]
+    known, rest = parser.parse_known_args(arguments)
+    for argument in rest:
+        if "=" not in argument:
+            raise ConfigError(
+                f"argument '{argument}': expected key.path=value, --dry-run, --json, --resume or --entry SCRIPT.py"
+            )
+    if known.json and not known.dry_run:
+        raise ConfigError("argument '--json': expected with --dry-run, whose plan it prints; add --dry-run")
+    overrides = rest if known.entry is None else [*rest, f"run.entry={known.entry}"]
+    config = load_config(known.config, overrides)
+    import_entry(config.run.entry)
+    return Options(config, known.dry_run, known.json, known.resume, vars(known))
+
+
+def check(config: Config, *, runs_here: bool = True) -> None:
+    """Check the inputs of a run before the plan is made. A host that only submits the run needs no SGLang.
+
+    Raises:
+        UserError: the first wrong finding.
+    """
+    situation = Situation(config, runs_here=runs_here)
+    inputs = (check_models, check_functions, check_data_files)
+    for check_input in (check_sglang, *inputs) if runs_here else inputs:
+        raise_first(check_input(situation))
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
-    """The config as this run has it on these hosts, and where its processes sit.
+    """Replace `auto` counts in the config and place the processes on the hosts.
 
     Raises:
-        UserError: it does not fit; says by how much.
+        UserError: the hosts have too few GPUs; the message says how many are missing.
     """
     counted = with_counts(config, hosts)
     placement = place(counted, hosts)
@@ -30,51 +115,29 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
 
 
 def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
-    """Print what would be started: the resolved config, a table and, where there is one, the job's script; or the plan
-    alone, as JSON."""
+    """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
-    plan = _plan_to_show(config, placement, folder, resume=options.resume)
+    addresses = Addresses(config.wire.port, 0, segment_folder(folder))
+    request = JobRequest(config, placement, folder, addresses, options.resume)
+    plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
     try:
         print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201
-    except BrokenPipeError:  # whoever closes the pipe, as `| head` does, has read enough
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         stop_printing()
 
 
-def _plan_to_show(config: Config, placement: Placement, folder: Path, *, resume: bool) -> Plan:
-    """As it will be, but for what is only known when it starts."""
-    return plan_run(
-        config,
-        placement,
-        run_folder=folder,
-        model_path="MODEL" if config.model.path == "tiny" else config.model.path,
-        addresses=Addresses(config.wire.port, 0, segment_folder(folder)),
-        resume=resume,
-        warm_start_s=0.0,
-    )
-
-
 def hold(
-    folder: Path,
-    config: Config,
-    *,
-    resume: bool,
-    again: bool = False,
-    stops: Callable[[], bool] = lambda: False,
+    folder: Path, config: Config, *, resume: bool, again: bool = False, stops: Callable[[], bool] = lambda: False
 ) -> None:
-    """Make the run folder, and have it for ourselves until this process ends.
+    """Make the run folder and lock it until this process ends.
 
-    Comes before GPUs and ports are looked at, which a run that was here before may still have.
+    Launchers call this before they look at GPUs and ports: an earlier run in this folder may still hold some.
 
-    Args:
-        folder: the run folder.
-        config: of the run.
-        resume: whether the run goes on from its newest checkpoint.
-        again: whether the run may seem to go on elsewhere, since its node died a moment ago.
-        stops: whether to give up waiting.
+    The wait is longer if Slurm restarted this job (`again`): a crashed node may still hold the lock.
 
     Raises:
-        PreflightError: another launcher or learner is at work in this folder, and does not end soon.
+        PreflightError: another launcher or learner uses the folder, and did not end in time.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,27 +146,32 @@ def hold(
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)
     lock_run_folder(folder, "launcher", patience)
     wait_for_learner(folder, patience)
-    if not resume and has_begun(folder):  # by a start that was a moment before this one
+    if not resume and has_begun(folder):  # another launcher began meanwhile
         raise second_run(folder)
 
 
-def begin(
-    config: Config,
-    placement: Placement,
-    folder: Path,
-    *,
-    wire_port: int,
-    meeting_port: int,
-    resume: bool,
-) -> JobRequest:
-    """Write down what the processes read, and say what is to be run.
+def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
+    """Make the quick checks of the doctor, open the log in the locked folder, and log each `unsure` finding.
 
-    Args:
-        config, placement: of the run.
-        folder: the run folder, held.
-        wire_port, meeting_port: of the learner's host, free.
-        resume: whether the run goes on from its newest checkpoint.
+    Raises:
+        UserError: the first wrong finding.
     """
+    unsure = []
+    for finding in findings(config, folder=folder, thorough=False, runs_here=runs_here):
+        raise_first([finding])
+        if finding.state == "unsure":
+            unsure.append(f"{finding.name}: {finding.what}; {finding.fix}")
+    setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
+    for words in unsure:
+        logger.warning("%s", words)
+
+
+def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[int, ...], resume: bool) -> JobRequest:
+    """Write the input files of the processes into the locked folder, and describe the run.
+
+    `ports` are two free ports of the learner's host, for the wire and for the meeting of ranks.
+    """
+    wire_port, meeting_port = ports
     write_beginning(folder, config, placement.hosts)
     addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
     return JobRequest(config, placement, folder, addresses, resume)

@@ -1,55 +1,65 @@
-"""Starts processes, watches them, starts again what may be, and leaves none behind. What starts one is a `Starter`."""
+"""Starts processes, restarts crashed ones, and leaves none behind. A `Starter` starts a process on a host.
+
+`Supervisor` has every process by name. `LearnerRanks` treats the ranks of the learner as a unit: they start, end and
+restart together.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal_rloo.errors import EXIT_WENT_BACK
-from areal_rloo.launcher.plan import ProcessSpec
+import msgspec
+
+from areal_rloo.errors import EXIT_RANK_LOST, EXIT_WENT_BACK
+from areal_rloo.launcher.plan import Plan, ProcessSpec
+from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.progress import Progress
+from areal_rloo.waiting import wait_until
 
 logger = get_logger(__name__)
 
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
 _CLEAN_BACKOFF_S = 10.0
 _LOOK_EVERY_S = 0.02
+_GRACE_S = 5.0
 
 
 class Handle(Protocol):
-    """A process that was started, wherever it is."""
+    """A started process, on any host."""
 
     label: str
 
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n for signal n, as a shell says it."""
+        """Give the exit code, 128 + n for signal n as in a shell; None while the process runs."""
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process still runs."""
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill the process and all children at once."""
 
 
 class Starter(Protocol):
-    """Starts processes. `restarts` says that one which dies is started again without us, `max_restarts` times."""
+    """Starts processes. `restarts`: True if the backend (Ray) restarts dead processes itself, `max_restarts` times."""
 
     restarts: bool
 
     def start(self, spec: ProcessSpec, log: Path) -> Handle:
-        """Start a process whose output is appended to a file."""
+        """Start a process and append the output to a file."""
 
     def close(self) -> None:
-        """Give back what was held for the processes."""
+        """Release the resources of the processes."""
 
 
 @dataclass(slots=True)
-class Child:
-    """A process and its history."""
+class _Child:
+    """A process with a history of restarts."""
 
     spec: ProcessSpec
     handle: Handle
@@ -59,25 +69,23 @@ class Child:
 
 
 class Supervisor:
-    """The children of one launcher. Standard output and error of each go to logs/<name>.out."""
+    """The processes of a run, by name."""
 
     def __init__(self, starter: Starter, logs: Path) -> None:
         self._starter = starter
         self._logs = logs
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, _Child] = {}
 
     def start(self, spec: ProcessSpec) -> None:
-        """Start a process."""
-        child = Child(spec, self._started(spec))
+        child = _Child(spec, self._started(spec))
         self._children[spec.name] = child
         logger.info("started %s (%s)", spec.name, child.handle.label)
 
     def exit_code(self, name: str) -> int | None:
-        """None while it runs; 128 + n for signal n, as a shell says it."""
         return self._children[name].handle.exit_code()
 
     def tend(self, name: str) -> bool:
-        """Restart a dead process when its time has come; False if it may not be restarted any more."""
+        """Restart a dead process after a backoff; give False if no restart is left."""
         child = self._children[name]
         code = self.exit_code(name)
         if code is None:
@@ -86,7 +94,7 @@ class Supervisor:
             too_often = child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts)
             if too_often and code != EXIT_WENT_BACK:
                 if not child.given_up:
-                    logger.error("%s ended with code %s, and too often to be started again", name, code)
+                    logger.error("%s ended with code %s and has no restart left (launcher.max_restarts)", name, code)
                 child.given_up = True
                 return False
             wait_s = _wait_s(code, child.num_restarts)
@@ -95,42 +103,38 @@ class Supervisor:
             child.restart_at_s = time.monotonic() + wait_s
         if time.monotonic() >= child.restart_at_s:
             child.handle = self._started(child.spec)
-            child.num_restarts += code != EXIT_WENT_BACK  # which is the learner's failure, not the worker's
+            child.num_restarts += code != EXIT_WENT_BACK  # the learner caused this exit, not the worker
             child.restart_at_s = None
             logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
         return True
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a process, if it still runs."""
         self._children[name].handle.signal(number)
 
     def kill(self, name: str) -> None:
-        """End a process at once."""
         self._children[name].handle.kill()
 
-    def wait(self, names: Iterable[str], timeout_s: float) -> bool:
-        """True when all of these have ended within the timeout."""
-        ends_s = time.monotonic() + timeout_s
-        names = list(names)
-        while any(self.exit_code(name) is None for name in names):
-            if time.monotonic() > ends_s:
-                return False
-            time.sleep(_LOOK_EVERY_S)
-        return True
+    def wait(self, names: Collection[str], timeout_s: float) -> bool:
+        """Wait for the end of all these processes; give False after the timeout."""
+        return wait_until(
+            lambda: all(self.exit_code(name) is not None for name in names),
+            timeout_s=timeout_s,
+            look_every_s=_LOOK_EVERY_S,
+        )
 
     def stop_all(self, grace_s: float) -> None:
-        """SIGTERM, the grace, then the end."""
+        """Send SIGTERM to every process, wait for `grace_s`, then kill the rest."""
         for name in self._children:
             self.signal(name, signal.SIGTERM)
         if not self.wait(self._children, grace_s):
-            logger.warning("killing what did not end within %.0f s", grace_s)
+            logger.warning("killing the processes that did not end within %.0f s", grace_s)
         for child in self._children.values():
             child.handle.kill()
         self._children.clear()
         self._starter.close()
 
     def last_words(self, name: str) -> str:
-        """The last line a process wrote to its output, or nothing."""
+        """Give the last line of a process's output, or an empty string."""
         path = self._logs / f"{name}.out"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         return lines[-1] if lines else ""
@@ -141,7 +145,83 @@ class Supervisor:
 
 
 def _wait_s(code: int, num_restarts: int) -> float:
-    """How long to wait before a restart."""
-    if code == 0:  # it was told to end well: the learner is about to end too, and then none is needed
+    """Give the backoff before a restart."""
+    if code == 0:  # the worker drained: the learner probably ends too, and then no restart is needed
         return _CLEAN_BACKOFF_S
     return 0.0 if code == EXIT_WENT_BACK else _BACKOFF_S[min(num_restarts, len(_BACKOFF_S) - 1)]
+
+
+class LearnerRanks:
+    """The ranks of the learner. Rank 0 leads; the other ranks follow."""
+
+    def __init__(self, plan: Plan, supervisor: Supervisor, folder: Path, progress: Progress) -> None:
+        self._specs = plan.learner
+        self._max_restarts = plan.max_learner_restarts
+        self._supervisor = supervisor
+        self._folder = folder
+        self._progress = progress
+        self._num_restarts = 0
+        self._began_from: str | None = None
+        self._leader, *self._followers = (spec.name for spec in plan.learner)
+
+    def start(self) -> None:
+        for spec in self._specs:
+            self._supervisor.start(spec)
+
+    def exit_code(self) -> int | None:
+        """Give the exit code of rank 0; None while rank 0 runs.
+
+        Without a follower, the learner can neither train nor save, and may wait for a batch without noticing: kill
+        rank 0 then.
+        """
+        if any(self._supervisor.exit_code(name) for name in self._followers):
+            self._supervisor.wait([self._leader], _GRACE_S)  # rank 0 may end with a better message
+            self._supervisor.kill(self._leader)
+        return self._supervisor.exit_code(self._leader)
+
+    def drain(self) -> None:
+        """Ask rank 0 for a checkpoint and the end."""
+        self._supervisor.signal(self._leader, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._supervisor.kill(self._leader)
+
+    def finish(self, code: int) -> int:
+        """Wait for the followers after the end of rank 0 with this code, and find the exit code with the cause."""
+        self._supervisor.wait(self._followers, _GRACE_S)
+        if code in (0, 2):
+            return code
+        for name in self._followers:
+            own = self._supervisor.exit_code(name)
+            if own not in (None, 0, EXIT_RANK_LOST):
+                self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                code = 2 if own == 2 else code
+        return code
+
+    def last_words(self, code: int) -> str:
+        return f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
+
+    def restart(self, code: int) -> bool:
+        """Restart all ranks from the newest checkpoint, while the workers go on.
+
+        Give False if no restart is left since the last checkpoint.
+        """
+        checkpoint = newest_checkpoint(self._folder)
+        self._num_restarts = self._num_restarts if checkpoint == self._began_from else 0
+        if self._num_restarts >= self._max_restarts:
+            return False
+        self._num_restarts += 1
+        self._began_from = checkpoint
+        for spec in self._specs:
+            self._supervisor.kill(spec.name)
+        self._progress.warn(self.last_words(code))
+        self._progress.warn(
+            f"the learner restarts from {checkpoint or 'the beginning, since there is no checkpoint yet'} "
+            f"(restart {self._num_restarts} of {self._max_restarts})"
+        )
+        self._specs = tuple(
+            msgspec.structs.replace(spec, command=(*(a for a in spec.command if a != "--resume"), "--resume"))
+            for spec in self._specs
+        )
+        self.start()
+        return True

@@ -1,4 +1,4 @@
-"""`python -m areal_rloo.learner`: builds the learner of a run folder and runs it. Started by a launcher.
+"""`python -m areal_rloo.learner`: build the learner of a run folder and run it. A launcher starts this.
 
 Exit codes: 0 done or drained, 2 a mistake the user can mend, 3 another rank of the learner ended, 1 anything else.
 """
@@ -21,39 +21,40 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
+from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
-from areal_rloo.learner.evaluation import EvalSet, Evaluation
-from areal_rloo.learner.intake import Intake
-from areal_rloo.learner.ledger import Ledger
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
-from areal_rloo.learner.parallel import RankLostError, Ranks
-from areal_rloo.learner.prompts import Prompt, PromptStream, Tokenizer
-from areal_rloo.learner.rank import LearnerRank, follow
+from areal_rloo.learner.loop import Learner
+from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
+from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
-from areal_rloo.learner.team import Team
+from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
-from areal_rloo.learner.worker import Learner, Reporter, write_summary
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
-from areal_rloo.telemetry.records import EvalRecord
-from areal_rloo.telemetry.tables import BROADCAST, WIRE
+from areal_rloo.telemetry.records import EvalRecord, Record
 from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
-from areal_rloo.trajectory import Group
-from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.shared_memory import SharedMemorySender
-from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
 
-_LAUNCHER_FIRST_S = 5.0  # it says why it ends a learner that takes too long
+_LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
+_DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
 
 class Arguments(argparse.Namespace):
@@ -74,7 +75,7 @@ class Arguments(argparse.Namespace):
 
 
 def main() -> int:
-    """Run the learner; errors the user can mend are one line."""
+    """Run the learner; an error that the user can mend is a single line."""
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
@@ -86,139 +87,127 @@ def main() -> int:
 def _run(config: Config, arguments: Arguments) -> int:
     import_entry(config.run.entry)
     torch.manual_seed(config.run.seed)
-    device = torch.device(arguments.device)
-    ranks = _meet(config, arguments, device)
+    learner, ranks = config.learner, Ranks()
+    if learner.num_ranks > 1 or learner.offload == "parameters":
+        ranks = Ranks.meet(
+            arguments.meeting,
+            rank=arguments.rank,
+            num=learner.num_ranks,
+            device=torch.device(arguments.device),
+            timeout_s=learner.collective_timeout_s,
+        )
     if ranks.rank == 0:
-        return _lead(config, arguments, ranks)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for its last checkpoint
-    try:
-        checkpoint = ranks.take().decode()
-        follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
-    except RankLostError as error:
-        logger.error("%s", error)
-        return EXIT_RANK_LOST
+        _lead(_learner(config, arguments, ranks), arguments)
+    else:
+        for number in _DRAIN_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for the last checkpoint
+        try:
+            checkpoint = ranks.take().decode()
+            follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
+        except RankLostError as error:
+            logger.error("%s", error)
+            return EXIT_RANK_LOST
     ranks.close()
     return 0
 
 
 def _built(config: Config, arguments: Arguments, ranks: Ranks, checkpoint: Path | None) -> LearnerRank:
-    """This rank, as a checkpoint has it where there is one; every rank calls it at the same time."""
-    device = torch.device(arguments.device)
-    rank = build_rank(config, model_path=arguments.model_path, device=device, ranks=ranks)
+    """Build this rank, from a checkpoint if there is any; all ranks do so at the same time."""
+    rank = build_rank(config, model_path=arguments.model_path, device=torch.device(arguments.device), ranks=ranks)
     if checkpoint is not None:
-        num_optimizer_steps = read_state(checkpoint).num_optimizer_steps
-        rank.load(checkpoint / "shards", num_optimizer_steps=num_optimizer_steps)
+        rank.load(checkpoint / "shards", num_optimizer_steps=read_state(checkpoint).num_optimizer_steps)
     return rank
 
 
-def _meet(config: Config, arguments: Arguments, device: torch.device) -> Ranks:
-    learner = config.learner
-    if learner.num_ranks == 1 and learner.offload != "parameters":
-        return Ranks()
-    return Ranks.meet(
-        arguments.meeting,
-        rank=arguments.rank,
-        num=learner.num_ranks,
-        device=device,
-        timeout_s=learner.collective_timeout_s,
-    )
-
-
-def _lead(config: Config, arguments: Arguments, ranks: Ranks) -> int:
+def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
+    """Build all parts of the learner on rank 0, and start the intake."""
     folder = arguments.run_folder
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
-    restored = checkpoints.load_newest() if arguments.resume else None
-    if arguments.resume and restored is None:
-        logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
-    if restored is not None:
-        _check_seed(config, *restored)
+    restored = _newest_checkpoint(checkpoints, config) if arguments.resume else None
     tokenizer = load_tokenizer(arguments.model_path)
-    # What a hub has comes before the others are let go: they wait for each other no longer than for any collective.
-    model_folder(arguments.model_path)
+    model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
     ranks.hand_out([str(restored[0]).encode() if restored is not None else b""] * (ranks.num - 1))
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
-    stops = stop_token_ids(arguments.model_path, tokenizer)
-    train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
+    train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(arguments.model_path, tokenizer))
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
     sources = load_train(config.data, seed=config.run.seed)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     if restored is not None:
-        ledger, totals, policy_version = _restore(restored, train_step, stream)
+        state = restored[1]
+        ledger, totals, policy_version = restore_ledger(state, stream), state.totals, state.policy_version
+        train_step.kl_coefficient = state.kl_coefficient
     registry = CollectorRegistry()
-    reporter = _reporter(folder, policy_version, registry, fresh=restored is None)
-    evaluation = Evaluation(_eval_sets(config, tokenize), reporter.evaluation)
+    records = _open_records(folder, policy_version, fresh=restored is None)
+    reporter = Reporter(
+        MetricsFile(folder / "metrics.jsonl"),
+        LearnerMetrics(registry),
+        evaluations=[record for record in records if isinstance(record, EvalRecord)],
+        totals=totals,
+        checkpoints=checkpoints,
+        num_workers=config.rollout.num_workers,
+    )
+    broadcaster, group_filter = _broadcaster(config, arguments, rank), config.algorithm.group_filter
     intake = Intake(
         config,
-        channel=_channel(config, arguments),
         ledger=ledger,
         stream=stream,
-        evaluation=evaluation,
+        evaluation=Evaluation(_eval_sets(config, tokenize), reporter.evaluation),
+        versions=broadcaster,
         policy_version=policy_version,
-        group_filter=_group_filter(config),
+        group_filter=None if group_filter is None else import_function("algorithm.group_filter", group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
-    broadcaster = _broadcaster(config, arguments, rank, intake)
-    # Version 0 too: a server that is not ours may have any weights.
-    broadcaster.publish(policy_version, train_step.team.gather_weights)
-    intake.start()
-    intake.attach(broadcaster)
-    _serve_metrics(registry, config.telemetry.metrics_host, arguments.metrics_port, intake, broadcaster)
-    _drain_on_signals(intake, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
-    learner = Learner(
-        config,
+    service = IntakeService(intake, broadcaster, heartbeat_s=config.wire.heartbeat_s)
+    service.start(_channel(config, arguments))
+    watch(registry, ChannelStatistics, service.wire_statistics)
+    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
+    port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
+    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
+    return Learner(
+        config=config,
         train_step=train_step,
         tokenizer=tokenizer,
-        intake=intake,
+        intake=service,
         broadcaster=broadcaster,
         reporter=reporter,
         recorder=_recorder(config, folder, tokenizer, policy_version, fresh=restored is None),
         checkpoints=checkpoints,
         policy_version=policy_version,
-        totals=totals,
     )
-    measured = {record.name for record in reporter.evaluations if record.policy_version == policy_version}
-    if not measured.issuperset(source.label for source in config.data.eval_sources):
-        intake.advance(policy_version, evaluate=True)
-    _run_to_the_end(learner, intake, broadcaster, arguments, config)
-    train_step.team.stop()
-    ranks.close()
-    return 0
 
 
-def _group_filter(config: Config) -> Callable[[Group], bool] | None:
-    path = config.algorithm.group_filter
-    return None if path is None else import_function("algorithm.group_filter", path)
+def _lead(learner: Learner, arguments: Arguments) -> None:
+    """Publish the first weights, train, and write the summary in any case.
 
-
-def _run_to_the_end(
-    learner: Learner, intake: Intake, broadcaster: Broadcaster, arguments: Arguments, config: Config
-) -> None:
-    """Train, and write the summary, whatever happens.
-
-    The workers are stopped where the run ends; a learner that fails may begin anew, and they go on until it does.
+    Stop the workers only at the end of the run: after a failure the learner may restart, and they go on meanwhile.
     """
+    config, version, team = learner.config, learner.policy_version, learner.train_step.team
+    measured = {record.name for record in learner.reporter.evaluations if record.policy_version == version}
+    evaluate = not measured.issuperset(source.label for source in config.data.eval_sources)
+    # Publish version 0, too: a server that this run did not start may have any weights.
+    learner.intake.commit(version, team.gather_weights, evaluate=evaluate)
     reason = "failed"
     try:
         reason = learner.run()
-        intake.stop_workers(config.launcher.drain_timeout_s / 4)
+        learner.intake.stop_workers(config.launcher.drain_timeout_s / 4)
     finally:
         learner.close()
         try:
-            write_summary(
+            learner.reporter.write_summary(
                 arguments.run_folder / "summary.json",
-                learner=learner,
-                statistics=intake.statistics(),
+                learner.intake.statistics(),
+                policy_version=learner.policy_version,
                 warm_start_s=arguments.warm_start_s,
                 exit_reason=reason,
             )
-        except OSError as error:  # a full disk; what ended the run is to be said, not this
+        except OSError as error:  # a full disk must not hide the error that ended the run
             logger.error("summary.json could not be written: %s", error)
-        broadcaster.close()
-        intake.close()
+        learner.intake.close()
     logger.info("the learner is done: %s at version %d", reason, learner.policy_version)
+    team.stop()
 
 
 def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:
@@ -234,61 +223,52 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
         tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
         prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]
         if tokenize.num_truncated > num_truncated:
-            logger.warning(
-                "evaluation on %s cuts %d prompts to their end", source.label, tokenize.num_truncated - num_truncated
-            )
+            num_truncated = tokenize.num_truncated - num_truncated
+            logger.warning("evaluation on %s truncates %d prompts", source.label, num_truncated)
         if len(prompts) < len(tokenized):
-            num_filtered = len(tokenized) - len(prompts)
-            logger.warning(
-                "evaluation on %s leaves out %d of %d prompts for their length",
-                source.label,
-                num_filtered,
-                len(tokenized),
-            )
+            text = "evaluation on %s leaves out %d of %d prompts for their length"
+            logger.warning(text, source.label, len(tokenized) - len(prompts), len(tokenized))
         sets.append(EvalSet(source.label, prompts, settings.num_samples))
     return sets
 
 
-def _check_seed(config: Config, path: Path, state: LearnerState) -> None:
+def _newest_checkpoint(checkpoints: Checkpoints, config: Config) -> tuple[Path, LearnerState] | None:
+    restored = checkpoints.load_newest()
+    if restored is None:
+        logger.warning("there is no checkpoint yet: start from the beginning")
+        return None
+    path, state = restored
     if state.seed != config.run.seed:
         raise CheckpointError(
-            f"run.seed: expected {state.seed}, with which {path} was made, got {config.run.seed}; another seed has "
-            "another order of prompts"
+            f"run.seed: expected {state.seed}, the seed of {path}, got {config.run.seed}; another seed gives another "
+            "order of prompts"
         )
-
-
-def _restore(
-    restored: tuple[Path, LearnerState], train_step: TrainStep, stream: PromptStream
-) -> tuple[Ledger, Totals, int]:
-    path, state = restored
-    train_step.kl_coefficient = state.kl_coefficient
     logger.info("resuming from %s at version %d", path, state.policy_version)
-    return restore_ledger(state, stream), state.totals, state.policy_version
+    return restored
 
 
-def _reporter(folder: Path, policy_version: int, registry: CollectorRegistry, *, fresh: bool) -> Reporter:
-    """Open metrics.jsonl; on a resume, what came after the checkpoint did not happen and is cut off."""
+def _open_records(folder: Path, policy_version: int, *, fresh: bool) -> list[Record]:
+    """Prepare metrics.jsonl and give the records; on a resume, remove the records after the checkpoint."""
     path = folder / "metrics.jsonl"
     records = [] if fresh else [r for r in read_records(path) if r.policy_version <= policy_version]
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    evaluations = [record for record in records if isinstance(record, EvalRecord)]
-    return Reporter(MetricsFile(path), LearnerMetrics(registry), evaluations)
+    return records
 
 
 def _recorder(
     config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int, *, fresh: bool
 ) -> Recorder:
-    """Open trajectories.jsonl; on a resume, what came after the checkpoint did not happen and is cut off."""
+    """Open trajectories.jsonl; on a resume, remove the records after the checkpoint."""
     path = folder / FILE_NAME
     if fresh:
         path.unlink(missing_ok=True)
     else:
-        cut_trajectories(path, policy_version - 1)  # records have the version before their step
+        cut_trajectories(path, policy_version - 1)  # records carry the version before their step
     return Recorder(path, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
 
 
-def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank, intake: Intake) -> Broadcaster:
-    manifest = rank.manifest
+def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:
+    manifest, timeout_s = rank.manifest, config.weights.timeout_s
     transport: SendTransport
     if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
         transport = SharedMemorySender(manifest, arguments.segment_folder)
@@ -297,32 +277,23 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank, intake
             manifest,
             host=config.wire.host,
             device=torch.device("cpu" if config.rollout.device == "cpu" else arguments.device),
-            timeout_s=config.weights.timeout_s,
+            timeout_s=timeout_s,
             ranks_per_worker=config.rollout.tensor_parallel,
         )
-    return Broadcaster(
-        manifest=manifest, transport=transport, timeout_s=config.weights.timeout_s, send_notice=intake.send_notice
-    )
+    return Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
 
 
-def _serve_metrics(registry: CollectorRegistry, host: str, port: int, intake: Intake, broadcaster: Broadcaster) -> None:
-    watch(registry, WIRE, lambda: msgspec.structs.asdict(intake.wire_statistics()))
-    watch(registry, BROADCAST, lambda: msgspec.structs.asdict(broadcaster.statistics()))
-    served, _ = serve_metrics(registry, port, address=host)
-    logger.info("metrics on http://%s:%d/metrics", host, served)
-
-
-def _drain_on_signals(intake: Intake, timeout_s: float) -> None:
+def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         if intake.draining:
-            return  # Slurm tells each process and so does the launcher, which also ends one that takes too long
+            return  # Slurm and the launcher both send the signal; the launcher ends a slow process
         logger.info("signal %d: draining", number)
         intake.begin_drain()
-        deadline = threading.Timer(timeout_s, os._exit, [128 + number])  # where the launcher itself is gone
+        deadline = threading.Timer(timeout_s, os._exit, [128 + number])  # if the launcher itself is gone
         deadline.daemon = True
         deadline.start()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm passes on to a step
+    for number in _DRAIN_SIGNALS:
         signal.signal(number, handle)
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, through peft), and the weights of a policy with them merged in."""
+"""Add low-rank adapters (LoRA, with peft) to a policy, and read the weights with adapters merged in."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from transformers import PreTrainedModel
 
 from areal_rloo.config import LoraConfig
 from areal_rloo.errors import ModelError
-from areal_rloo.learner.parallel import with_product
+from areal_rloo.learner.parallel.sharding import with_product
 
-_ADAPTER = "default"  # peft's name for the only one
+_ADAPTER = "default"  # the adapter name in peft
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
-    """Give the target layers adapters that add nothing yet, and freeze everything else.
+    """Add adapters to the target layers, initially without effect, and freeze all other weights.
 
     Raises:
-        ModelError: peft is not there, or the model has no such layers; says which.
+        ModelError: peft is not installed, or the model lacks target layers; names them.
     """
     try:
         import peft  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ModelError("learner.lora: needs peft; pip install 'areal_rloo[peft]'") from error
     targets = list(lora.targets)
-    head = causal.get_output_embeddings()  # its weight is read as it is, not through an adapter
+    head = causal.get_output_embeddings()  # the head weight is used directly, not through an adapter
     known = {
         name.rsplit(".", 1)[-1]
         for name, module in causal.named_modules()
@@ -43,9 +43,9 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def named_weights(causal: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Weights by Hugging Face name, each storage once: tied embeddings appear under their first name.
+    """Yield weights by Hugging Face name, each storage once: tied embeddings appear under the first name.
 
-    Where there are adapters, they are merged in. Sharded weights are given sharded; then every rank must ask for all.
+    Adapters are merged in. Sharded weights stay sharded; every rank must then iterate over all of them.
     """
     parameters = {name: parameter.detach() for name, parameter in causal.named_parameters()}
     for name, parameter in parameters.items():

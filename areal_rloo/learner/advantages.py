@@ -1,4 +1,4 @@
-"""From the trajectories of a batch to an advantage for every token of them.
+"""Choose the tokens of a batch that are in the loss, and compute an advantage for every token from the rewards.
 
     rewards ─► shaped ─► less their KL to the reference ─► reward_norm ─► adv_norm ─► spread over the tokens
     returns=token:    shaped ─► reward_norm ─► per-token rewards, less the KL ─► discounted returns ─► adv_norm
@@ -8,31 +8,96 @@ Norms see the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.advantage import normalize
 from areal_rloo.algorithm.kl import Estimator, kl_estimate
-from areal_rloo.algorithm.rewards import REWARD_LIMIT, shape_rewards, token_returns
-from areal_rloo.algorithm.turns import written_by_policy
-from areal_rloo.config import Config, NormConfig
+from areal_rloo.algorithm.loss import written_by_policy
+from areal_rloo.algorithm.normalization import REWARD_LIMIT, normalize, shape_rewards, token_returns
+from areal_rloo.algorithm.staleness import within_bound
+from areal_rloo.config import AlgorithmConfig, Config
 from areal_rloo.trajectory import SampleId, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Advantages:
-    """What the loss is given of a batch.
+class Masks:
+    """The loss masks of a batch.
 
     Attributes:
-        of_tokens: of each trajectory [num_completion_tokens] float32.
-        num_limited: rewards beyond what can be computed with, set to the limit.
+        of_tokens: for each trajectory [num_completion_tokens] bool, True where the token is in the loss.
+        stale_tokens: for each trajectory, how many tokens of the policy are past the staleness bound.
+        num_truncated: tokens masked because their trajectory is truncated.
+        staleness_tokens: tokens in the loss, by staleness in versions.
     """
 
     of_tokens: list[Tensor]
-    num_limited: int
+    stale_tokens: list[int]
+    num_truncated: int
+    staleness_tokens: Counter[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the loss."""
+        return self.staleness_tokens.total()
+
+    @property
+    def num_stale(self) -> int:
+        """Tokens past the staleness bound."""
+        return sum(self.stale_tokens)
+
+    def numbers(self) -> dict[str, Any]:
+        """Give the counts and shares by field of TrainRecord."""
+        num_all = max(1, self.num_tokens + self.num_stale + self.num_truncated)
+        return {
+            "trained_tokens": self.num_tokens,
+            "staleness_mean": sum(s * n for s, n in self.staleness_tokens.items()) / max(1, self.num_tokens),
+            "staleness_max": max(self.staleness_tokens, default=0),
+            "staleness_tokens": dict(self.staleness_tokens),
+            "masked_token_share": self.num_stale / num_all,
+            "truncated_token_share": self.num_truncated / num_all,
+        }
+
+
+def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, config: AlgorithmConfig) -> Masks:
+    """Mask every token that another party wrote, that is past the staleness bound, or whose trajectory is truncated.
+
+    `policy_version` is the learner's version, from which staleness is counted.
+    """
+    masks, stale_tokens, num_truncated = [], [], 0
+    staleness_tokens: Counter[int] = Counter()
+    for trajectory in trajectories:
+        versions = trajectory.completion.versions
+        written = written_by_policy(trajectory.completion.spans, len(versions))
+        fresh = within_bound(versions, policy_version=policy_version, max_staleness=config.max_staleness)
+        stale_tokens.append(int((written & ~fresh).sum()))
+        mask = written & fresh
+        if config.rewards.mask_truncated and trajectory.completion.finish_reason == "length":
+            num_truncated += int(mask.sum())
+            mask = np.zeros_like(mask)
+        values, counts = np.unique(policy_version - versions[mask], return_counts=True)
+        staleness_tokens.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        masks.append(torch.from_numpy(mask))
+    return Masks(masks, stale_tokens, num_truncated, staleness_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """The advantages of a batch.
+
+    Attributes:
+        of_tokens: for each trajectory [num_completion_tokens] float32.
+        numbers: by field of TrainRecord; over tokens in the loss, NaN if there are none.
+    """
+
+    of_tokens: list[Tensor]
+    numbers: Mapping[str, float]
 
 
 def compute_advantages(
@@ -44,14 +109,14 @@ def compute_advantages(
     kl_coefficient: float,
     stop_token_ids: frozenset[int],
 ) -> Advantages:
-    """Advantages of a batch.
+    """Compute the advantages of a batch.
 
     Args:
-        trajectories: of the whole batch.
-        masks: of each [num_completion_tokens] bool, which of its tokens are in the loss.
-        reference_logprobs: of each [num_completion_tokens] float; empty without a KL in the reward.
+        trajectories: those of the whole batch.
+        masks: for each trajectory [num_completion_tokens] bool, True where the token is in the loss.
+        reference_logprobs: for each trajectory [num_completion_tokens] float; empty without a KL in the reward.
         config: `algorithm`, and the longest completion.
-        kl_coefficient: what it is now, where a controller steers it.
+        kl_coefficient: the current coefficient; a controller may steer it.
         stop_token_ids: the tokens that end a completion.
     """
     algorithm = config.algorithm
@@ -65,38 +130,48 @@ def compute_advantages(
         for trajectory, logprobs in zip(trajectories, reference_logprobs, strict=bool(reference_logprobs))
     ]
     if algorithm.returns == "token":
-        normed = _normalized(rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
+        normed = normalize(rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
         by_token = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
         returns = token_returns(by_token, algorithm.discount)
         lengths = torch.tensor([len(mask) for mask in masks])
-        each = _normalized(
-            torch.cat(returns),
-            group_ids.repeat_interleave(lengths),
-            torch.cat(list(masks)).long(),
-            algorithm.adv_norm,
-        )
-        return Advantages(list(each.float().split(lengths.tolist())), num_limited)
+        of_each, counted = group_ids.repeat_interleave(lengths), torch.cat(list(masks)).long()
+        each = normalize(torch.cat(returns), of_each, counted, algorithm.adv_norm)
+        return _advantages(list(each.float().split(lengths.tolist())), masks, num_limited)
     if penalties:
         rewards = rewards - samples.total(torch.stack([penalty.sum() for penalty in penalties]))
     of_samples = samples.last(group_ids)
-    normed = _normalized(rewards, of_samples, in_loss, algorithm.reward_norm)
-    scalars = samples.spread(_normalized(normed, of_samples, in_loss, algorithm.adv_norm)).float()
-    return Advantages([a.expand(len(mask)) for a, mask in zip(scalars, masks, strict=True)], num_limited)
+    normed = normalize(rewards, of_samples, in_loss, algorithm.reward_norm)
+    scalars = samples.spread(normalize(normed, of_samples, in_loss, algorithm.adv_norm)).float()
+    return _advantages([a.expand(len(mask)) for a, mask in zip(scalars, masks, strict=True)], masks, num_limited)
+
+
+def _advantages(of_tokens: list[Tensor], masks: Sequence[Tensor], num_limited: int) -> Advantages:
+    in_loss = torch.cat(of_tokens)[torch.cat(list(masks))].double()
+    some = len(in_loss) > 0
+    numbers = {
+        "num_limited_rewards": num_limited,
+        "advantage_mean": float(in_loss.mean()),
+        "advantage_std": float(in_loss.std(correction=0)) if some else math.nan,
+        "advantage_min": float(in_loss.min()) if some else math.nan,
+        "advantage_max": float(in_loss.max()) if some else math.nan,
+        "advantage_abs_mean": float(in_loss.abs().mean()),
+    }
+    return Advantages(of_tokens, numbers)
 
 
 def behaviour_logprobs(trajectory: Trajectory) -> Tensor:
-    """[num_completion_tokens] float32; 0 where somebody else wrote the token."""
+    """Give [num_completion_tokens] float32; 0 where another party wrote the token."""
     return torch.tensor(trajectory.completion.behaviour_logprobs)
 
 
 def policy_tokens(trajectory: Trajectory) -> Tensor:
-    """[num_completion_tokens] bool, the policy wrote the token."""
+    """Give [num_completion_tokens] bool, True where the policy wrote the token."""
     return torch.from_numpy(written_by_policy(trajectory.completion.spans, len(trajectory.completion.tokens)))
 
 
 class _Samples:
-    """Which trajectories are of one sample. A sample has one reward and one advantage, which all of them carry, so
-    norms see each sample once, however many trajectories its episode gave."""
+    """Maps between trajectories and samples. All trajectories of a sample carry the sample's reward and advantage.
+    Norms see each sample once, for any number of trajectories in the sample's episode."""
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         numbers: dict[SampleId, int] = {}
@@ -104,20 +179,20 @@ class _Samples:
         self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
 
     def last(self, values: Tensor) -> Tensor:
-        """[num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
+        """Map [num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
         return values[self._last]
 
     def total(self, values: Tensor) -> Tensor:
-        """[num_trajectories] to [num_samples]: sums."""
+        """Map [num_trajectories] to [num_samples]: sums."""
         return torch.zeros(len(self._last), dtype=values.dtype).index_add(0, self._number, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[num_samples] to [num_trajectories]."""
+        """Map [num_samples] to [num_trajectories]."""
         return values[self._number]
 
 
 def _divergence(trajectory: Trajectory, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """[num_completion_tokens] float64, 0 where somebody else wrote the token."""
+    """Give [num_completion_tokens] float64, 0 where another party wrote the token."""
     divergence = kl_estimate(behaviour_logprobs(trajectory).double(), reference_logprobs.double(), estimator)
     return torch.where(policy_tokens(trajectory), divergence, 0.0)
 
@@ -137,8 +212,8 @@ def _shaped(trajectories: Sequence[Trajectory], config: Config, stop_token_ids: 
 def _token_rewards(
     trajectories: Sequence[Trajectory], rewards: Tensor, penalties: Sequence[Tensor], *, scale: float
 ) -> list[Tensor]:
-    """Rewards of single tokens stand at them, what is left of the trajectory's at its last token, a KL at each: without
-    the KL their sum is the trajectory's reward, shaped and normed."""
+    """Spread each trajectory's reward over its tokens. Single tokens get their own rewards, the last token gets the
+    rest, every token pays its KL. Without the KL the sum is the trajectory's reward, shaped and normed."""
     by_token = []
     for index, trajectory in enumerate(trajectories):
         own = torch.zeros(len(trajectory.completion.tokens), dtype=torch.float64)
@@ -149,8 +224,3 @@ def _token_rewards(
             own -= penalties[index]
         by_token.append(own)
     return by_token
-
-
-def _normalized(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormConfig) -> Tensor:
-    """[len(values)] float64."""
-    return normalize(values.double(), group_ids, num_tokens, norm)

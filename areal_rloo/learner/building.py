@@ -1,4 +1,4 @@
-"""From a config to one rank of the learner: load, add adapters, shard, and make ready to be asked."""
+"""Build a rank of the learner from a config: load the model, add adapters, shard, and load the reference."""
 
 from __future__ import annotations
 
@@ -9,63 +9,58 @@ from transformers import PreTrainedModel
 from areal_rloo.config import Config
 from areal_rloo.errors import ConfigError, ModelError
 from areal_rloo.learner.adapters import add_adapters
-from areal_rloo.learner.parallel import Ranks, Sharding, fill_shards, shard
+from areal_rloo.learner.parallel.ranks import Ranks
+from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.models.files import computation_dtype
-from areal_rloo.models.loading import empty_policy, fill_buffers, load_policy
+from areal_rloo.models.loading import Reference, empty_policy, fill_buffers, load_policy
 from areal_rloo.models.policy import Policy
-from areal_rloo.models.reference import Reference
 
 
-def build_rank(
-    config: Config,
-    *,
-    model_path: str,
-    device: torch.device,
-    ranks: Ranks | None = None,
-) -> LearnerRank:
-    """A rank with the weights of a model folder; every rank calls it at the same time.
+def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None) -> LearnerRank:
+    """Build a rank with the weights of a model folder; every rank calls this at the same time.
 
-    Args:
-        config: of the run.
-        model_path: of the policy, and of the reference policy where the config says `initial`.
-        device: of this rank.
-        ranks: all of them; None for the only one.
+    `model_path` is that of the policy, and of the reference policy if the config says `initial`.
 
     Raises:
-        ModelError: a model cannot be loaded, or does not fit the other; says which and what to do.
-        ConfigError: an option that this device has no use for.
+        ModelError: a model cannot be loaded, or the vocabularies differ; names the remedy.
+        ConfigError: an option does not work on this device.
     """
-    ranks = ranks or Ranks()
-    learner = config.learner
+    ranks, learner, settings = ranks or Ranks(), config.learner, config.model.reference
     offload = learner.offload == "parameters"
     sharding = Sharding.over(ranks, device, replicas=learner.num_replicas, offload=offload)
     policy = _policy(model_path, config, device=device, ranks=ranks, sharding=sharding, trained=True)
-    reference = _reference(model_path, config, device=device, ranks=ranks, sharding=sharding)
-    settings = config.model.reference
-    if reference is not None and settings is not None and _vocabulary(reference.policy) != _vocabulary(policy):
-        raise ModelError(
-            f"model.reference.path: {settings.path} has a vocabulary of "
-            f"{_vocabulary(reference.policy)}, expected the policy's {_vocabulary(policy)}; both must share a tokenizer"
-        )
+    reference = None
+    if settings is not None and config.algorithm.kl.coefficient > 0:
+        path = model_path if settings.path == "initial" else settings.path
+        frozen = _policy(path, config, device=device, ranks=ranks, sharding=sharding, trained=False)
+        own, other = policy.causal.config.vocab_size, frozen.causal.config.vocab_size
+        if own != other:
+            raise ModelError(
+                f"model.reference.path: {settings.path} has a vocabulary of {other}, expected the policy's {own}; both "
+                "must share a tokenizer"
+            )
+        # FSDP moves offloaded parameters to the device itself, a layer at a time.
+        place = device if sharding is None or not sharding.offload else torch.device("cpu")
+        reference = Reference(frozen, device=place, offload=settings.offload)
     return LearnerRank(policy, config, device=device, reference=reference, ranks=ranks, sharding=sharding)
 
 
 def _policy(
     path: str, config: Config, *, device: torch.device, ranks: Ranks, sharding: Sharding | None, trained: bool
 ) -> Policy:
+    """Load a policy; in shards, rank 0 loads the whole weights and spreads them over empty models."""
     dtype = computation_dtype(config.model)
     whole = load_policy(path, device=device if sharding is None else torch.device("cpu")) if ranks.rank == 0 else None
     causal = whole if whole is not None and sharding is None else empty_policy(path)
-    for model in (whole, causal if causal is not whole else None):
-        if model is not None and trained:
-            _prepare(model, config, device)
+    for model in {id(model): model for model in (whole, causal) if model is not None and trained}.values():
+        _prepare(model, config, device)
     policy = Policy(causal, temperature=config.rollout.sampling.temperature, dtype=dtype)
     if sharding is not None:
-        named = () if whole is None else whole.named_parameters(prefix="causal")
-        values: dict[str, Tensor] = dict(named)
+        values: dict[str, Tensor] = {}
         if whole is not None:
-            causal.generation_config = whole.generation_config  # an empty model knows what its config says alone
+            values = dict(whole.named_parameters(prefix="causal"))
+            causal.generation_config = whole.generation_config  # an empty model has only its config
         shard(policy, sharding, dtype=dtype)
         policy.to_empty(device="cpu" if sharding.offload else device)
         fill_buffers(causal, device)
@@ -74,17 +69,17 @@ def _policy(
 
 
 def _prepare(causal: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """What is different about a policy that is trained."""
+    """Apply the options that only a trained policy has."""
     learner = config.learner
     if learner.kernels == "liger":
         _use_liger(causal, device)
     if learner.lora is not None:
         add_adapters(causal, learner.lora)
     if learner.gradient_checkpointing:
-        # Its name before transformers 5.23 still stands, and warns.
+        # Before transformers 5.23 the method had another name, which still exists and warns.
         enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        causal.train()  # transformers looks; dropout stays off, as loading left it
+        causal.train()  # transformers checks this flag; dropout stays off
     if learner.compile:
         for layer in causal.base_model.layers:  # type: ignore[union-attr]
             layer.compile(dynamic=True)
@@ -92,27 +87,9 @@ def _prepare(causal: PreTrainedModel, config: Config, device: torch.device) -> N
 
 def _use_liger(causal: PreTrainedModel, device: torch.device) -> None:
     if device.type != "cuda":
-        raise ConfigError("learner.kernels: expected torch on a CPU, got liger, whose kernels are for GPUs")
+        raise ConfigError("learner.kernels: expected torch on a CPU, got liger, whose kernels need a GPU")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ModelError("learner.kernels: liger needs liger-kernel; pip install 'areal_rloo[liger]'") from error
     _apply_liger_kernel_to_instance(causal, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-def _reference(
-    model_path: str, config: Config, *, device: torch.device, ranks: Ranks, sharding: Sharding | None
-) -> Reference | None:
-    """The frozen policy of the KL term, where there is one."""
-    settings = config.model.reference
-    if settings is None or config.algorithm.kl.coefficient == 0:
-        return None
-    path = model_path if settings.path == "initial" else settings.path
-    policy = _policy(path, config, device=device, ranks=ranks, sharding=sharding, trained=False)
-    # Sharded parameters that lie in CPU memory go to the device by themselves, a layer at a time.
-    place = device if sharding is None or not sharding.offload else torch.device("cpu")
-    return Reference(policy, device=place, offload=settings.offload)
-
-
-def _vocabulary(policy: Policy) -> int:
-    return int(policy.causal.config.vocab_size)

@@ -1,29 +1,29 @@
-"""Checkpoints: everything a learner needs to go on, whole or not at all.
+"""Write and read checkpoints: the full state of a learner, complete or absent.
 
     checkpoints/step-000025/    shards/ (weights, optimizer and random states, of all ranks)   state.msgpack
                                 model/ (Hugging Face format)   checksums.json
 
-Written into a hidden folder, flushed to disk, and renamed; a folder with that name is whole. Ledger, prompt stream and
-buffered trajectories are in it, so no prompt is skipped or trained on twice. Any number of ranks reads the shards.
+A checkpoint is written into a hidden folder, flushed to disk, and renamed, so every folder named step-* is complete.
+Ledger, prompt stream and buffered trajectories are included, so no prompt is skipped or trained twice. Any number of
+ranks can read the shards. The training thread copies the state; a writer thread writes the files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.errors import CheckpointError
-from areal_rloo.learner.export import write_model
-from areal_rloo.learner.ledger import Ledger, LedgerState, by_sample
-from areal_rloo.learner.prompts import PromptStream, PromptStreamState
+from areal_rloo.files import flush_to_disk, move_into_place
+from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
+from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
@@ -31,10 +31,11 @@ from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, en
 logger = get_logger(__name__)
 
 _FORMAT = 4
+_FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 
 class Totals(msgspec.Struct):
-    """Sums over the whole run, kept over a restart."""
+    """Sums over the whole run, kept across restarts."""
 
     trained_tokens: int = 0
     masked_tokens: int = 0
@@ -48,15 +49,14 @@ class Totals(msgspec.Struct):
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """What states of all formats have."""
+    """The part of the state that every format has."""
 
     format: int
 
 
-class LearnerState(msgspec.Struct, frozen=True):
-    """What is neither weights nor optimizer. Buffered trajectories are kept as they travel on the wire."""
+class LearnerState(_Format, frozen=True):
+    """The state except weights and optimizer. Buffered trajectories are stored in the encoding of the wire."""
 
-    format: int
     policy_version: int
     seed: int
     ledger: LedgerState
@@ -78,7 +78,7 @@ def capture(
     kl_coefficient: float,
     num_optimizer_steps: int,
 ) -> LearnerState:
-    """The learner's state at this moment; call where ledger and stream stand still."""
+    """Capture the current state; call while ledger and stream do not change."""
     buffered = [t for g in ledger.groups.values() for s in g.samples.values() for t in s.trajectories]
     headers, columns = encode_columns(buffered)
     return LearnerState(
@@ -96,20 +96,19 @@ def capture(
 
 
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
-    """The ledger of a checkpoint; what was in flight waits to be leased again. The stream is set back too."""
+    """Restore ledger and stream from a checkpoint; samples that were in flight wait to be leased again."""
     stream.restore(state.stream)
     decoded = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
-    trajectories = by_sample(decoded)
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
-    return Ledger.restored(state.ledger, prompts, trajectories)
+    return Ledger.restored(state.ledger, prompts, by_sample(decoded))
 
 
 class Checkpoints:
-    """The checkpoints of one run. One is written at a time, on a thread of its own, while training goes on.
+    """The checkpoints of a run. A thread writes a single checkpoint at a time while training continues.
 
     Attributes:
-        folder: of all of them.
-        num_failed: that could not be written since this process began.
+        folder: contains all checkpoints.
+        num_failed: failed writes since this process started.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -121,9 +120,9 @@ class Checkpoints:
         self.num_failed = 0
 
     def save(self, state: LearnerState, *, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Copy this moment and begin to write it; waits for the checkpoint before, and drops the oldest beyond `keep`.
+        """Copy the current state and start writing; first wait for the previous write. Later delete all but `keep`.
 
-        If the disk refuses, there is an alarm in the log, it is counted, and training goes on.
+        If writing fails, the failure is logged and counted, and training continues.
         """
         self.wait()
         target = self.folder / f"step-{state.policy_version:06d}"
@@ -135,73 +134,61 @@ class Checkpoints:
         except OSError as error:
             self._failed(target, error)
             return
-        shards = team.save_shards(unfinished / "shards")
-        weights = team.whole_weights()
-        self._writing = self._writer.submit(self._write, state, unfinished, target, shards, weights, team, tokenizer)
+        shards, weights = team.save_shards(unfinished / "shards"), team.whole_weights()
+
+        def write() -> None:
+            try:
+                shards.result()
+                write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
+                (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+                _seal(unfinished)
+                self._replace(target, unfinished)
+            except Exception as error:  # noqa: BLE001 - a full disk raises many classes; training continues after any
+                self._failed(target, error)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                return
+            self._newest_is_whole = True
+            for outdated in self._whole()[: -self._keep]:
+                shutil.rmtree(outdated, ignore_errors=True)
+
+        self._writing = self._writer.submit(write)
 
     def wait(self) -> bool:
-        """Until the last checkpoint is written; whether it was."""
+        """Wait for the last write; return True if the write succeeded."""
         if self._writing is not None:
             self._writing.result()
         return self._newest_is_whole
 
-    def _write(
-        self,
-        state: LearnerState,
-        unfinished: Path,
-        target: Path,
-        shards: Future[Any],
-        weights: dict[str, Tensor],
-        team: Team,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        try:
-            shards.result()
-            write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
-            (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
-            _seal(unfinished)
-            self._replace(target, unfinished)
-        except Exception as error:  # noqa: BLE001 - a full disk says it in many ways, and whatever it is, training goes on
-            self._failed(target, error)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            return
-        self._newest_is_whole = True
-        for outdated in self._whole()[: -self._keep]:
-            shutil.rmtree(outdated, ignore_errors=True)
-
     def _replace(self, target: Path, unfinished: Path) -> None:
-        """Give a checkpoint its name; one that has it already is whole until then, and under another after."""
+        """Rename a checkpoint to the final name; an existing folder is kept aside until then."""
         aside = self.folder / f".replaced-{target.name}"
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
-        unfinished.rename(target)
-        _flush(self.folder)
+        move_into_place(unfinished, target)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _failed(self, target: Path, error: Exception) -> None:
         self._newest_is_whole = False
         self.num_failed += 1
-        logger.error("checkpoint %s could not be written: %s; training goes on, free some disk", target, error)
+        logger.error("checkpoint %s could not be written: %s; training continues, free some disk", target, error)
 
     def load_newest(self) -> tuple[Path, LearnerState] | None:
-        """The newest checkpoint whose checksums hold; None if there is none at all.
+        """Load the newest checkpoint with correct checksums; None if no checkpoint exists.
 
         Raises:
-            CheckpointError: there are some, and none of them can be read.
+            CheckpointError: checkpoints exist, but all are damaged.
         """
-        for aside in self.folder.glob(".replaced-*"):  # it was to be replaced, and what should have come did not
+        for aside in self.folder.glob(".replaced-*"):  # the replacing write did not finish
             target = self.folder / aside.name.removeprefix(".replaced-")
             if not target.exists():
                 aside.rename(target)
-        whole = self._whole()
-        for folder in reversed(whole):
-            if not _holds(folder):
-                logger.error("checkpoint %s is damaged; trying the one before", folder)
-                continue
-            return folder, read_state(folder)
-        if whole:
-            raise CheckpointError(f"{self.folder}: no checkpoint is whole; start anew without --resume")
+        for folder in reversed(self._whole()):
+            if _holds(folder):
+                return folder, read_state(folder)
+            logger.error("checkpoint %s is damaged; trying the previous checkpoint", folder)
+        if self._whole():
+            raise CheckpointError(f"{self.folder}: every checkpoint is damaged; start again without --resume")
         return None
 
     def _whole(self) -> list[Path]:
@@ -209,28 +196,46 @@ class Checkpoints:
 
 
 def read_state(folder: Path) -> LearnerState:
-    """Of a checkpoint.
+    """Read the state file of a checkpoint.
 
     Raises:
-        CheckpointError: another version of this program wrote it; says which.
+        CheckpointError: another version of this program wrote the checkpoint; names both formats.
     """
     encoded = (folder / "state.msgpack").read_bytes()
     found = msgspec.msgpack.decode(encoded, type=_Format).format
     if found != _FORMAT:
         raise CheckpointError(
-            f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote it, "
-            "or start anew without --resume"
+            f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
+            "checkpoint, or start again without --resume"
         )
     return msgspec.msgpack.decode(encoded, type=LearnerState)
 
 
+def write_model(
+    folder: Path, causal: PreTrainedModel, weights: dict[str, Tensor], *, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a Hugging Face model folder, which `from_pretrained` and every engine load.
+
+    `weights` are by Hugging Face name, in CPU memory. Only the configs of `causal` are read.
+    """
+    folder.mkdir(parents=True)
+    dtype = next(iter(weights.values())).dtype
+    config = type(causal.config).from_dict({**causal.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+    config.architectures = [type(causal).__name__]
+    config.save_pretrained(folder)
+    if causal.generation_config is not None:
+        causal.generation_config.to_json_file(folder / "generation_config.json")  # save_pretrained validates
+    tokenizer.save_pretrained(folder)
+    save_torch_state_dict(weights, folder, max_shard_size=_FILE_BYTES)
+
+
 def _seal(folder: Path) -> None:
-    """Flush every file to the disk and note its checksum."""
+    """Write the checksums of all files, and flush everything to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sums = {str(path.relative_to(folder)): _digest(path) for path in files}
     (folder / "checksums.json").write_bytes(msgspec.json.encode(sums))
     for path in (*files, folder / "checksums.json", *(p for p in folder.iterdir() if p.is_dir()), folder):
-        _flush(path)
+        flush_to_disk(path)
 
 
 def _holds(folder: Path) -> bool:
@@ -244,11 +249,3 @@ def _holds(folder: Path) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,25 +1,22 @@
-"""The short supervised start of the built-in tiny model, on noisy demonstrations.
+"""Train the built-in tiny model on noisy demonstrations, the short supervised start before RL.
 
-It ends by accuracy, not after a number of steps: accuracy rises so steeply that a count would land elsewhere on every
-machine.
+Training ends at an accuracy, not after a number of steps: accuracy rises so steeply that a fixed number of steps would
+give a different accuracy on every machine.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from areal_rloo.config import SourceConfig, WarmStartConfig
-from areal_rloo.learner.packing import plan_rows
-from areal_rloo.models.attention import PACKED_ATTENTION
-from areal_rloo.models.layout import PackedLayout
-from areal_rloo.models.policy import packed_logits
+from areal_rloo.learner.packing import Microbatch, Row, plan_rows
+from areal_rloo.models.loading import PACKED_ATTENTION
+from areal_rloo.models.policy import last_hidden
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration
 from areal_rloo.telemetry.logs import get_logger
@@ -27,16 +24,16 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _CHECK_EVERY = 20
-_HOPEFUL_LOSS = 0.25  # above it hardly any completion is right, and looking costs as much as a step
+_HOPEFUL_LOSS = 0.25  # above this loss hardly any completion is correct, and checking costs as much as a step
 _NUM_VALIDATION = 200
 _ROW_TOKENS = 8192
 
 
 def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, seed: int) -> float:
-    """AdamW on noisy demonstrations; leaves the model right only sometimes, and gives its greedy accuracy.
+    """Train with AdamW until greedy accuracy reaches `until_accuracy`, then restore earlier, weaker weights.
 
-    It trains until greedy decoding was right `until_accuracy` of the time, so that the skill is nearly there, and goes
-    back to the last weights that were right at most `keep_accuracy`.
+    The restored weights are the last with greedy accuracy of at most `keep_accuracy`, so RL has something to learn.
+    Returns the greedy accuracy of these weights.
     """
     tokenizer = make_tiny_tokenizer()
     task = ArithmeticTask(SourceConfig(), seed)
@@ -47,7 +44,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     ]
     model.set_attn_implementation(PACKED_ATTENTION)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-    kept, accuracy = _Kept(0, 0.0, _copied(model)), 0.0
+    kept, kept_step, kept_accuracy, accuracy = _copied(model), 0, 0.0, 0.0
     for step in range(1, config.max_steps + 1):
         chosen = [items[rng.randrange(len(items))] for _ in range(config.batch_size)]
         texts = [(item.text, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
@@ -55,25 +52,16 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
         if step % 200 == 0:
             logger.info("warm start: step %d, loss %.3f, greedy accuracy %.2f", step, loss, accuracy)
         if step % _CHECK_EVERY == 0 and loss < _HOPEFUL_LOSS:
-            accuracy = greedy_accuracy(model, validation)
+            accuracy = _greedy_accuracy(model, validation)
             if accuracy <= config.keep_accuracy:
-                kept = _Kept(step, accuracy, _copied(model))
+                kept, kept_step, kept_accuracy = _copied(model), step, accuracy
             if accuracy >= config.until_accuracy:
                 break
     else:
-        logger.warning("warm start: greedy accuracy %.2f after %d steps; going on with it", accuracy, config.max_steps)
-    model.load_state_dict(kept.weights)
-    logger.info("warm start: the weights of step %d are kept, greedy accuracy %.2f", kept.step, kept.accuracy)
-    return kept.accuracy
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Weights to go back to."""
-
-    step: int
-    accuracy: float
-    weights: dict[str, Tensor]
+        logger.warning("warm start: greedy accuracy %.2f after %d steps; continuing", accuracy, config.max_steps)
+    model.load_state_dict(kept)
+    logger.info("warm start: keeping the weights of step %d, greedy accuracy %.2f", kept_step, kept_accuracy)
+    return kept_accuracy
 
 
 def _copied(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -93,11 +81,11 @@ def _step(
 
 
 @torch.no_grad()
-def greedy_accuracy(model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[int]]]) -> float:
-    """How often greedy decoding would give exactly these completions.
+def _greedy_accuracy(model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[int]]]) -> float:
+    """Return the share of sequences whose completion greedy decoding would reproduce exactly.
 
-    It would if and only if the most likely token is the right one at every place when the right ones came before it, so
-    one forward pass tells what decoding token by token would.
+    Greedy decoding reproduces a completion if and only if the most likely token is correct at every place, given the
+    correct tokens before. So a single forward pass replaces decoding token by token.
     """
     num_right = 0
     (rows,) = plan_rows([len(p) + len(c) - 1 for p, c in sequences], _ROW_TOKENS)
@@ -109,22 +97,18 @@ def greedy_accuracy(model: PreTrainedModel, sequences: Sequence[tuple[list[int],
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits at the completion tokens, those tokens, and which sequence each belongs to."""
-    lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
-    starts = np.cumsum([0, *lengths])
-    inputs = [token for prompt, completion in sequences for token in (*prompt, *completion[:-1])]
-    targets = torch.tensor([token for _, completion in sequences for token in completion])
-    predicts = [
-        starts[n] + len(prompt) - 1 + offset
-        for n, (prompt, completion) in enumerate(sequences)
-        for offset in range(len(completion))
-    ]
-    sequence = torch.repeat_interleave(
-        torch.arange(len(sequences)), torch.tensor([len(completion) for _, completion in sequences])
+    """Return logits at the completion tokens, these tokens, and the sequence of each."""
+    microbatch = Microbatch(
+        lengths=[len(prompt) + len(completion) - 1 for prompt, completion in sequences],
+        num_targets=[len(completion) for _, completion in sequences],
+        input_ids=torch.tensor([token for prompt, completion in sequences for token in (*prompt, *completion[:-1])]),
+        targets=torch.tensor([token for _, completion in sequences for token in completion]),
+        columns={},
     )
-    layout = PackedLayout.of_lengths(lengths, torch.device("cpu"))
-    logits = packed_logits(model, input_ids=torch.tensor(inputs), layout=layout, predicts=torch.tensor(predicts))
-    return logits, targets, sequence
+    row = Row.of(microbatch, torch.device("cpu"))
+    hidden = last_hidden(model, row.input_ids, row.layout).index_select(0, row.predicts)
+    logits: Tensor = hidden @ model.get_output_embeddings().weight.T
+    return logits, row.targets, row.sequence_index
 
 
 def _encoded(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> tuple[list[int], list[int]]:

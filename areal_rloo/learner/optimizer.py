@@ -1,10 +1,11 @@
-"""AdamW, its schedule, and where its states lie, from the config."""
+"""Build AdamW and the schedule from the config, and move optimizer states between devices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +19,16 @@ from areal_rloo.config import OptimizerConfig
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, num_optimizer_steps: int
 ) -> tuple[Optimizer, LambdaLR]:
-    """AdamW over float32 weights; the schedule is stepped once per optimizer step."""
-    settings: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
-    optimizer: Optimizer
-    if config.state_dtype == "float32":
-        optimizer = AdamW(parameters, fused=True, **settings)
-    else:
-        optimizer = LowPrecisionAdamW(parameters, state_dtype=torch.bfloat16, **settings)
+    """Build AdamW over float32 weights, and a schedule to advance once per optimizer step."""
+    kind = partial(AdamW, fused=True) if config.state_dtype == "float32" else LowPrecisionAdamW
+    optimizer: Optimizer = kind(
+        parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
     return optimizer, LambdaLR(optimizer, lambda step: schedule_factor(step, config, num_optimizer_steps))
 
 
 def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int) -> float:
-    """Factor on the learning rate: linear warm-up, then constant, or down to 0 at the end."""
+    """Return the factor on the learning rate: linear warm-up, then constant or decaying to 0 at the end."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -45,38 +39,32 @@ def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int
 
 
 def set_schedule(schedule: LambdaLR, num_optimizer_steps: int) -> None:
-    """Let a schedule stand where it is after so many steps."""
+    """Set a schedule to the state after `num_optimizer_steps`."""
     (factor,) = schedule.lr_lambdas
     rates = [base * factor(num_optimizer_steps) for base in schedule.base_lrs]
-    schedule.load_state_dict(
-        {
-            **schedule.state_dict(),
-            "last_epoch": num_optimizer_steps,
-            "_step_count": num_optimizer_steps + 1,
-            "_last_lr": rates,
-        }
-    )
+    counts = {"last_epoch": num_optimizer_steps, "_step_count": num_optimizer_steps + 1}
+    schedule.load_state_dict({**schedule.state_dict(), **counts, "_last_lr": rates})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
 class LowPrecisionAdamW(Optimizer):
-    """AdamW (arXiv:1711.05101) that computes in float32 and keeps its moments in fewer bits."""
+    """AdamW (arXiv:1711.05101) with computation in float32 and moments stored in bfloat16."""
 
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
         *,
-        state_dtype: torch.dtype,
-        **settings: float | tuple[float, float],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
     ) -> None:
-        """`settings`: lr, betas, eps, weight_decay."""
-        super().__init__(parameters, dict(settings))
-        self.state_dtype = state_dtype
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step on all gradients; a closure is not called."""
+        """Update all parameters that have a gradient; a closure is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -84,7 +72,7 @@ class LowPrecisionAdamW(Optimizer):
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "only what has a gradient is updated"
+        assert gradient is not None, "parameter without a gradient"
         if not state:
             state.update(empty_state(parameter, self))
         state["step"] += 1
@@ -99,8 +87,8 @@ class LowPrecisionAdamW(Optimizer):
 
 
 def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What a step on this parameter would make first, to be filled from a checkpoint."""
-    dtype = optimizer.state_dtype if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
+    """Make the initial optimizer state of a parameter, to be filled by a step or from a checkpoint."""
+    dtype = torch.bfloat16 if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
     fused = isinstance(optimizer, AdamW)
     return {
         "step": torch.zeros((), device=parameter.device if fused else "cpu"),
@@ -111,16 +99,16 @@ def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str
 
 @contextmanager
 def states_on(optimizer: Optimizer, device: torch.device, *, home: torch.device) -> Iterator[None]:
-    """The moments on the device for as long as the block runs, and at home otherwise."""
-    _move(optimizer, device)
+    """Move the moments to `device` while the block runs, then to `home`."""
+
+    def move(place: torch.device) -> None:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor) and value.device != place:
+                    state[name] = value.to(place)
+
+    move(device)
     try:
         yield
     finally:
-        _move(optimizer, home)
-
-
-def _move(optimizer: Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if name != "step" and isinstance(value, Tensor) and value.device != device:
-                state[name] = value.to(device)
+        move(home)

@@ -1,35 +1,41 @@
-"""From trajectories to microbatches: rows of tokens under a budget, without padding, as many for every rank.
+"""Pack trajectories into microbatches (rows of tokens without padding), and compute the loss of a row.
 
-Rows are made by first-fit decreasing, which says how many there must be; then every trajectory, the longest first, goes
-into the row that holds the fewest tokens, so that no rank waits long for another. Which row a trajectory falls in
-changes no number: the weights of its tokens come from the whole minibatch.
+Takes the trajectories of a minibatch; returns the same number of rows for every rank, each within a token budget.
+First-fit decreasing defines the number of rows. Then each trajectory, longest first, goes into the row with the fewest
+tokens, so ranks finish at about the same time. Packing does not change the gradient: token weights come from the whole
+minibatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.models.layout import PackedLayout
+from areal_rloo.algorithm.kl import kl_estimate
+from areal_rloo.algorithm.loss import LossOutput, interpolated_proximal, policy_loss
+from areal_rloo.config import AlgorithmConfig
+from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.policy import TokenLogprobs
 from areal_rloo.trajectory import Trajectory
 
 
 class Microbatch(msgspec.Struct, frozen=True):
-    """Whole trajectories in one row, as it travels to a rank, in CPU memory.
+    """Whole trajectories in a row, in CPU memory, as sent to a rank.
 
-    The last token of each is left out: it predicts nothing. Columns by token stand sequence after sequence.
+    The last token of each trajectory is omitted: no target follows it. Columns by token are concatenated by sequence.
 
     Attributes:
         lengths: tokens of each sequence.
-        num_targets: of each sequence, how many of its last places predict a completion token.
+        num_targets: of each sequence, the number of last places that predict a completion token.
         input_ids: [sum of lengths] int32.
         targets: [sum of num_targets] int32, the completion tokens.
-        columns: what else is known of the targets, [sum of num_targets] each.
+        columns: further values of the targets, [sum of num_targets] each.
     """
 
     lengths: list[int]
@@ -41,15 +47,15 @@ class Microbatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A microbatch on the device that computes it.
+    """A microbatch on the compute device.
 
     Attributes:
         input_ids: [num_tokens] int64.
-        layout: where the sequences lie.
-        predicts: [num_targets] int64, place in the row whose hidden state predicts each completion token.
+        layout: where the sequences are.
+        predicts: [num_targets] int64, the place in the row whose hidden state predicts each completion token.
         targets: [num_targets] int64, the completion tokens.
-        sequence_index: [num_targets] int64, which of the row's sequences each target belongs to.
-        columns: as of the microbatch.
+        sequence_index: [num_targets] int64, the sequence of each target.
+        columns: as in the microbatch.
     """
 
     input_ids: Tensor
@@ -59,8 +65,14 @@ class Row:
     sequence_index: Tensor
     columns: dict[str, Tensor]
 
+    @property
+    def inputs(self) -> tuple[Tensor, PackedLayout, Tensor, Tensor]:
+        """The arguments of `Policy.forward`."""
+        return self.input_ids, self.layout, self.predicts, self.targets
+
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> Row:
+        """Move a microbatch to a device."""
         lengths, counts = np.array(microbatch.lengths), np.array(microbatch.num_targets)
         ends, first = np.cumsum(lengths), np.cumsum(counts) - counts
         predicts = np.arange(counts.sum()) + np.repeat(ends - counts - first, counts)
@@ -75,52 +87,77 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Trajectories dealt out to ranks.
+class RowLoss:
+    """The loss of a row as a function of the current logprobs; everything else is known before the forward pass.
+
+    The row's columns, each [num_targets]: `behaviour` (logprobs), `advantages`, `weights` (share of a token in the mean
+    of the minibatch), `staleness` (versions), and with a KL in the loss `reference` (logprobs).
 
     Attributes:
-        microbatches: by rank, as many for each.
-        indices: by rank and microbatch, which trajectories these are, in the order of the row; none in one that is
-            there so that no rank waits for another.
+        row: tokens and columns.
+        proximal: [num_targets] float32; None if proximal logprobs equal, or are interpolated from, the current ones.
+        interpolates: True if proximal logprobs are interpolated between behaviour and current logprobs.
+        kl_coefficient: of a KL in the loss; read if the row has reference logprobs.
+        config: of the algorithm.
+    """
+
+    row: Row
+    proximal: Tensor | None
+    interpolates: bool
+    kl_coefficient: float
+    config: AlgorithmConfig
+
+    def __call__(self, current: TokenLogprobs, part: slice = slice(None)) -> LossOutput:
+        """Compute the loss of a whole row, or of a slice of the tokens if the loss is a sum over tokens."""
+        column = {name: values[part] for name, values in self.row.columns.items()}
+        anchor = current.logprobs.detach() if self.proximal is None else self.proximal[part]
+        if self.interpolates:
+            anchor = interpolated_proximal(column["behaviour"], anchor, column["staleness"])
+        output = policy_loss(
+            behaviour_logprobs=column["behaviour"],
+            proximal_logprobs=anchor,
+            current_logprobs=current.logprobs,
+            entropy=current.entropy,
+            advantages=column["advantages"],
+            token_weights=column["weights"],
+            staleness=column["staleness"],
+            sequence_index=self.row.sequence_index[part],
+            config=self.config.loss,
+        )
+        if "reference" not in column:
+            return output
+        estimate = kl_estimate(current.logprobs, column["reference"], self.config.kl.estimator)
+        divergence = torch.where(column["weights"] != 0, estimate, 0.0)
+        return output._replace(loss=output.loss + self.kl_coefficient * (column["weights"] * divergence).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Trajectories distributed to ranks.
+
+    Attributes:
+        microbatches: by rank, the same number for each.
+        indices: by rank and microbatch, the indices of the trajectories in row order; empty for a filler row, which
+            keeps the number of rows equal on all ranks.
     """
 
     microbatches: list[list[Microbatch]]
     indices: list[list[list[int]]]
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Lengths and numbers of targets of all trajectories, in no order."""
-        rows = [
-            (length, num)
-            for microbatches, of_rank in zip(self.microbatches, self.indices, strict=True)
-            for microbatch, indices in zip(microbatches, of_rank, strict=True)
-            if indices
-            for length, num in zip(microbatch.lengths, microbatch.num_targets, strict=True)
-        ]
-        return [length for length, _ in rows], [num for _, num in rows]
+        """Return lengths and numbers of targets of all trajectories, in no particular order."""
+        pairs = zip(chain(*self.microbatches), chain(*self.indices), strict=True)
+        rows = [microbatch for microbatch, indices in pairs if indices]
+        return list(chain(*(row.lengths for row in rows))), list(chain(*(row.num_targets for row in rows)))
 
     def unpacked(self, rows: Sequence[Sequence[Tensor]], num_trajectories: int) -> list[Tensor]:
-        """What the ranks said of the targets of their rows, by trajectory."""
+        """Split values of row targets, by rank and row, into values by trajectory."""
         by_trajectory: list[Tensor] = [torch.empty(0)] * num_trajectories
-        for rank, of_rank in enumerate(rows):
-            for microbatch, indices, values in zip(self.microbatches[rank], self.indices[rank], of_rank, strict=True):
-                if indices:
-                    for index, part in zip(indices, values.split(microbatch.num_targets), strict=True):
-                        by_trajectory[index] = part
+        of_rows = zip(chain(*self.microbatches), chain(*self.indices), chain(*rows), strict=True)
+        for microbatch, indices, values in of_rows:
+            for index, part in zip(indices, values.split(microbatch.num_targets) if indices else (), strict=True):
+                by_trajectory[index] = part
         return by_trajectory
-
-
-def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) -> list[list[list[int]]]:
-    """By rank, the indices in each of its rows: as many rows for every rank, none over `max_tokens`.
-
-    Row n holds about as many tokens on one rank as on another.
-    """
-    assert max(lengths, default=0) <= max_tokens, f"a sequence of {max(lengths)} tokens does not fit {max_tokens}"
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rows = _first_fit(order, lengths, max_tokens)
-    num_rows = -(-len(rows) // num_ranks) * num_ranks
-    rows = _evened(order, lengths, max_tokens, num_rows) or [*rows, *([] for _ in range(num_rows - len(rows)))]
-    rows.sort(key=lambda row: sum(lengths[i] for i in row), reverse=True)
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def pack(
@@ -130,19 +167,29 @@ def pack(
     num_ranks: int = 1,
     columns: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedBatch:
-    """All trajectories of a minibatch, in rows.
+    """Pack all trajectories of a minibatch into rows.
 
     Args:
         trajectories: at least one.
-        max_tokens: most tokens of a row; each trajectory must fit.
-        num_ranks: to deal them out to.
+        max_tokens: of a row; each trajectory must fit.
         columns: by name, of each trajectory [num_completion_tokens].
     """
-    lengths = [trajectory.num_tokens - 1 for trajectory in trajectories]
-    indices = plan_rows(lengths, max_tokens, num_ranks=num_ranks)
-    columns = columns or {}
-    microbatches = [[_microbatch(trajectories, row, columns) for row in rows] for rows in indices]
-    return PackedBatch(microbatches, indices)
+    indices = plan_rows([trajectory.num_tokens - 1 for trajectory in trajectories], max_tokens, num_ranks=num_ranks)
+    return PackedBatch([[_microbatch(trajectories, row, columns or {}) for row in rows] for rows in indices], indices)
+
+
+def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) -> list[list[list[int]]]:
+    """Return by rank the indices in each row: the same number of rows for every rank, none over `max_tokens`.
+
+    Row n holds a similar number of tokens on every rank.
+    """
+    assert max(lengths, default=0) <= max_tokens, f"a sequence of {max(lengths)} tokens does not fit {max_tokens}"
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = _first_fit(order, lengths, max_tokens)
+    num_rows = -(-len(rows) // num_ranks) * num_ranks
+    rows = _evened(order, lengths, max_tokens, num_rows) or [*rows, *([] for _ in range(num_rows - len(rows)))]
+    rows.sort(key=lambda row: sum(lengths[i] for i in row), reverse=True)
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -160,7 +207,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
 
 
 def _evened(order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int) -> list[list[int]] | None:
-    """The longest first, each into the emptiest row; None where a row would be over the budget."""
+    """Put each sequence, longest first, into the emptiest row; None if a row exceeds the budget."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     used = np.zeros(num_rows, dtype=np.int64)
     for index in order:
@@ -175,7 +222,7 @@ def _evened(order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_r
 def _microbatch(
     trajectories: Sequence[Trajectory], indices: Sequence[int], columns: Mapping[str, Sequence[Tensor]]
 ) -> Microbatch:
-    """A row; without trajectories, one token without a weight."""
+    """Build a row; without trajectories, a filler row of a single token with weight 0."""
     if not indices:
         zero = torch.zeros(1, dtype=torch.int32)
         empty = {name: torch.zeros(1, dtype=values[0].dtype) for name, values in columns.items()}

@@ -1,68 +1,60 @@
-"""One rank of the learner: its part of the policy and of the optimizer, and what it computes when it is told.
+"""A rank of the learner: holds a part of policy and optimizer, and computes on command of rank 0 (`team`).
 
-Rank 0 tells itself (`LearnerRank.obey`); the others wait for what it tells them (`follow`). Every rank is told the same
-kind of thing at the same time, since computing one needs the parameters of all.
+All ranks execute the same kind of command at the same time, because computing on any rank needs the parameters of all.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
 from areal_rloo.config import Config
-from areal_rloo.errors import CheckpointError, UserError
 from areal_rloo.learner.adapters import named_weights
-from areal_rloo.learner.commands import (
-    Answer,
-    Command,
-    Done,
-    GatherWeights,
-    RefreshReference,
-    SaveShards,
-    Score,
-    Scores,
-    Stop,
-    Times,
-    Train,
-    Trained,
-    decode_command,
-    encode,
-)
-from areal_rloo.learner.flops import peak_flops
-from areal_rloo.learner.memory import estimate, is_out_of_memory, out_of_memory
-from areal_rloo.learner.optimizer import empty_state, make_optimizer, set_schedule, states_on
-from areal_rloo.learner.packing import Microbatch, Row
-from areal_rloo.learner.parallel import (
-    Ranks,
-    Sharding,
-    gather_weights,
-    load_shards,
-    norm_of_whole,
-    save_shards,
-    saved_names,
-)
-from areal_rloo.learner.row_loss import RowLoss
+from areal_rloo.learner.costs import memory_explained, peak_flops
+from areal_rloo.learner.optimizer import make_optimizer, set_schedule, states_on
+from areal_rloo.learner.packing import Microbatch, Row, RowLoss
+from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
+from areal_rloo.learner.parallel.ranks import Ranks
+from areal_rloo.learner.parallel.sharding import Sharding, clip_to_norm, gather_weights
 from areal_rloo.models.files import computation_dtype
-from areal_rloo.models.logprobs import Entropy, TokenLogprobs
-from areal_rloo.models.policy import Policy
-from areal_rloo.models.reference import Reference
+from areal_rloo.models.loading import Reference
+from areal_rloo.models.policy import Entropy, Policy, TokenLogprobs
 from areal_rloo.weights.manifest import build_manifest
 
-_RANDOM = "random."
+Times = dict[str, float]
+"""Seconds by part of a step: reference, proximal, forward, backward, optimizer."""
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """Results of a rank on a share of each minibatch.
+
+    Attributes:
+        stepped: by minibatch, True if everything was finite on all ranks.
+        gradient_norms: by minibatch, over all ranks, before clipping.
+        losses: by minibatch, the sum over the rows of this rank.
+        outcomes: by minibatch, of the tokens of this rank, in CPU memory.
+        times: seconds.
+    """
+
+    stepped: list[bool]
+    gradient_norms: list[float]
+    losses: list[float]
+    outcomes: list[TokenOutcomes]
+    times: Times
 
 
 class LearnerRank:
-    """The policy, its optimizer, and what is done with them."""
+    """A policy, an optimizer, and the computations on both. All raise UserError if memory runs out (`costs`)."""
 
     def __init__(
         self,
@@ -76,172 +68,109 @@ class LearnerRank:
     ) -> None:
         """
         Args:
-            policy: on `device`, sharded where there are other ranks.
+            policy: on `device`, sharded if there are other ranks.
             config: `algorithm` and `learner`.
             device: where to compute.
-            reference: the frozen policy of the KL term; None where there is none.
-            ranks: the learner's ranks; None for the only one.
-            sharding: how the policy is spread over them; None where it is whole.
+            reference: the frozen policy of the KL term, if any.
+            ranks: the learner's ranks; None for a single rank.
+            sharding: how the policy is sharded; None if it is whole.
         """
+        learner, settings = config.learner, config.model.reference
         self.policy = policy
         self.reference = reference
         self.ranks = ranks or Ranks()
-        self._sharding = sharding
         self.manifest = build_manifest(
             named_weights(policy.causal),
             bucket_bytes=config.weights.bucket_bytes,
             dtype=computation_dtype(config.model),
         )
-        self.peak_flops = peak_flops(device, configured=config.learner.peak_flops, dtype=config.model.dtype)
-        self._config = config
-        self._device = device
-        offload = config.learner.offload
-        self._home = torch.device("cpu") if offload == "parameters" else device  # of parameters between two layers
-        self._resting = torch.device("cpu") if offload == "optimizer" else self._home
-        settings = config.model.reference
-        self._refreshes = settings is not None and settings.refresh_every_n_versions is not None
-        self._saving: Future[Any] | None = None
-        learner = config.learner
+        self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
             (parameter for parameter in policy.parameters() if parameter.requires_grad),
             learner.optimizer,
             num_optimizer_steps=learner.num_train_steps * learner.num_minibatches,
         )
+        self._config = config
+        self._device = device
+        self._sharding = sharding
+        self._home = torch.device("cpu") if learner.offload == "parameters" else device  # of parameters between layers
+        self._resting = torch.device("cpu") if learner.offload == "optimizer" else self._home
+        refreshes = settings is not None and settings.refresh_every_n_versions is not None
+        self._refreshed = reference.policy if reference is not None and refreshes else None
+        self._saving: Future[Any] | None = None
 
-    def obey(self, command: Command) -> Answer:
-        """Do what was told, together with all ranks.
+    def score(self, microbatches: Iterable[Microbatch]) -> list[Tensor]:
+        """Compute the logprobs of the targets under the reference: of each row [num_targets] float32, on the CPU."""
+        assert self.reference is not None, "scoring needs a reference"
+        with self._memory_explained(), torch.no_grad(), self.reference.loaded() as reference:
+            return [self._logprobs(microbatch, reference).cpu() for microbatch in microbatches]
 
-        Raises:
-            UserError: there was not enough memory; says what was needed, and which options make it less.
-        """
+    def train(self, minibatches: Sequence[Sequence[Microbatch]], kl_coefficient: float) -> Trained:
+        """Take an optimizer step for each minibatch; `RowLoss` documents the columns of the rows."""
+        trained = Trained([], [], [], [], {"proximal": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0})
         with self._memory_explained():
-            return self._obey(command)
+            with self._timed(trained.times, "proximal"):
+                proximal = self._proximal(minibatches)
+            for index, (minibatch, anchors) in enumerate(zip(minibatches, proximal, strict=True)):
+                self._optimize(minibatch, anchors, kl_coefficient, trained, first=index == 0)
+        return trained
 
-    def _obey(self, command: Command) -> Answer:
-        match command:
-            case Score():
-                return Scores(self._score(command))
-            case Train():
-                return self._train(command)
-            case RefreshReference():
-                assert self.reference is not None, "there is one to refresh"
-                self.reference.refresh(named_weights(self.policy.causal))
-            case GatherWeights():
-                self.weights()
-            case SaveShards():
-                self.save(Path(command.folder))
-            case Stop():
-                raise AssertionError("the last word is not obeyed")
-            case _:
-                assert_never(command)
-        return Done()
+    def refresh_reference(self) -> None:
+        """Copy the current weights of the policy into the reference."""
+        assert self.reference is not None, "refresh needs a reference"
+        with self._memory_explained():
+            self.reference.refresh(named_weights(self.policy.causal))
 
     def weights(self, buckets: Sequence[Tensor] | None = None) -> None:
-        """Gather the whole weights into rank 0's buckets, laid out as `manifest` says; every rank calls it."""
+        """Gather the whole weights into rank 0's buckets, laid out as in `manifest`; every rank calls this."""
         with self._memory_explained():
             gather_weights(self.manifest, named_weights(self.policy.causal), buckets, self._sharding)
 
-    def save(self, folder: Path) -> Future[Any]:
-        """Begin to write policy, optimizer and random state into `folder`; every rank calls it.
+    def state(self) -> dict[str, Tensor]:
+        """Return all changing tensors of this rank by name; not copies."""
+        return state_of(self.policy, self.optimizer, self._refreshed, self.ranks.rank)
 
-        The future ends when all ranks are done, or raises ShardsError.
+    def save(self, folder: Path) -> Future[Any]:
+        """Start writing policy, optimizer and random state into `folder`; every rank calls this.
+
+        The future completes when all ranks have written, or raises ShardsError.
         """
         with self._memory_explained():
             self._saving = save_shards(self.state(), folder, self.ranks)
         return self._saving
 
-    def load(self, folder: Path, *, num_optimizer_steps: int) -> None:
-        """Go on from what `save` wrote, on whatever number of ranks.
-
-        Raises:
-            CheckpointError: it does not fit this policy and optimizer.
-        """
-        names = saved_names(folder)
-        for name, parameter in self._trained():
-            if f"exp_avg.{name}" in names:
-                self.optimizer.state[parameter] = empty_state(parameter, self.optimizer)
-        state = {name: tensor for name, tensor in self.state().items() if not name.startswith(_RANDOM) or name in names}
-        different = {name for name in names ^ state.keys() if not name.startswith(_RANDOM)}
-        if different:
-            raise CheckpointError(
-                f"{folder}: does not fit this model and optimizer, {len(different)} tensors are in one alone, first "
-                f"{min(different)}; resume with the config that wrote it"
-            )
-        load_shards(state, folder, self.ranks)
-        random = state.get(f"{_RANDOM}{self.ranks.rank}")
-        if random is not None:
-            torch.set_rng_state(random)
-        for name, parameter in self._trained():
-            for key in self.optimizer.state.get(parameter, {}):
-                self.optimizer.state[parameter][key] = state[f"{key}.{name}"]
-        set_schedule(self.schedule, num_optimizer_steps)
-
     def finish_saving(self) -> None:
-        """Wait for the last `save`; what went wrong, rank 0 says."""
+        """Wait for the last `save`; rank 0 reports errors."""
         if self._saving is not None:
             self._saving.exception()
 
-    @contextmanager
-    def _memory_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(self._memory_needed()) from error
+    def load(self, folder: Path, *, num_optimizer_steps: int) -> None:
+        """Restore the state that `save` wrote, with any number of ranks.
 
-    def _memory_needed(self) -> str:
-        model = self.policy.causal.config
-        num_parameters = sum(p.numel() for p in self.policy.parameters())
-        num_trained = sum(p.numel() for _, p in self._trained())
-        parts = estimate(model, self._config, num_parameters=num_parameters, num_trained=num_trained)
-        return out_of_memory(model, self._config, self._device, parts)
+        Raises:
+            CheckpointError: the files do not fit this policy and optimizer.
+        """
+        load_shards(folder, self.ranks, self.policy, self.optimizer, self._refreshed)
+        set_schedule(self.schedule, num_optimizer_steps)
 
-    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, p) for name, p in self.policy.causal.named_parameters() if p.requires_grad)
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything this rank has that changes, by name; the tensors themselves."""
-        state: dict[str, Tensor] = {f"policy.{name}": p.detach() for name, p in self.policy.causal.named_parameters()}
-        for name, parameter in self._trained():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{key}.{name}"] = value
-        if self._refreshes and self.reference is not None:
-            named = self.reference.policy.causal.named_parameters()
-            state |= {f"reference.{name}": parameter.detach() for name, parameter in named}
-        state[f"{_RANDOM}{self.ranks.rank}"] = torch.get_rng_state()
-        return state
-
-    def _score(self, command: Score) -> list[Tensor]:
-        assert self.reference is not None, "there is one to ask"
-        with torch.no_grad(), self.reference.loaded() as reference:
-            return [self._logprobs(Row.of(m, self._device), reference).cpu() for m in command.microbatches]
-
-    def _train(self, command: Train) -> Trained:
-        trained = Trained([], [], [], [], {"proximal": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0})
-        with self._timed(trained.times, "proximal"):
-            proximal = self._proximal(command.minibatches)
-        for index, (minibatch, anchors) in enumerate(zip(command.minibatches, proximal, strict=True)):
-            self._optimize(minibatch, anchors, command.kl_coefficient, trained, first=index == 0)
-        return trained
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        return memory_explained(self.policy, self._config, self._device)
 
     def _proximal(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor | None]]:
-        """Proximal logprobs by minibatch and row; None where they come from the current ones.
+        """Compute proximal logprobs by minibatch and row; None if they are derived from the current logprobs.
 
-        The first minibatch starts from the proximal weights themselves, so its current logprobs are proximal.
+        The first minibatch starts from the proximal weights, so the current logprobs are the proximal logprobs.
         """
         loss = self._config.algorithm.loss
-        if loss.proximal != "recompute" or not loss.decoupled:
-            return [[None] * len(minibatch) for minibatch in minibatches]
+        recompute = loss.proximal == "recompute" and loss.decoupled
         with torch.no_grad():
-            recomputed: list[list[Tensor | None]] = [
-                [self._logprobs(Row.of(m, self._device), self.policy) for m in minibatch]
-                for minibatch in minibatches[1:]
+            return [
+                [self._logprobs(row, self.policy) if recompute and index > 0 else None for row in minibatch]
+                for index, minibatch in enumerate(minibatches)
             ]
-        return [[None] * len(minibatches[0]), *recomputed]
 
-    def _logprobs(self, row: Row, policy: Policy) -> Tensor:
-        logprobs: Tensor = policy(row.input_ids, row.layout, row.predicts, row.targets)[0]
+    def _logprobs(self, microbatch: Microbatch, policy: Policy) -> Tensor:
+        logprobs: Tensor = policy(*Row.of(microbatch, self._device).inputs)[0]
         return logprobs
 
     def _optimize(
@@ -253,7 +182,7 @@ class LearnerRank:
         *,
         first: bool,
     ) -> None:
-        """Gradients of all rows, then one optimizer step, unless something is not finite."""
+        """Add up the gradients of all rows, then take an optimizer step if loss and gradient are finite."""
         self.optimizer.zero_grad(set_to_none=True)
         config = self._config.algorithm
         interpolates = config.loss.proximal == "interpolate" and config.loss.decoupled and not first
@@ -264,9 +193,9 @@ class LearnerRank:
                 output = self._loss(RowLoss(row, anchor, interpolates, kl_coefficient, config))
             with self._timed(trained.times, "backward"):
                 output.loss.backward()
-            outputs.append(replace(output, loss=output.loss.detach()))
+            outputs.append(output._replace(loss=output.loss.detach()))
         with self._timed(trained.times, "optimizer"):
-            norm = norm_of_whole(self.policy.parameters(), self._config.learner.optimizer.max_grad_norm)
+            norm = clip_to_norm(self.policy.parameters(), self._config.learner.optimizer.max_grad_norm)
             loss = float(torch.stack([output.loss for output in outputs]).double().sum())
             finite = math.isfinite(norm) and math.isfinite(float(self.ranks.total(torch.tensor(loss))))
             if finite:
@@ -276,35 +205,25 @@ class LearnerRank:
         trained.stepped.append(finite)
         trained.gradient_norms.append(norm)
         trained.losses.append(loss)
-        trained.outcomes.append(_joined([output.tokens for output in outputs]))
+        outcomes = TokenOutcomes.joined([output.tokens for output in outputs])
+        trained.outcomes.append(TokenOutcomes(*(values.cpu() for values in outcomes)))
 
     def _loss(self, loss: RowLoss) -> LossOutput:
-        config, row = self._config.algorithm.loss, loss.row
+        """Compute the loss in the forward pass, chunk by chunk if the loss is a sum over tokens."""
+        config = self._config.algorithm.loss
         entropy: Entropy = "value" if config.entropy_coefficient == 0 else "gradient"
-        asked = (row.input_ids, row.layout, row.predicts, row.targets)
         if not config.of_tokens:
-            return loss(TokenLogprobs(*self.policy(*asked, entropy=entropy)))
-        total, *current = self.policy(*asked, entropy=entropy, token_loss=loss.of_tokens)
+            return loss(TokenLogprobs(*self.policy(*loss.row.inputs, entropy=entropy)))
+        total, *current = self.policy(
+            *loss.row.inputs, entropy=entropy, token_loss=lambda logprobs, part: loss(logprobs, part).loss
+        )
         with torch.no_grad():
-            tokens = loss(TokenLogprobs(*current)).tokens
-        return LossOutput(total, tokens)
+            return LossOutput(total, loss(TokenLogprobs(*current)).tokens)
 
     @contextmanager
     def _timed(self, times: Times, part: str) -> Iterator[None]:
         started_s = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # not all streams: a broadcast may be under way on another
+            torch.cuda.current_stream().synchronize()  # not all streams: a broadcast may run on another stream
         times[part] += time.perf_counter() - started_s
-
-
-def follow(rank: LearnerRank) -> None:
-    """Do what rank 0 says, until it says that the run is over."""
-    while not isinstance(command := decode_command(rank.ranks.take()), Stop):
-        rank.ranks.answer(encode(rank.obey(command)))
-    rank.finish_saving()
-
-
-def _joined(outcomes: Sequence[TokenOutcomes]) -> dict[str, Tensor]:
-    names = [field.name for field in fields(TokenOutcomes)]
-    return {name: torch.cat([getattr(one, name) for one in outcomes]).cpu() for name in names}

@@ -1,47 +1,39 @@
-"""Writes single trajectories to trajectories.jsonl, for those who want to see what a run is made of.
+"""Write single trajectories to trajectories.jsonl, for people who want to read samples of a run.
 
-Of every step a few groups, spread over the batch, with what they were trained with; and the samples that were dropped
-meanwhile, the last few hundred of them. The training thread calls it between two steps; a full disk costs records and
-nothing else.
+Of each step: a few groups, spread over the batch, with their advantages; and the samples dropped since the last step
+(the ledger keeps the last few hundred). Runs on the training thread, between two steps. A full disk costs records only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from areal_rloo.learner.ledger import Drop
-from areal_rloo.learner.train_step import StepResult
+from areal_rloo.intake.ledger import Drop
+from areal_rloo.learner.advantages import Advantages, Masks
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trajectories import TrajectoryFile, TrajectoryRecord
-from areal_rloo.trajectory import Group, Trajectory
+from areal_rloo.trajectory import Completion, Group, Trajectory
 
 logger = get_logger(__name__)
 
-_DECIMALS = 5  # of logprobs and advantages: more cannot be told apart by eye
-
-
-class _Place(NamedTuple):
-    """When and where a trajectory comes from, by field of TrajectoryRecord."""
-
-    policy_version: int
-    source: str
-    epoch: int
-    item_index: int
+_DECIMALS = 5  # of logprobs and advantages: enough for a reader, and the file stays small
+_NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
 
 
 class Recorder:
-    """The file, and which trajectories go into it."""
+    """Chooses trajectories and appends their records to the file."""
 
     def __init__(self, path: Path, tokenizer: Any, *, trajectories_per_step: int) -> None:
         """
         Args:
-            path: of trajectories.jsonl; it is made with the first records.
-            tokenizer: of the model, to write tokens as text.
-            trajectories_per_step: about how many of a batch; 0: nothing at all, dropped samples neither.
+            path: of trajectories.jsonl; created with the first records.
+            tokenizer: of the model; writes tokens as text.
+            trajectories_per_step: about how many of a batch; 0 writes nothing, and no dropped samples either.
         """
         self._num_wanted = trajectories_per_step
         self._file = TrajectoryFile(path) if trajectories_per_step else None
@@ -49,27 +41,38 @@ class Recorder:
         self._pieces: dict[int, str] = {}
         self._num_lost = 0
 
-    def step(self, batch: Sequence[Group], result: StepResult, drops: Iterable[Drop], *, policy_version: int) -> None:
-        """Write what a step at this version trained on and what was dropped since the last."""
-        self._append(lambda: [*self._trained(batch, result, policy_version), *self._dropped(drops, policy_version)])
+    def step(
+        self,
+        batch: Sequence[Group],
+        masks: Masks,
+        advantages: Advantages,
+        drops: Iterable[Drop],
+        *,
+        policy_version: int,
+    ) -> None:
+        """Write trajectories of a step at this version, and the samples dropped since the last step."""
+        trained = self._trained(batch, masks, advantages, policy_version)
+        self._append(chain(trained, self._dropped(drops, policy_version)))
 
     def close(self, drops: Iterable[Drop], *, policy_version: int) -> None:
-        """Write what was dropped since the last step, and nothing more."""
-        self._append(lambda: list(self._dropped(drops, policy_version)))
+        """Write the samples dropped since the last step, and close the file."""
+        self._append(self._dropped(drops, policy_version))
         if self._file is not None:
             self._file.close()
 
-    def _append(self, make: Callable[[], list[TrajectoryRecord]]) -> None:
+    def _append(self, made: Iterable[TrajectoryRecord]) -> None:
         if self._file is None:
             return
-        records = make()
+        records = list(made)
         try:
             self._file.append(records)
         except OSError as error:
             self._num_lost += len(records)
             logger.error("%d records are missing from trajectories.jsonl so far: %s", self._num_lost, error)
 
-    def _trained(self, batch: Sequence[Group], result: StepResult, policy_version: int) -> Iterator[TrajectoryRecord]:
+    def _trained(
+        self, batch: Sequence[Group], masks: Masks, advantages: Advantages, policy_version: int
+    ) -> Iterator[TrajectoryRecord]:
         size = max(len(group.trajectories) for group in batch)
         num_groups = min(len(batch), -(-self._num_wanted // size))
         chosen = {index * len(batch) // num_groups for index in range(num_groups)}
@@ -77,43 +80,30 @@ class Recorder:
         for index, group in enumerate(batch):
             if index in chosen:
                 for offset, trajectory in enumerate(group.trajectories):
-                    numbers = _training_numbers(trajectory, result, first + offset, policy_version)
-                    place = _Place(policy_version, group.source, group.epoch, group.item_index)
+                    numbers = _training_numbers(trajectory, masks, advantages, first + offset, policy_version)
+                    place = _place(policy_version, group.source, group.epoch, group.item_index)
                     yield self._record(group.trajectories, offset, place, **numbers)
             first += len(group.trajectories)
 
     def _dropped(self, drops: Iterable[Drop], policy_version: int) -> Iterator[TrajectoryRecord]:
         for drop in drops:
             prompt = drop.prompt
-            place = _Place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index)
+            place = _place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index)
+            reason = {"dropped": drop.reason, "detail": drop.detail}
             for offset in range(len(drop.trajectories)):
-                yield self._record(drop.trajectories, offset, place, dropped=drop.reason, detail=drop.detail)
+                yield self._record(drop.trajectories, offset, place, **reason)
             if not drop.trajectories:
-                yield TrajectoryRecord(
-                    **place._asdict(),
-                    group_id=drop.group_id,
-                    sample_index=drop.sample_index,
-                    prompt=self._text(prompt.tokens),
-                    pieces=[],
-                    token_ids=[],
-                    logprobs=[],
-                    versions=[],
-                    spans=[],
-                    reward=None,
-                    reward_parts={},
-                    advantage=None,
-                    staleness=None,
-                    finish_reason="",
-                    dropped=drop.reason,
-                    detail=drop.detail,
-                )
+                lost = Trajectory(drop.group_id, drop.sample_index, np.array(prompt.tokens), _NOTHING, 0.0)
+                yield self._record([lost], 0, place, reward=None, finish_reason="", **reason)
 
-    def _record(self, trajectories: Sequence[Trajectory], index: int, place: _Place, **rest: Any) -> TrajectoryRecord:
+    def _record(
+        self, trajectories: Sequence[Trajectory], index: int, place: dict[str, Any], **rest: Any
+    ) -> TrajectoryRecord:
         trajectory = trajectories[index]
         completion = trajectory.completion
         versions, counts = np.unique(completion.versions, return_counts=True)
         return TrajectoryRecord(
-            **place._asdict(),
+            **place,
             group_id=trajectory.group_id,
             sample_index=trajectory.sample_index,
             part_index=sum(other.sample_id == trajectory.sample_id for other in trajectories[:index]),
@@ -123,10 +113,13 @@ class Recorder:
             logprobs=_rounded(completion.behaviour_logprobs),
             versions=[list(pair) for pair in zip(versions.tolist(), counts.tolist(), strict=True)],
             spans=list(completion.spans),
-            reward=trajectory.reward,
             reward_parts=trajectory.reward_parts,
-            finish_reason=completion.finish_reason,
-            **({"advantage": None, "staleness": None, "dropped": None} | rest),
+            **{
+                "reward": trajectory.reward,
+                "finish_reason": completion.finish_reason,
+                **dict.fromkeys(("advantage", "staleness", "dropped")),
+                **rest,
+            },
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -138,15 +131,22 @@ class Recorder:
         return self._pieces[token]
 
 
-def _training_numbers(trajectory: Trajectory, result: StepResult, index: int, policy_version: int) -> dict[str, Any]:
-    advantages, mask = result.advantages[index].numpy(), result.masks[index].numpy()
-    in_loss, versions = advantages[mask], trajectory.completion.versions
+def _place(policy_version: int, source: str, epoch: int, item_index: int) -> dict[str, Any]:
+    """Give the fields of TrajectoryRecord that locate a prompt."""
+    return {"policy_version": policy_version, "source": source, "epoch": epoch, "item_index": item_index}
+
+
+def _training_numbers(
+    trajectory: Trajectory, masks: Masks, advantages: Advantages, index: int, policy_version: int
+) -> dict[str, Any]:
+    by_token, mask = advantages.of_tokens[index].numpy(), masks.of_tokens[index].numpy()
+    in_loss, versions = by_token[mask], trajectory.completion.versions
     varies = len(in_loss) > 0 and bool((in_loss != in_loss[0]).any())
     return {
         "advantage": round(float(in_loss.mean()), _DECIMALS) if len(in_loss) else None,
-        "advantages": _rounded(advantages) if varies else [],
+        "advantages": _rounded(by_token) if varies else [],
         "staleness": policy_version - int(versions[mask].min()) if len(in_loss) else None,
-        "num_masked_tokens": int(result.stale_tokens[index]),
+        "num_masked_tokens": masks.stale_tokens[index],
     }
 
 

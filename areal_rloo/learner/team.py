@@ -1,29 +1,83 @@
-"""All ranks of the learner, as rank 0 sees them: it tells each what to do, does its own share, and hears the others."""
+"""All ranks of the learner, as rank 0 sees them: a `Team` sends each rank a command and collects the answers.
+
+    Score ─► Scores        Train ─► Trained        RefreshReference | GatherWeights | SaveShards ─► Done        Stop
+
+Rank 0 executes the same commands itself. The other ranks wait for commands in `follow`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.learner.commands import Answer, Command, GatherWeights, SaveShards, Stop, decode_answer, encode
-from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.learner.packing import Microbatch
+from areal_rloo.learner.rank import LearnerRank, Trained
 from areal_rloo.weights.manifest import empty_buckets, views
 
 
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Compute the logprobs of the targets of these rows under the reference policy."""
+
+    microbatches: list[Microbatch]
+
+
+class Train(msgspec.Struct, frozen=True, tag="train"):
+    """Take an optimizer step for each minibatch."""
+
+    minibatches: list[list[Microbatch]]
+    kl_coefficient: float
+
+
+class RefreshReference(msgspec.Struct, frozen=True, tag="refresh_reference"):
+    """Copy the current weights of the policy into the reference."""
+
+
+class GatherWeights(msgspec.Struct, frozen=True, tag="gather_weights"):
+    """Send this rank's part of the weights to rank 0."""
+
+
+class SaveShards(msgspec.Struct, frozen=True, tag="save_shards"):
+    """Write this rank's part of a checkpoint into an existing folder."""
+
+    folder: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the run."""
+
+
+Command = Score | Train | RefreshReference | GatherWeights | SaveShards | Stop
+
+
+class Scores(msgspec.Struct, frozen=True, tag="scores"):
+    """Logprobs by microbatch, [num_targets] float32 each, in CPU memory."""
+
+    logprobs: list[Tensor]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Confirm a command without results."""
+
+
+Answer = Scores | Trained | Done
+
+
 class Team:
-    """Rank 0 and those that follow it.
+    """Rank 0 and the ranks that follow rank 0's commands. Every method raises TrainingError if a rank is gone.
 
     Attributes:
-        own: this process's rank.
+        own: the rank of this process.
     """
 
     def __init__(self, own: LearnerRank) -> None:
-        assert own.ranks.rank == 0, "rank 0 decides"
+        assert own.ranks.rank == 0, "only rank 0 gives commands"
         self.own = own
 
     @property
@@ -36,49 +90,106 @@ class Team:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
+        """Learning rate of the next optimizer step."""
         return float(self.own.schedule.get_last_lr()[0])
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Taken so far."""
+        """Number of optimizer steps done."""
         return int(self.own.schedule.last_epoch)
 
-    def tell(self, commands: Sequence[Command]) -> list[Answer]:
-        """What each rank answers to its command; all of one kind.
+    def score(self, microbatches: Sequence[list[Microbatch]]) -> list[list[Tensor]]:
+        """Give the logprobs of the targets under the reference policy; rows and logprobs by rank."""
+        answers = self._tell([Score(of_rank) for of_rank in microbatches])
+        return [answer.logprobs for answer in answers if isinstance(answer, Scores)]
 
-        Raises:
-            TrainingError: a rank is gone.
-        """
-        first, *others = commands
-        self.own.ranks.hand_out([encode(command) for command in others])
-        own = self.own.obey(first)
-        return [own, *map(decode_answer, self.own.ranks.answers())]
+    def train(self, minibatches: Sequence[Sequence[list[Microbatch]]], kl_coefficient: float) -> list[Trained]:
+        """Take an optimizer step for each minibatch, given by rank; return the answers by rank."""
+        by_rank = [list(of_rank) for of_rank in zip(*minibatches, strict=True)]
+        answers = self._tell([Train(of_rank, kl_coefficient) for of_rank in by_rank])
+        return [answer for answer in answers if isinstance(answer, Trained)]
+
+    def refresh_reference(self) -> None:
+        """Copy the current weights of the policy into the reference."""
+        self._tell([RefreshReference()] * self.num_ranks)
 
     def gather_weights(self, buckets: Sequence[Tensor]) -> None:
-        """The whole weights of this moment into buckets, laid out as the rank's manifest says."""
-        self.own.ranks.hand_out([encode(GatherWeights())] * (self.num_ranks - 1))
+        """Copy the current whole weights into buckets, laid out as in the manifest of the rank."""
+        self._tell_others(GatherWeights())
         self.own.weights(buckets)
         self.own.ranks.answers()
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """A copy of the weights of this moment in CPU memory, adapters merged in, by Hugging Face name."""
+        """Copy the current weights to CPU memory, by Hugging Face name, with adapters merged in."""
         buckets = empty_buckets(self.own.manifest, torch.device("cpu"))
         self.gather_weights(buckets)
-        return {name: _alone(tensor) for name, tensor in views(self.own.manifest, buckets)}
+        return {name: _own_storage(tensor) for name, tensor in views(self.own.manifest, buckets)}
 
     def save_shards(self, folder: Path) -> Future[Any]:
-        """Begin to write the state of all ranks of this moment; the future ends when it is on the disk."""
-        self.own.ranks.hand_out([encode(SaveShards(str(folder)))] * (self.num_ranks - 1))
+        """Start writing the current state of all ranks; the future completes when all files are on disk."""
+        self._tell_others(SaveShards(str(folder)))
         written = self.own.save(folder)
         self.own.ranks.answers()
         return written
 
     def stop(self) -> None:
-        """Let the others go."""
-        self.own.ranks.hand_out([encode(Stop())] * (self.num_ranks - 1))
+        """End `follow` on the other ranks."""
+        self._tell_others(Stop())
+
+    def _tell(self, commands: Sequence[Command]) -> list[Answer]:
+        """Send a command to each rank, all of the same kind, and return the answers by rank."""
+        first, *others = commands
+        self.own.ranks.hand_out([_encode(command) for command in others])
+        own = _obey(self.own, first)
+        return [own, *map(_decode_answer, self.own.ranks.answers())]
+
+    def _tell_others(self, command: Command) -> None:
+        self.own.ranks.hand_out([_encode(command)] * (self.num_ranks - 1))
 
 
-def _alone(part: Tensor) -> Tensor:
-    """The same memory as a storage of its own: safetensors refuses parts of a larger one."""
+def follow(rank: LearnerRank) -> None:
+    """Execute the commands of rank 0 until Stop; the main loop of every other rank."""
+    while not isinstance(command := _decode_command(rank.ranks.take()), Stop):
+        rank.ranks.answer(_encode(_obey(rank, command)))
+    rank.finish_saving()
+
+
+def _obey(rank: LearnerRank, command: Command) -> Answer:
+    match command:
+        case Score():
+            return Scores(rank.score(command.microbatches))
+        case Train():
+            return rank.train(command.minibatches, command.kl_coefficient)
+        case RefreshReference():
+            rank.refresh_reference()
+        case GatherWeights():
+            rank.weights()
+        case SaveShards():
+            rank.save(Path(command.folder))
+        case Stop():
+            raise AssertionError("Stop ends `follow` and is not executed")
+        case _:
+            assert_never(command)
+    return Done()
+
+
+def _own_storage(part: Tensor) -> Tensor:
+    """View a part of a larger storage as a separate storage, without a copy; safetensors refuses shared storages."""
     return torch.from_numpy(part.flatten().view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
+
+
+def _tensor_to_plain(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    assert isinstance(value, Tensor), f"unexpected type in a message: {type(value).__name__}"
+    array = value.contiguous().numpy()
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _tensor_from_plain(kind: type, plain: Any) -> Tensor:
+    assert kind is Tensor, f"unexpected type in a message: {kind.__name__}"
+    dtype, shape, data = plain
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
+
+
+_encode: Callable[[Command | Answer], bytes] = msgspec.msgpack.Encoder(enc_hook=_tensor_to_plain).encode
+_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_tensor_from_plain).decode
+_decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer, dec_hook=_tensor_from_plain).decode

@@ -1,7 +1,7 @@
-"""Makes the built-in tiny model on first use: random weights, then a short supervised start on noisy demonstrations.
+"""Make the built-in tiny model on first use: random weights, then a short supervised start on noisy demonstrations.
 
-It runs as a process of its own before learner and workers start (`python -m areal_rloo.learner.warm_start`), and is
-done in no time when a model of the same recipe is in the cache: what makes one is imported only then.
+Runs as a separate process before learner and workers start (`python -m areal_rloo.learner.warm_start`). A cached model
+of the same recipe is returned at once; torch is imported only to make a model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import msgspec
 
 from areal_rloo.config import Config, TinyModelConfig, import_entry, load_config
 from areal_rloo.errors import UserError
+from areal_rloo.files import move_into_place, write_atomically
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 
 logger = get_logger(__name__)
 
-_RECIPE_VERSION = 1  # raise it when the same options make another model
+_RECIPE_VERSION = 1  # increment when the same options make another model
 
 
 class PreparedModel(msgspec.Struct, frozen=True):
-    """Where the model lies, how long making it took, and how often it was right (greedy, on validation prompts)."""
+    """Path of the model, seconds of the warm start, and greedy accuracy on validation prompts."""
 
     path: str
     warm_start_s: float
@@ -36,12 +37,9 @@ class PreparedModel(msgspec.Struct, frozen=True):
 
 
 def prepare_tiny_model(config: Config, models: Path | None = None, *, num_threads: int | None = None) -> PreparedModel:
-    """The model of `model.tiny`, from the cache or made now; safe when two processes make it at once.
+    """Return the model of `model.tiny` from the cache, or make it; safe if two processes do so at the same time.
 
-    Args:
-        config: of the run.
-        models: the folder of models that all hosts of the run see; None for the cache of this host.
-        num_threads: to make it with; None leaves torch as it is.
+    `models` is a folder that all hosts of the run can read; None for the cache of this host.
     """
     warm_start = config.model.tiny.warm_start
     if not config.warm_starts:
@@ -58,15 +56,15 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished, accuracy = _made(recipe, folder.parent, num_threads)
     try:
-        unfinished.rename(folder)
-    except OSError:  # another process was faster; its model is the same
+        move_into_place(unfinished, folder)
+    except OSError:  # another process was faster and made the same model
         shutil.rmtree(unfinished)
     return PreparedModel(str(folder), time.monotonic() - started_s, accuracy, cached=False)
 
 
 def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tuple[Path, float | None]:
-    """A new folder with the model, and its accuracy, where it got a start."""
-    import torch  # noqa: PLC0415 - seconds, as is what follows
+    """Make a folder with the model; return folder and accuracy, None without a supervised start."""
+    import torch  # noqa: PLC0415 - takes seconds, like the imports below
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     from areal_rloo.learner.demonstrations import train_on_demonstrations  # noqa: PLC0415
@@ -88,11 +86,11 @@ def _cache_folder() -> Path:
 
 
 def main() -> int:
-    """Prepare the model of a resolved config and write what came of it as JSON."""
+    """Prepare the model of a resolved config and write the result as JSON."""
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.learner.warm_start")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--num-threads", type=int, required=True)
-    parser.add_argument("--models", type=Path, help="folder for models that other hosts read too")
+    parser.add_argument("--models", type=Path, help="folder for models, readable by all hosts")
     arguments = parser.parse_args()
     folder: Path = arguments.run_folder
     try:
@@ -101,9 +99,9 @@ def main() -> int:
         import_entry(config.run.entry)
         prepared = prepare_tiny_model(config, arguments.models, num_threads=arguments.num_threads)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of this process
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the output of this process
         return 2
-    (folder / "model.json").write_bytes(msgspec.json.encode(prepared))
+    write_atomically(folder / "model.json", msgspec.json.encode(prepared))
     return 0
 
 

@@ -1,27 +1,106 @@
-"""Attention over packed sequences, plugged into any transformers model: no token is padded, and none sees another's.
+"""Packed rows: where the sequences of a row are, and attention within each of them, without padding tokens.
 
-A microbatch is one row of tokens, sequence after sequence. Linear layers, norms and the head see the row as it is.
-Attention takes it apart again: on a GPU in half precision flash attention knows where each sequence begins; elsewhere
-sequences of about one length are laid beneath each other, attend causally (padding is on their right, so no real token
-can see it), and go back into the row.
+A microbatch is a row of tokens, sequence after sequence. Linear layers, norms and the head process the row directly.
+Attention separates the sequences. On a GPU in half precision, flash attention takes their start positions. Elsewhere,
+sequences of similar length are stacked into padded blocks and attend causally; padding is on the right, so no real
+token sees padding. The result is put back into the row.
+
+Engines import this module too, so it must not import transformers' models; `loading` registers the attention there.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
-from areal_rloo.models.layout import Block, PackedLayout
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-PACKED_ATTENTION = "areal_rloo_packed"
+_MOST_PADDING = 0.1  # share of a block's attention scores that padding may take; fewer blocks are fewer calls
+_SHORT_TOKENS = 64  # for blocks as short as this, only the call costs time
+_VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every supported torch
 
-_VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every torch we support
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences that attend together, padded to [num_sequences, longest].
+
+    Attributes:
+        to_padded: [num_sequences * longest] int64: the token of the row at each padded place (0 at padding).
+    """
+
+    to_padded: Tensor
+    num_sequences: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where the sequences of a packed row are.
+
+    Attributes:
+        position_ids: [num_tokens] int64: place of each token within the sequence.
+        blocks: the sequences by length, each in exactly one block.
+        to_packed: [num_tokens] int64: place of each token of the row in the concatenated blocks.
+        starts: [num_sequences + 1] int32: start of each sequence in the row, and the end of the last.
+        longest: tokens of the longest sequence.
+    """
+
+    position_ids: Tensor
+    blocks: tuple[Block, ...]
+    to_packed: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+        """Lay out sequences of these lengths one after another."""
+        size = torch.tensor(lengths)
+        start = size.cumsum(0) - size
+        blocks, places = [], torch.empty(int(size.sum()), dtype=torch.int64)
+        offset = 0
+        for members in _of_like_length(lengths):
+            longest = lengths[members[0]]
+            column = torch.arange(longest)
+            real = column < size[members, None]
+            tokens = start[members, None] + column
+            blocks.append(Block(torch.where(real, tokens, 0).flatten().to(device), len(members), longest))
+            places[tokens[real]] = offset + real.flatten().nonzero().squeeze(1)
+            offset += real.numel()
+        return cls(
+            position_ids=(torch.arange(len(places)) - start.repeat_interleave(size)).to(device),
+            blocks=tuple(blocks),
+            to_packed=places.to(device),
+            starts=torch.tensor([*start, len(places)], dtype=torch.int32).to(device),
+            longest=max(lengths),
+        )
+
+
+def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group indices by length, the longest first; begin a new group before padding exceeds `_MOST_PADDING`."""
+    blocks: list[list[int]] = []
+    scores = padded = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[blocks[-1][0]] if blocks else 0
+        padded += longest**2
+        scores += lengths[index] ** 2
+        if not blocks or (longest > _SHORT_TOKENS and padded - scores > _MOST_PADDING * padded):
+            blocks.append([])
+            scores = padded = lengths[index] ** 2
+        blocks[-1].append(index)
+    return blocks
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Return the configured head dimension, or the hidden size divided by the number of heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def packed_attention(
@@ -36,22 +115,21 @@ def packed_attention(
     dropout: float = 0.0,
     **model_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row; the signature is the one transformers calls.
+    """Attend causally within each sequence of a packed row; transformers calls this signature.
 
     Args:
-        module: the attention layer; says whether several heads share keys and values.
+        module: the attention layer; defines whether several heads share keys and values.
         q: [1, num_heads, num_tokens, head_dim].
         k, v: [1, num_kv_heads, num_tokens, head_dim].
-        attention_mask: None; the layout says all there is to say.
+        attention_mask: None; the layout replaces the mask.
         packed: the layout, passed through the model's keyword arguments.
         scaling: factor on the scores.
-        dropout: 0; a policy's logprobs must be a function of its weights.
-        model_kwargs: what else transformers hands to every attention function.
+        dropout: 0; the logprobs of a policy must be a function of the weights.
 
     Returns:
         [1, num_tokens, num_heads, head_dim], and None for the attention weights.
     """
-    # An expression would be a symbol while a layer is compiled, and this argument takes none: a branch is decided.
+    # A branch instead of an expression: under torch.compile an expression becomes a symbol, which SDPA rejects here.
     grouped = False
     if getattr(module, "num_key_value_groups", 1) != 1:
         grouped = True
@@ -66,7 +144,7 @@ def packed_attention(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float, *, grouped: bool) -> Tensor:
-    """[num_sequences * longest, num_heads, head_dim]; tensors by token in."""
+    """Attend in a padded block: [num_sequences * longest, num_heads, head_dim] from tensors by token."""
 
     def laid(by_token: Tensor) -> Tensor:
         rows = by_token.index_select(0, block.to_padded)
@@ -77,16 +155,13 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float, *, gr
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float, *, grouped: bool) -> Tensor:
-    """[num_tokens, num_heads, head_dim] from tensors by token."""
+    """Attend with flash attention: [num_tokens, num_heads, head_dim] from tensors by token."""
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     if _VARLEN_KNOWS_GQA:
         options["enable_gqa"] = grouped
     elif grouped:
         k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
-    starts, longest = packed.starts, packed.longest
-    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), starts, starts, longest, longest, **options)
-    assert isinstance(out, Tensor), "nothing else was asked for"
+    bounds = (packed.starts, packed.starts, packed.longest, packed.longest)
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, **options)
+    assert isinstance(out, Tensor), "only the output was requested"
     return out
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)

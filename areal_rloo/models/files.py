@@ -1,6 +1,6 @@
-"""What is read of a model without building it: its folder, its tokenizer, the tokens that end a completion.
+"""Read tokenizer, stop tokens and folder of a model without building the model.
 
-Rollout workers need no more of transformers, and are there seconds earlier without its models.
+Rollout workers need only this part of transformers and start seconds earlier without the models of transformers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from areal_rloo.errors import ModelError
 
 
 def computation_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`, which is called as torch calls it."""
+    """Convert `model.dtype` to a torch dtype of the same name."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     return dtype
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
+    """Load the tokenizer of a model folder or hub name.
 
     Raises:
         ModelError: the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
@@ -38,24 +38,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's and those of the model's generation config."""
+    """Return the tokens that end a completion, from the tokenizer and from the generation config of the model."""
     stops = {int(tokenizer.eos_token_id)}
     if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
         try:
             eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:
-            eos = None  # a hub model without one
+            eos = None  # the hub model has no generation config
         if eos is not None:
             stops |= {eos} if isinstance(eos, int) else set(eos)
     return tuple(sorted(stops))
 
 
 def model_folder(path: str) -> Path:
-    """The local folder of a model: the path itself, or where the hub's files are, downloaded if need be.
-
-    Raises:
-        ModelError: it is neither a folder nor to be had from the hub.
-    """
+    """Return the local folder of a model; download the files from the hub if needed, or raise ModelError."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -65,6 +61,6 @@ def model_folder(path: str) -> Path:
 
 
 def unreadable(path: str, error: Exception) -> str:
-    """Why a model cannot be loaded, and what is expected."""
+    """Explain why a model cannot be loaded, and the expected values."""
     reason = " ".join(str(error).split())[:300]
     return f"model.path: cannot load {path}: {reason}; expected a Hugging Face model folder, a hub name, or tiny"

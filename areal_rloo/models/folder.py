@@ -1,6 +1,6 @@
-"""A model folder as it lies on the disk, looked at without loading it: what is missing, cut short, and how large it is.
+"""Check a model folder on disk without loading the model: missing files, truncated files, number of parameters.
 
-Of a file of weights only its header is read, so that a launcher can look at any model before it starts anything.
+Only the headers of weight files are read, so a launcher can check any model before it starts processes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from areal_rloo.errors import ModelError
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_MOST_HEADER_BYTES = 100 * 10**6  # as safetensors itself has it
-_LFS_POINTER = b"version "  # of git-lfs; no header has such a length
+_MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
+_LFS_POINTER = b"version "  # of git-lfs; no header has this length
 
 
 def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -> Path | None:
-    """The folder of a model, where its config can be read; None for a hub name.
+    """Return the folder of a model if the config is readable; None for a hub name.
 
     Args:
-        key: where the path stands in the config, for errors.
-        path: a folder or a hub name.
-        else_expected: what the key takes, in words.
-        files: what the folder was expected to be.
+        key, path: a config key and the value, a folder or a hub name.
+        else_expected, files: the values that the key takes and the expected kind of folder, in words for errors.
 
     Raises:
-        ModelError: it is neither, or a folder of something else.
+        ModelError: the path is neither, or the folder holds no model.
     """
     folder = Path(path)
     if not folder.exists():
@@ -50,31 +48,19 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
 
 
 def check_weights(key: str, folder: Path) -> None:
-    """Every file of weights is there and whole.
-
-    Raises:
-        ModelError: one is not; says which, and how to get it.
-    """
+    """Check that every weight file exists and is complete; raise ModelError with the file and the remedy otherwise."""
     for file in _weight_files(key, folder):
         _header(key, file)
 
 
 def check_tokenizer(key: str, folder: Path) -> None:
-    """There is a tokenizer in the folder.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Raise ModelError if the folder has no tokenizer file."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(f"{key}: {folder}: no tokenizer in it; copy {_TOKENIZERS[0]} and {_TOKENIZERS[1]} beside it")
 
 
 def num_parameters(folder: Path) -> int:
-    """Numbers in the weights of a folder.
-
-    Raises:
-        ModelError: as `check_weights`.
-    """
+    """Count the parameters in the weight files of a folder; raises ModelError as `check_weights`."""
     return sum(
         math.prod(tensor["shape"])
         for file in _weight_files("model", folder)
@@ -84,21 +70,20 @@ def num_parameters(folder: Path) -> int:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that is no folder may name a model of the hub."""
+    """Return True if a path that is not a folder has the form of a hub name."""
     return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where the hub's files are kept, as its library finds it."""
-    home = environment.get("HF_HOME") or str(
-        Path(environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "huggingface"
-    )
+    """Return the cache folder of huggingface_hub, from the same environment variables."""
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{cache}/huggingface"
     named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
-    return Path(named or Path(home) / "hub").expanduser()
+    return Path(named or f"{home}/hub").expanduser()
 
 
 def cached_folder(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Where the files of a hub name lie; None where they were never downloaded."""
+    """Return the folder of a downloaded hub model; None if the model was never downloaded."""
     cached = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     try:
         commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -130,7 +115,7 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
 
 
 def _header(key: str, file: Path) -> dict[str, Any]:
-    """What a file of weights says it holds; refuses one that holds less."""
+    """Read the header of a weight file; refuse a file shorter than the header says."""
     try:
         with file.open("rb") as opened:
             head = opened.read(8)
@@ -140,12 +125,12 @@ def _header(key: str, file: Path) -> dict[str, Any]:
                 )
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > _MOST_HEADER_BYTES:
-                raise ValueError("it does not begin as a .safetensors file does")
+                raise ValueError("the header is not that of a .safetensors file")
             header: dict[str, Any] = msgspec.json.decode(opened.read(length), type=dict[str, Any])
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         num_bytes, expected = file.stat().st_size, 8 + length + max(ends, default=0)
         if num_bytes < expected:
-            raise ValueError(f"it has {num_bytes} of {expected} bytes")
+            raise ValueError(f"{num_bytes} of {expected} bytes are present")
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(f"{key}: {file} is not whole: {error}; download the model again") from error
     return header

@@ -1,71 +1,102 @@
-"""From a model folder or hub name to a policy that can be trained."""
+"""Load a model folder or hub name as a trainable policy with packed attention; keep a policy as a frozen reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
-from areal_rloo.models.attention import PACKED_ATTENTION
+from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import unreadable
+from areal_rloo.models.policy import Policy
 
-_ARCHITECTURES = ("qwen2", "qwen3", "llama")  # held against their own logits in tests/unit
+PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+_OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION}
+_ARCHITECTURES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 
 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
-    """A causal language model with float32 weights and packed attention, in eval mode (no dropout).
+    """Load a causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
     Raises:
-        ModelError: the folder is missing, unreadable, or of an architecture whose logprobs we do not compute; says
-            which and what to do.
+        ModelError: the folder is missing or unreadable, or the architecture is not supported; names the remedy.
     """
     transformers_logging.disable_progress_bar()
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(unreadable(path, error)) from error
-    _check(path, model)
+    model = _checked(path, lambda: AutoModelForCausalLM.from_pretrained(path, **_OPTIONS))
     model.to(device)  # type: ignore[arg-type]
     return model
 
 
 def empty_policy(path: str) -> PreTrainedModel:
-    """The same model without memory for its weights: on torch's meta device.
+    """Build the same model without memory for the weights, on torch's meta device; raises ModelError likewise."""
 
-    Raises:
-        ModelError: as `load_policy`.
-    """
-    try:
+    def build() -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(unreadable(path, error)) from error
-    _check(path, model)
-    return model
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **_OPTIONS)
+        return model
+
+    return _checked(path, build)
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """What an empty model lacks beside its weights, once those have memory: the frequencies of its rotations."""
+    """Give an empty model rotary frequencies, which are not weights; call after the weights have memory."""
     inner: Any = model.base_model
     inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
 
 
-def _check(path: str, model: PreTrainedModel) -> None:
-    """Whether its logprobs are what we compute; and no dropout, whatever mode it is put in."""
+def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
+    try:
+        model = make()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(unreadable(path, error)) from error
     if model.config.model_type not in _ARCHITECTURES:
         raise ModelError(
             f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
-            "whose logprobs are those of its hidden states and head alone, without soft caps, scales or windows"
+            "whose logprobs depend only on hidden states and head, without soft caps, scales or windows"
         )
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a name that torch's own types do not know
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch's types do not know this attribute
     model.eval()
+    return model
+
+
+class Reference:
+    """A frozen policy, on the device or in CPU memory between uses.
+
+    The learner queries the reference before the forward passes of a train step, so both policies need not be on a GPU
+    at the same time.
+    """
+
+    def __init__(self, policy: Policy, *, device: torch.device, offload: bool) -> None:
+        """`device` computes; `offload` keeps the weights in CPU memory between uses."""
+        self.policy = policy.requires_grad_(False)
+        self._device = device
+        self._home = torch.device("cpu") if offload else device
+        policy.to(self._home)
+
+    @contextmanager
+    def loaded(self) -> Iterator[Policy]:
+        """Move the policy to the device while the block runs."""
+        self.policy.to(self._device)
+        try:
+            yield self.policy
+        finally:
+            self.policy.to(self._home)
+
+    @torch.no_grad()
+    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these weights, named as in Hugging Face and sharded like the reference."""
+        own = dict(self.policy.causal.named_parameters())
+        for name, tensor in weights:
+            own[name].copy_(tensor)

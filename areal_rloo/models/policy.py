@@ -1,32 +1,66 @@
-"""A policy as the learner uses it: asked about packed rows of tokens, for logprobs or for the loss itself.
+"""Policies as the learner uses them: packed rows in, logprobs or a loss out.
 
-It is one module with one `forward`, so that whoever shards its parameters finds every use of them inside.
+A policy is a single module with a single `forward`, so FSDP sees every use of the parameters. The logits of all tokens,
+[num_targets, vocabulary], are never in memory together. `chosen_logprobs` returns logprobs with a graph and recomputes
+each chunk in the backward pass: four matrix products of hidden states and head. `loss_of_tokens` differentiates a sum
+over tokens while each chunk of logits exists: three.
+
+    hidden [num_targets, hidden_size] ─► logits of a chunk ─► logprobs, entropy ─► the chunk's loss and its derivative
+                                              └──────► gradients of hidden and head, added up ◄──────┘
+
+The second form needs a loss in which no token depends on the logprobs of another token. With z = logits / temperature,
+p = softmax(z), H = -sum p log p, and g, e the derivatives of the loss by logprob and entropy of a token:
+
+    dloss / dz_j = g (1[j = target] - p_j) - e p_j (log p_j + H)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from areal_rloo.models.layout import PackedLayout
-from areal_rloo.models.logprobs import Entropy, chosen_logprobs
-from areal_rloo.models.token_loss import TokenLoss, loss_of_tokens
+from areal_rloo.models.attention import PackedLayout
+
+CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
+
+Entropy = Literal["none", "value", "gradient"]
+"""Whether to compute the entropy, and whether it needs a gradient."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Logprobs and entropies of chosen tokens, each [num_targets] float32.
+
+    Attributes:
+        logprobs: log p(token), with a gradient to the weights.
+        entropy: -sum p log p over the vocabulary; 0 if not requested.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+TokenLoss = Callable[[TokenLogprobs, slice], Tensor]
+"""Compute the loss of the tokens of a slice, a scalar, from only their logprobs and entropies."""
 
 
 class Policy(torch.nn.Module):
     """A causal language model with packed attention.
 
     Attributes:
-        causal: the model; its parameters are the policy's.
+        causal: the model with the policy's parameters.
     """
 
     def __init__(self, causal: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
         """
         Args:
             causal: the model.
-            temperature: divides the logits, as the engine did.
-            dtype: of matrix products; the residual stream, norms and logprobs are float32, or wider as the weights are.
+            temperature: divides the logits, as in the engine.
+            dtype: of matrix products; residual stream, norms and logprobs are float32, or the dtype of wider weights.
         """
         super().__init__()
         self.causal = causal
@@ -43,19 +77,19 @@ class Policy(torch.nn.Module):
         entropy: Entropy = "none",
         token_loss: TokenLoss | None = None,
     ) -> tuple[Tensor, ...]:
-        """What the policy says of `targets`.
+        """Compute logprobs and entropies of `targets`, or a loss over them.
 
         Args:
             input_ids: [num_tokens] int64, the packed row.
-            layout: where its sequences lie.
+            layout: where the sequences of the row are.
             predicts: [num_targets] int64, the place in the row whose hidden state predicts each target.
             targets: [num_targets] int64.
-            entropy: whether it is wanted.
-            token_loss: a loss that reads each token's own logprob and entropy alone (`loss_of_tokens`).
+            entropy: whether to compute the entropy.
+            token_loss: a loss of each token's own logprob and entropy (`loss_of_tokens`).
 
         Returns:
-            Logprobs and entropies, [num_targets] float32 each, with a gradient to the weights. With a `token_loss`:
-            its sum, a scalar with a gradient, and the two without one.
+            Logprobs and entropies, [num_targets] float32 each, with a gradient to the weights. With a `token_loss`: the
+            summed loss, a scalar with a gradient, then logprobs and entropies without gradient.
         """
         low = self._dtype == torch.bfloat16
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16, enabled=low):
@@ -63,14 +97,13 @@ class Policy(torch.nn.Module):
         hidden = hidden.to(torch.bfloat16) if low else hidden
         head = self.causal.get_output_embeddings().weight
         if token_loss is None:
-            of_targets = chosen_logprobs(hidden, head, targets, self._temperature, entropy=entropy)
-            return of_targets.logprobs, of_targets.entropy
+            return chosen_logprobs(hidden, head, targets, self._temperature, entropy=entropy)
         loss, of_targets = loss_of_tokens(hidden, head, targets, self._temperature, token_loss, entropy=entropy)
-        return loss, of_targets.logprobs, of_targets.entropy
+        return loss, *of_targets
 
 
 def last_hidden(causal: PreTrainedModel, input_ids: Tensor, layout: PackedLayout) -> Tensor:
-    """The last hidden states of a packed row: [num_tokens, hidden_size], float32 at least."""
+    """Return the last hidden states of a packed row: [num_tokens, hidden_size], float32 at least."""
     embedded = causal.get_input_embeddings()(input_ids[None])
     hidden: Tensor = causal.base_model(
         inputs_embeds=embedded.to(torch.promote_types(embedded.dtype, torch.float32)),
@@ -81,8 +114,181 @@ def last_hidden(causal: PreTrainedModel, input_ids: Tensor, layout: PackedLayout
     return hidden[0]
 
 
-def packed_logits(causal: PreTrainedModel, *, input_ids: Tensor, layout: PackedLayout, predicts: Tensor) -> Tensor:
-    """All logits at `predicts`: [num_targets, vocab_size]; for small vocabularies."""
-    hidden = last_hidden(causal, input_ids, layout).index_select(0, predicts)
-    logits: Tensor = hidden @ causal.get_output_embeddings().weight.T
-    return logits
+def chosen_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "none"
+) -> TokenLogprobs:
+    """Compute log softmax(hidden head^T / temperature) at `targets`, and the entropy of that softmax.
+
+    Args:
+        hidden: [num_targets, hidden_size].
+        head: [vocabulary, hidden_size].
+        targets: [num_targets] int64.
+        temperature: above 0.
+    """
+    chunk = max(1, CHUNK_LOGITS // head.shape[0])
+    head = head.to(hidden.dtype)
+    if len(targets) <= chunk:
+        return TokenLogprobs(*_chunk(hidden, head, targets, temperature, entropy))
+    parts = [
+        checkpoint(_chunk, h, head, t, temperature, entropy, use_reentrant=False)
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
+
+
+def _chunk(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+) -> tuple[Tensor, Tensor]:
+    product = hidden @ head.T
+    logits = product.to(torch.promote_types(product.dtype, torch.float32)) / temperature
+    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    if entropy == "none":
+        return logprobs, torch.zeros_like(logprobs)
+    with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+        all_logprobs = logits.log_softmax(-1)
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+def loss_of_tokens(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    token_loss: TokenLoss,
+    *,
+    entropy: Entropy = "none",
+) -> tuple[Tensor, TokenLogprobs]:
+    """Sum token_loss(log softmax(hidden head^T / temperature) at `targets`) over chunks of tokens.
+
+    Takes the arguments of `chosen_logprobs`, and a `token_loss` that reads only tokens of the slice and is
+    differentiated by logprobs, and by entropies if `entropy` is `gradient`.
+
+    Returns:
+        The loss, a scalar with a gradient to `hidden` and `head` (once), and logprobs and entropies without gradient.
+    """
+    loss, logprobs, entropies = _LossOfTokens.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, temperature, token_loss, entropy, max(1, CHUNK_LOGITS // head.shape[0])
+    )
+    return loss, TokenLogprobs(logprobs, entropies)
+
+
+class _LossOfTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        token_loss: TokenLoss,
+        entropy: Entropy,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = head.to(hidden.dtype)
+        chunks = _Chunks(hidden, num_rows=min(chunk, len(targets)), vocabulary=len(head))
+        logprobs = torch.empty(len(targets), dtype=chunks.wide, device=hidden.device)
+        entropies = torch.zeros_like(logprobs)
+        loss = logprobs.new_zeros(())
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        by_head = torch.empty_like(head, dtype=chunks.wide) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(targets), chunk):
+            part = slice(start, min(start + chunk, len(targets)))
+            logits = chunks.logits(hidden[part], weights, temperature)
+            logprobs[part] = chunks.logprobs(logits, targets[part])
+            if entropy != "none":
+                entropies[part] = chunks.entropies(logits)
+            current = TokenLogprobs(logprobs[part], entropies[part])
+            part_loss, derivatives = _differentiated(token_loss, current, part, with_entropy=entropy == "gradient")
+            loss += part_loss
+            if by_hidden is None and by_head is None:
+                continue
+            by_logits = chunks.by_logits(logits, targets[part], *(by / temperature for by in derivatives))
+            if by_hidden is not None:
+                torch.mm(by_logits, weights, out=by_hidden[part])
+            if by_head is not None:
+                _add_product(by_head, by_logits.t(), hidden[part], first=start == 0)
+        ctx.gradients = by_hidden, by_head
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(logprobs, entropies)
+        return loss, logprobs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        by_hidden, by_head = ctx.gradients
+        del ctx.gradients
+        return (
+            None if by_hidden is None else by_hidden.mul_(by_loss),
+            None if by_head is None else by_head.mul_(by_loss).to(ctx.head_dtype),
+            *([None] * 5),
+        )
+
+
+class _Chunks:
+    """Process a chunk of logits at a time in reused buffers: allocating fresh memory costs more than the arithmetic.
+
+    Attributes:
+        wide: float32, or the dtype of the hidden states if wider.
+    """
+
+    def __init__(self, hidden: Tensor, *, num_rows: int, vocabulary: int) -> None:
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._product = torch.empty(num_rows, vocabulary, dtype=hidden.dtype, device=hidden.device)
+        self._logits = self._product if hidden.dtype == self.wide else torch.empty_like(self._product, dtype=self.wide)
+        self._powers = torch.empty_like(self._logits)
+        self._total = self._normalizer = self._entropies = self._powers.new_empty(0)
+
+    def logits(self, hidden: Tensor, weights: Tensor, temperature: float) -> Tensor:
+        """Compute z, [len(hidden), vocabulary]."""
+        product = torch.mm(hidden, weights.t(), out=self._product[: len(hidden)])
+        logits = product if product.dtype == self.wide else self._logits[: len(hidden)].copy_(product)
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute log p(target); keep powers and total, with p = powers / total."""
+        largest = logits.amax(-1, keepdim=True)
+        powers = torch.sub(logits, largest, out=self._powers[: len(logits)]).exp_()
+        self._total = powers.sum(-1)
+        self._normalizer = largest[:, 0] + self._total.log()
+        return logits.gather(1, targets[:, None])[:, 0] - self._normalizer
+
+    def entropies(self, logits: Tensor) -> Tensor:
+        """Compute H = normalizer - sum p z."""
+        self._entropies = self._normalizer - torch.linalg.vecdot(self._powers[: len(logits)], logits) / self._total
+        return self._entropies
+
+    def by_logits(
+        self, logits: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None = None
+    ) -> Tensor:
+        """Compute the derivative, [len(logits), vocabulary] in the dtype of hidden states; overwrites the logits."""
+        powers = self._powers[: len(logits)]
+        if by_entropy is None:
+            derivative = powers.mul_((-by_logprob / self._total)[:, None])
+        else:
+            spread = logits.sub_((self._normalizer - self._entropies)[:, None])  # log p + H
+            weight = spread.mul_(by_entropy[:, None]).add_(by_logprob[:, None])
+            derivative = powers.mul_(weight).mul_(-1 / self._total[:, None])
+        derivative.scatter_add_(1, targets[:, None], by_logprob[:, None])
+        return derivative if derivative.dtype == self._product.dtype else self._product[: len(logits)].copy_(derivative)
+
+
+def _differentiated(
+    token_loss: TokenLoss, current: TokenLogprobs, part: slice, *, with_entropy: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the loss of a chunk and the derivatives by logprobs, and by entropies if requested."""
+    with torch.enable_grad():
+        logprobs = current.logprobs.detach().requires_grad_()
+        entropies = current.entropy.detach().requires_grad_(with_entropy)
+        loss = token_loss(TokenLogprobs(logprobs, entropies), part)
+        inputs = [logprobs, entropies] if with_entropy else [logprobs]
+        return loss.detach(), torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Do total += left @ right in the dtype of `total`; if `first`, overwrite the uninitialized `total`."""
+    if left.dtype == total.dtype:
+        torch.mm(left, right, out=total) if first else total.addmm_(left, right)
+    else:
+        product = torch.mm(left, right)
+        total.copy_(product) if first else total.add_(product)

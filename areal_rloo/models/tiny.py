@@ -1,6 +1,6 @@
 """The built-in tiny model: a real transformers architecture, small enough to learn in minutes on a laptop.
 
-Its tokenizer has one token a byte, so any text goes through it and every digit is a token of its own.
+The tokenizer has a token for each byte, so any text can be encoded and every digit is a separate token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARCHITECTURES = {
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and two special tokens; decodes to the text it was given, whatever that is."""
+    """Make a tokenizer of bytes and two special tokens; decoding returns exactly the encoded text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -43,7 +43,7 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
-    """Random weights drawn from the recipe's seed; float32, eval mode."""
+    """Make a model with random weights from the seed of the recipe; float32, eval mode."""
     config_class, model_class = _ARCHITECTURES[recipe.architecture]
     config = config_class(
         vocab_size=len(_SPECIAL) + 256,
@@ -54,7 +54,7 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
         num_key_value_heads=recipe.num_kv_heads,
         head_dim=recipe.hidden_size // recipe.num_heads,
         max_position_embeddings=recipe.max_position,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # short texts: neighbours must differ
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # short texts: adjacent positions must differ
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
@@ -68,6 +68,6 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
 
 
 def save_tiny_model(model: PreTrainedModel, folder: Path) -> None:
-    """In Hugging Face's format, tokenizer included."""
+    """Save model and tokenizer in Hugging Face format."""
     model.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)

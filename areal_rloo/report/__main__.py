@@ -1,4 +1,4 @@
-"""The command line of the report: one run folder in, the path of its page out."""
+"""The command line of the report: a run folder in, the path of the page out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.report", description="Draw a run as one HTML page.")
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
     try:
-        print(write_report(parser.parse_args().run_folder))  # noqa: T201 - the face of the program
+        print(write_report(parser.parse_args().run_folder))  # noqa: T201 - users read this line
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -1,4 +1,4 @@
-"""Charts as SVG text: names and numbers in, a section of the page out. Colors are CSS variables of the page."""
+"""Draw charts as SVG text: names and numbers in, a section of the page out. Colors are CSS variables of the page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_rloo.inspect.look import NUM_COLORS
-from areal_rloo.inspect.shown import number
+from areal_rloo.inspect.shown import NUM_COLORS, number
 
 _WIDTH, _HEIGHT = 420, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
@@ -18,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named line; `band` is the low and the high edge of an area around it, point by point."""
+    """A named line; `band` has the low and the high edge of an area around the line, point by point."""
 
     name: str
     points: Sequence[Point]
@@ -27,7 +26,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The plane between the axes, with round numbers at its grid lines."""
+    """The plane between the axes, with round numbers at the grid lines."""
 
     x_low: float
     x_high: float
@@ -52,30 +51,29 @@ class _Frame:
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: bool = False, share: bool = False) -> str:
-    """Lines over a common axis, each point with its value as a tooltip; `share` fixes the axis to 0 .. 1."""
+    """Draw lines over a common axis, each point with the value as a tooltip; `share` fixes the axis to 0 .. 1."""
     curves = [_finite(curve) for curve in curves]
     points = [point for curve in curves for point in curve.points]
     if not points:
-        return _section(title, hint, "<p class=soft>nothing measured yet</p>", [])
+        return _section(title, hint, [], [])
     heights = [y for _, y in points] + [edge for curve in curves for pair in curve.band for edge in pair]
     frame = _frame([x for x, _ in points], [0.0, 1.0] if share else heights)
     parts = frame.grid()
     for index, curve in enumerate(curves):
         if curve.band:
             xs = [x for x, _ in curve.points]
-            parts.append(
-                _area(frame, xs, [low for low, _ in curve.band], [high for _, high in curve.band], index, 0.18)
-            )
+            lows, highs = zip(*curve.band, strict=True)
+            parts.append(_area(frame, xs, lows, highs, index, 0.18))
         line = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in curve.points)
         parts.append(f"<polyline points='{line}' class='line c{index % NUM_COLORS}' />")
         parts += _marks(frame, curve, index, visible=dots or len(curve.points) == 1)
-    return _section(title, hint, _svg(title, parts), [curve.name for curve in curves])
+    return _section(title, hint, parts, curves)
 
 
 def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str:
-    """Shares that add up to 1 at every x, as areas on top of each other; all curves have the same x values."""
+    """Draw shares that add up to 1 as areas on top of each other; all curves have the same x values."""
     if not curves or not curves[0].points:
-        return _section(title, hint, "<p class=soft>nothing measured yet</p>", [])
+        return _section(title, hint, [], [])
     xs = [x for x, _ in curves[0].points]
     frame = _frame(xs, [0.0, 1.0])
     parts = frame.grid()
@@ -86,13 +84,13 @@ def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str
         middle = [(x, (low + high) / 2) for x, low, high in zip(xs, floor, ceiling, strict=True)]
         parts += _marks(frame, Curve(curve.name, middle), index, visible=False, values=[y for _, y in curve.points])
         floor = ceiling
-    return _section(title, hint, _svg(title, parts), [curve.name for curve in curves])
+    return _section(title, hint, parts, curves)
 
 
 def _marks(
     frame: _Frame, curve: Curve, index: int, *, visible: bool, values: Sequence[float] | None = None
 ) -> list[str]:
-    """A circle at each point that carries the tooltip; wide and unseen where the line is enough."""
+    """Draw a circle with a tooltip at each point; a wide, invisible circle unless `visible`."""
     look = f"r=3 class='dot c{index % NUM_COLORS}'" if visible else "r=6 class=unseen"
     shown = [y for _, y in curve.points] if values is None else values
     return [
@@ -105,23 +103,20 @@ def _marks(
 def _area(
     frame: _Frame, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], index: int, opacity: float
 ) -> str:
-    there = [f"{frame.across(x)},{frame.down(y)}" for x, y in zip(xs, highs, strict=True)]
-    back = [f"{frame.across(x)},{frame.down(y)}" for x, y in zip(xs, lows, strict=True)]
-    edge = " ".join([*there, *reversed(back)])
+    corners = [*zip(xs, highs, strict=True), *reversed([*zip(xs, lows, strict=True)])]
+    edge = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in corners)
     return f"<polygon points='{edge}' class='area c{index % NUM_COLORS}' opacity={opacity} />"
 
 
-def _svg(title: str, parts: Sequence[str]) -> str:
-    label = html.escape(title, quote=True)
-    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{label}'>{''.join(parts)}</svg>"
-
-
-def _section(title: str, hint: str, body: str, names: Sequence[str]) -> str:
-    keys = "".join(
-        f"<span><i class='key c{index % NUM_COLORS}'></i>{html.escape(name)}</span>" for index, name in enumerate(names)
-    )
+def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve]) -> str:
+    title = html.escape(title, quote=True)
+    body = "<p class=soft>nothing measured yet</p>"
+    if parts:
+        body = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
+    names = enumerate(html.escape(curve.name) for curve in curves)
+    keys = "".join(f"<span><i class='key c{index % NUM_COLORS}'></i>{name}</span>" for index, name in names)
     note = f"<span class=soft>{html.escape(hint)}</span>" if hint else ""
-    return f"<section><h2>{html.escape(title)}</h2>{body}<p class=keys>{keys}{note}</p></section>"
+    return f"<section><h2>{title}</h2>{body}<p class=keys>{keys}{note}</p></section>"
 
 
 def _finite(curve: Curve) -> Curve:
@@ -139,7 +134,7 @@ def _frame(xs: Sequence[float], ys: Sequence[float]) -> _Frame:
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`, about `most` of them."""
+    """Give about `most` round numbers, from at or below `low` to at or above `high`."""
     scale = max(abs(low), abs(high))
     if scale < 1e-100:  # nothing but zeros
         low, high = 0.0, 1.0

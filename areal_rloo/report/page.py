@@ -1,19 +1,24 @@
-"""From the records and the summary of a run to the text of its page: facts, charts, ledger, config."""
+"""Write the page of a run from the records and the summary: facts, charts, ledger, config."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_rloo.inspect.look import NUM_COLORS, document
+from areal_rloo.errors import DataError
+from areal_rloo.inspect.page import PAGE_NAME, write_page
+from areal_rloo.inspect.shown import NUM_COLORS, document
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
+from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
+from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
-
-_Of = Callable[[str, str], Curve]  # a curve's name and the field of TrainRecord it shows
-_MEAN_MAX = ("mean", "max")
+from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
 
 _STYLE = """
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
@@ -37,24 +42,40 @@ _COLORS = "\n".join(
 )
 
 
-def page(
-    title: str,
-    config: str,
-    train: Sequence[TrainRecord],
-    evaluations: Sequence[EvalRecord],
-    summary: Any | None,
-    trajectories: str | None = None,
-) -> str:
-    """The whole page; `summary` is that of a run that has ended, `trajectories` names a page of them beside it."""
+def write_report(folder: Path) -> Path:
+    """Write report.html into a run folder, and trajectories.html if there are any; give the path of the report.
+
+    Raises:
+        DataError: the folder holds no run, or its files cannot be read or written.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
+    target = folder / "report.html"
+    try:
+        target.write_text(_page(folder), encoding="utf-8")
+        if (folder / FILE_NAME).is_file():
+            write_page(folder, read_trajectories(folder / FILE_NAME))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: the report cannot be made: {error}") from error
+    return target
+
+
+def _page(folder: Path) -> str:
+    title, summary_path = folder.resolve().name, folder / "summary.json"
+    records = read_records(folder / "metrics.jsonl")
+    train = [record for record in records if isinstance(record, TrainRecord)]
+    evaluations = [record for record in records if isinstance(record, EvalRecord)]
+    config = (folder / "config.yaml").read_text(encoding="utf-8")
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else None
     state = "in progress" if summary is None else f"ended: {summary['exit_reason']}"
-    link = f" <a href='{html.escape(trajectories, quote=True)}'>trajectories</a>" if trajectories else ""
+    link = f" <a href='{PAGE_NAME}'>trajectories</a>" if (folder / FILE_NAME).is_file() else ""
     body = "\n".join(
         [
             f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
             f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
-            f"<div class=below>{_ledger(train, summary)}<section><details><summary>Resolved config</summary>",
-            f"<pre>{html.escape(config)}</pre></details></section></div>",
+            f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",
+            f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details></section></div>",
         ]
     )
     return document(title, body, style=_STYLE + _COLORS)
@@ -63,8 +84,8 @@ def page(
 def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None) -> str:
     facts: list[tuple[str, str]] = []
     for name, records in _by_set(evaluations).items():
-        what = "held-out accuracy" + (f", {html.escape(name)}" if len(_by_set(evaluations)) > 1 else "")
-        facts.append((what, f"{records[0].accuracy:.3f} → {records[-1].accuracy:.3f}"))
+        title = "held-out accuracy" + (f", {html.escape(name)}" if len(_by_set(evaluations)) > 1 else "")
+        facts.append((title, f"{records[0].accuracy:.3f} → {records[-1].accuracy:.3f}"))
         if records[-1].num_samples > 1:
             samples = f"pass@{records[-1].num_samples}, {html.escape(name)}"
             facts.append((samples, f"{records[0].pass_share:.3f} → {records[-1].pass_share:.3f}"))
@@ -90,134 +111,96 @@ def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summ
 
 
 def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> list[str]:
-    fields = [msgspec.structs.asdict(record) for record in train]
-
-    def of(name: str, key: str) -> Curve:
-        return Curve(name, [(values["policy_version"], values[key]) for values in fields])
-
+    """Draw the evaluations, the reward, and every other chart that the fields of TrainRecord declare."""
+    reward = [(record.policy_version, record.reward_mean) for record in train]
+    band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
+    values = sorted({value for record in train for value in record.staleness_tokens})
+    sums = [(record, sum(record.staleness_tokens.values())) for record in train]
+    by_staleness = [
+        Curve(str(value), [(r.policy_version, r.staleness_tokens.get(value, 0) / max(1, tokens)) for r, tokens in sums])
+        for value in values
+    ]
     return [
         *_evaluation_charts(evaluations),
-        *_reward_charts(train),
-        *_token_charts(train, of),
-        *_policy_charts(train, of),
+        line_chart("Reward of the batch", [Curve("mean", reward, band)], hint="band: one standard deviation"),
+        stacked_chart("Share of trained tokens by staleness", by_staleness),
+        *_declared_charts(train),
     ]
 
 
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
-    """Accuracy, and where a set is sampled more than once pass@k and maj@k."""
-
-    def of_sets(key: str) -> list[Curve]:
-        return [
-            Curve(name, [(record.policy_version, getattr(record, key)) for record in records])
+    several = any(record.num_samples > 1 for record in evaluations)
+    charts = []
+    for declared in _drawn(EvalRecord)[: None if several else 1]:
+        curves = [
+            Curve(name, [(record.policy_version, getattr(record, declared.field)) for record in records])
             for name, records in _by_set(evaluations).items()
         ]
-
-    charts = [line_chart("Held-out accuracy by policy version", of_sets("accuracy"), dots=True)]
-    if any(record.num_samples > 1 for record in evaluations):
-        charts += [
-            line_chart("Prompts with a right sample: pass@k", of_sets("pass_share"), dots=True, share=True),
-            line_chart("Prompts whose majority is right: maj@k", of_sets("majority_share"), dots=True, share=True),
-        ]
+        charts.append(_line_chart(declared, curves, dots=True))
     return charts
 
 
-def _reward_charts(train: Sequence[TrainRecord]) -> list[str]:
-    """The reward, and its parts and sources where there are several to tell apart."""
-    reward = [(record.policy_version, record.reward_mean) for record in train]
-    band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
-    charts = [line_chart("Reward of the batch", [Curve("mean", reward, band)], hint="band: one standard deviation")]
-    for title, key in (
-        ("Parts of the reward, before their weights", "reward_parts"),
-        ("Reward by data source", "reward_by_source"),
-    ):
-        curves = _by_name(train, key)
-        charts += [line_chart(title, curves)] if len(curves) > 1 else []
+def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
+    """Draw metrics with the same chart as curves in one plane, in the order of the fields."""
+    drawn = _drawn(TrainRecord)
+    charts = []
+    for title in dict.fromkeys(declared.metric.chart for declared in drawn):
+        group = [declared for declared in drawn if declared.metric.chart == title]
+        if group[0].metric.label is None:
+            curves = [
+                Curve(
+                    declared.metric.curve or declared.field.replace("_", " "),
+                    [(record.policy_version, getattr(record, declared.field)) for record in train],
+                )
+                for declared in group
+            ]
+        else:
+            by_name = [(record.policy_version, getattr(record, group[0].field)) for record in train]
+            names = sorted({name for _, numbers in by_name for name in numbers})
+            curves = [
+                Curve(name, [(version, numbers[name]) for version, numbers in by_name if name in numbers])
+                for name in names
+            ]
+            if len(curves) < 2:  # the whole has a chart already
+                continue
+        charts.append(_line_chart(group[0], curves))
     return charts
 
 
-def _by_name(train: Sequence[TrainRecord], key: str) -> list[Curve]:
-    """A curve for each name in a field that has values by name."""
-    names = sorted({name for record in train for name in getattr(record, key)})
-    return [
-        Curve(name, [(r.policy_version, getattr(r, key)[name]) for r in train if name in getattr(r, key)])
-        for name in names
-    ]
+def _drawn(struct: type[Measured]) -> list[Declared]:
+    return [declared for declared in declared_metrics(struct) if declared.metric.chart is not None]
 
 
-def _token_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
-    values = sorted({value for record in train for value in record.staleness_tokens})
-    by_staleness = [Curve(str(value), [(r.policy_version, _share(r, value)) for r in train]) for value in values]
-    shares = [
-        of("groups of equal rewards", "zero_variance_group_share"),
-        of("truncated completions", "truncated_share"),
-        of("completions of several versions", "spanning_share"),
-    ]
-    return [
-        line_chart("Staleness of trained tokens, in versions", [of(n, f"staleness_{n}") for n in _MEAN_MAX]),
-        stacked_chart("Share of trained tokens by staleness", by_staleness),
-        line_chart("Tokens past the bound, out of the loss (share)", [of("masked", "masked_token_share")]),
-        line_chart("Completion length, in tokens", [of(n, f"completion_tokens_{n}") for n in _MEAN_MAX]),
-        line_chart("Tokens per second", [of(n, f"{n}_tokens_per_s") for n in ("generated", "trained")]),
-        line_chart("Shares of groups and completions", shares, share=True),
-    ]
+def _line_chart(declared: Declared, curves: Sequence[Curve], *, dots: bool = False) -> str:
+    chart, healthy = declared.metric.chart, healthy_range(declared)
+    assert chart is not None, "only metrics with a chart are drawn"
+    return line_chart(chart.title, curves, hint=healthy and f"healthy: {healthy}", dots=dots, share=chart.whole)
 
 
-def _policy_charts(train: Sequence[TrainRecord], of: _Of) -> list[str]:
-    return [
-        line_chart("Ratio: current / proximal", [of(n, f"ratio_{n}") for n in _MEAN_MAX]),
-        line_chart("behaviour_weight: proximal / behaviour", [of(n, f"behaviour_weight_{n}") for n in _MEAN_MAX]),
-        line_chart(
-            "Share of tokens clipped or limited",
-            [
-                of("ratio", "ratio_clipped_share"),
-                of("behaviour_weight set to its bound", "behaviour_weight_clamped_share"),
-                of("behaviour_weight masked", "behaviour_weight_masked_share"),
-            ],
-        ),
-        line_chart(
-            "KL in nats a token (k3)",
-            [
-                of("behaviour to current", "behaviour_kl_k3"),
-                of("proximal to current", "proximal_kl_k3"),
-                of("behaviour to reference", "reference_kl_k3"),
-            ],
-        ),
-        line_chart(
-            "Train-inference mismatch: |log behaviour - log proximal| at equal version",
-            [of("mean", "mismatch_abs_mean"), of("max", "mismatch_max")],
-        ),
-        line_chart("Effective sample size, as a share", [of("share", "effective_sample_share")], share=True),
-        line_chart("Entropy of the policy, in nats", [of("entropy", "entropy")]),
-        line_chart("Gradient norm, before clipping", [of("norm", "gradient_norm")]),
-        line_chart("Loss", [of("loss", "loss")]),
-        line_chart("Seconds of a step, by what it does", _by_name(train, "times_s")),
-        line_chart("Tokens forward and backward per second of training", [of("tokens/s", "learner_tokens_per_s")]),
-        line_chart("Model FLOPs utilization (MFU)", [of("share", "model_flops_share")]),
-        line_chart(
-            "Idle seconds since the start", [of("learner", "learner_idle_s"), of("rollout, mean", "rollout_idle_s")]
-        ),
-    ]
+def _newest_numbers(train: Sequence[TrainRecord]) -> str:
+    if not train:
+        return ""
+    rows = []
+    for declared in declared_metrics(TrainRecord):
+        if len(declared.path) == 1 and declared.metric.label is None:
+            number = getattr(train[-1], declared.field)
+            value = f"{number:,.4g} {declared.metric.unit}" if math.isfinite(number) else "-"
+            rows.append(f"<tr><td>{declared.field}<td class=soft>{html.escape(declared.metric.help)}<td>{value}")
+    return f"<details><summary>All numbers of the last step</summary><table>{''.join(rows)}</table></details>"
 
 
 def _by_set(evaluations: Sequence[EvalRecord]) -> dict[str, list[EvalRecord]]:
-    """The evaluations of each held-out set, by version."""
-    sets: dict[str, list[EvalRecord]] = {}
-    for record in evaluations:
-        sets.setdefault(record.name, []).append(record)
-    return {name: sorted(records, key=lambda record: record.policy_version) for name, records in sets.items()}
-
-
-def _share(record: TrainRecord, staleness: int) -> float:
-    return record.staleness_tokens.get(staleness, 0) / max(1, sum(record.staleness_tokens.values()))
+    """Give the evaluations of each held-out set, in the order of versions."""
+    sets: dict[str, list[EvalRecord]] = {record.name: [] for record in evaluations}
+    for record in sorted(evaluations, key=lambda record: record.policy_version):
+        sets[record.name].append(record)
+    return sets
 
 
 def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
-    if summary is not None:
-        counts = summary["ledger"]
-    elif train:
-        counts = msgspec.structs.asdict(train[-1].ledger)
-    else:
+    if summary is None and not train:
         return ""
+    counts = msgspec.structs.asdict(train[-1].ledger) if summary is None else summary["ledger"]
     rows = [(state.replace("_", " "), counts[state]) for state in ("admitted", "trained", "buffered", "in_flight")]
     rows += [(f"dropped: {reason}", count) for reason, count in sorted(counts["dropped"].items())]
     cells = "".join(f"<tr><td>{html.escape(name)}<td>{count:,}" for name, count in rows)

@@ -1,11 +1,11 @@
 """A reward model: a sequence classification model with one label, whose logit is the reward.
 
-    score(request) ─► what waits, shortest first, in batches ─► one forward pass a batch, on a thread ─► a logit each
+    score(request) ─► all waiting texts, shortest first, in batches ─► one forward pass a batch ─► a logit for each text
 
-A completion is scored as it would be alone: texts are padded on the right, and attention leaves the padding out. The
-text is the model's own chat template over the prompt's messages with the completion (the policy's last turn) as the
-assistant's, or the prompt with the completion behind it where the tokenizer has no template. A text beyond the model's
-context has no reward: one that was cut would be the reward of something else.
+The forward passes run on one thread. A batch does not change a reward: texts are padded on the right, and attention
+ignores the padding. The text is the model's chat template over the prompt's messages and the completion (the policy's
+last turn) as the assistant's message. If the tokenizer has no template, the text is the prompt followed by the
+completion. A text longer than the model's context has no reward: a cut text would get the reward of another text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -23,62 +23,55 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError, RewardError, described
-from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
-from areal_rloo.rewards.values import read_worth
+from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth, read_worth
 
-_JOIN_S = 5.0  # that a batch under way has to end
+_JOIN_S = 5.0  # for a running batch to end
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    """A completion that somebody waits for."""
-
-    request: RewardRequest
-    reward: asyncio.Future[float]
+_Pending = tuple[RewardRequest, "Future[float]"]
+"""A completion without a reward yet, and the future of the reward."""
 
 
 class RewardModel:
-    """One model on one device, with one thread. Made and used on one event loop."""
+    """One model on one device, with one thread. Use it on one event loop."""
 
     def __init__(self, path: str, *, key: str, device: str, batch_size: int) -> None:
-        """
-        Args:
-            path: a model folder or a hub name.
-            key: where it stands in the config, for errors.
-            device: auto (CUDA where there is one), cpu, cuda or cuda:1.
-            batch_size: completions in one forward pass.
+        """Load the model at `path`, a folder or a hub name, for forward passes of `batch_size` completions.
+
+        `key` is the config key of the path, for errors. `device` is auto (CUDA if there is a device), cpu or cuda:1.
 
         Raises:
-            ModelError: it cannot be loaded, or is no reward model.
+            ModelError: the model cannot be loaded, or is no reward model.
         """
         self._model, self._tokenizer = _loaded(path, key, _device(device, key))
-        self._pad_id, self._most_tokens = (
-            _pad_id(self._model, self._tokenizer, key),
-            _most(self._model, self._tokenizer),
-        )
-        self._model.config.pad_token_id = self._pad_id  # a decoder takes the last token that is not it
+        self._pad_id = _pad_id(self._model, self._tokenizer, key)
+        positions = self._model.config.to_dict().get("max_position_embeddings")
+        most = int(self._tokenizer.model_max_length)  # huge if the tokenizer has no limit
+        self._context_tokens = min(most, int(positions or most))
+        self._model.config.pad_token_id = self._pad_id  # a decoder model reads the last token that is no padding
         self._batch_size = batch_size
         self._busy_s = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: no more
+        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
         self._thread.start()
 
     async def score(self, request: RewardRequest) -> Worth:
-        """The logit of one completion.
+        """Compute the logit of a completion.
 
         Raises:
-            RewardError: it is longer than the model's context, its forward pass failed, or its logit is not finite.
+            RewardError: the text is longer than the model's context, the forward pass failed, or the logit is not
+                finite.
         """
-        pending = _Pending(request, self._loop.create_future())
-        self._waiting.put(pending)
-        return read_worth(await pending.reward, request, returns="trajectory")
+        reward: Future[float] = Future()
+        self._waiting.put((request, reward))
+        logit: float = await asyncio.wrap_future(reward)
+        return read_worth(logit, request, returns="trajectory")
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(busy_s=self._busy_s)
 
     def close(self) -> None:
-        """End the thread, after the batch it is at; a pass that hangs ends with the process."""
+        """End the thread after the running batch. A forward pass that hangs ends with the process."""
         self._waiting.put(None)
         self._thread.join(_JOIN_S)
 
@@ -89,57 +82,54 @@ class RewardModel:
             messages = [*request.item.plain_messages, {"role": "assistant", "content": request.completion}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) > self._most_tokens:
+        if len(ids) > self._context_tokens:
             raise RewardError(
                 "reward_error",
-                f"prompt and completion have {len(ids)} tokens, and the reward model's context {self._most_tokens}; "
-                "lower data.max_prompt_tokens or rollout.sampling.max_new_tokens, or take a model with a longer one",
+                f"prompt and completion have {len(ids)} tokens, but the reward model's context has "
+                f"{self._context_tokens}; lower data.max_prompt_tokens or rollout.sampling.max_new_tokens, or use a "
+                "model with a longer context",
             )
         return list(ids)
 
     def _run(self) -> None:
-        """On the thread: everything that waits by now, shortest first, so that little is padded."""
+        """Score all waiting texts, again and again; shortest first, so that little is padded. Runs on the thread."""
         while (first := self._waiting.get()) is not None:
             taken = [first]
-            closing = False
-            while not self._waiting.empty() and not closing:
-                following = self._waiting.get()
-                closing = following is None
-                taken += [] if following is None else [following]
+            while not self._waiting.empty():
+                if (following := self._waiting.get()) is None:
+                    self._waiting.put(None)  # the end, after this batch
+                    break
+                taken.append(following)
             started_s = time.monotonic()
-            texts = [(ids, pending) for pending in taken if (ids := self._ids_or_none(pending)) is not None]
+            texts = [(ids, pending[1]) for pending in taken if (ids := self._ids_or_none(*pending)) is not None]
             texts.sort(key=lambda text: len(text[0]))
             for start in range(0, len(texts), self._batch_size):
                 self._score(texts[start : start + self._batch_size])
             self._busy_s += time.monotonic() - started_s
-            if closing:
-                return
 
-    def _ids_or_none(self, pending: _Pending) -> list[int] | None:
-        """None where nobody wants it any more, or there is no text to score."""
-        if pending.reward.done():
+    def _ids_or_none(self, request: RewardRequest, reward: Future[float]) -> list[int] | None:
+        """Return the token ids of a text; None if the caller was cancelled, or the text cannot be scored."""
+        if not reward.set_running_or_notify_cancel():
             return None
         try:
-            return self._ids(pending.request)
-        except RewardError as failure:
-            self._loop.call_soon_threadsafe(_fail, pending.reward, failure)
-        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes; it drops its sample alone
-            self._loop.call_soon_threadsafe(_fail, pending.reward, RewardError("reward_error", described(error)))
+            return self._ids(request)
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything; drop only this sample
+            failure = error if isinstance(error, RewardError) else RewardError("reward_error", described(error))
+            reward.set_exception(failure)
         return None
 
-    def _score(self, batch: Sequence[tuple[list[int], _Pending]]) -> None:
+    def _score(self, batch: Sequence[tuple[list[int], Future[float]]]) -> None:
         try:
             logits = self._logits([ids for ids, _ in batch])
-        except Exception as error:  # noqa: BLE001 - whatever a model's code raises; it drops its sample alone
-            if len(batch) > 1:  # one of them, or too many for the memory
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything; drop only this sample
+            if len(batch) > 1:  # one bad text, or too many for the memory: score each alone
                 for text in batch:
                     self._score([text])
-                return
-            failure = RewardError("reward_error", described(error))
-            self._loop.call_soon_threadsafe(_fail, batch[0][1].reward, failure)
+            else:
+                batch[0][1].set_exception(RewardError("reward_error", described(error)))
         else:
-            for (_, pending), logit in zip(batch, logits, strict=True):
-                self._loop.call_soon_threadsafe(_settle, pending.reward, logit)
+            for (_, reward), logit in zip(batch, logits, strict=True):
+                reward.set_result(logit)
 
     def _logits(self, texts: Sequence[list[int]]) -> list[float]:
         longest = max(map(len, texts))
@@ -150,16 +140,6 @@ class RewardModel:
         with torch.inference_mode():
             logits = self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
         return [float(logit) for logit in logits[:, 0].float().tolist()]
-
-
-def _settle(reward: asyncio.Future[float], logit: float) -> None:
-    if not reward.done():
-        reward.set_result(logit)
-
-
-def _fail(reward: asyncio.Future[float], failure: RewardError) -> None:
-    if not reward.done():
-        reward.set_exception(failure)
 
 
 def _device(name: str, key: str) -> torch.device:
@@ -176,7 +156,7 @@ def _device(name: str, key: str) -> torch.device:
 
 def _loaded(path: str, key: str, device: torch.device) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
-    dtype = "auto" if device.type == "cuda" else torch.float32  # CPUs are slow in any other
+    dtype = "auto" if device.type == "cuda" else torch.float32  # on CPUs other dtypes are slow
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, loading = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -188,12 +168,12 @@ def _loaded(path: str, key: str, device: torch.device) -> tuple[Any, Any]:
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
         raise ModelError(
-            f"{key}: {path} has no weights for {missing}, which would be random; expected a trained reward model"
+            f"{key}: {path} has no weights for {missing}; random weights would be used; expected a trained reward model"
         )
     if model.config.num_labels != 1:
         raise ModelError(
             f"{key}: expected a model with one label, whose logit is the reward, got {model.config.num_labels} labels "
-            f"in {path}; to make one number of them, write a reward function"
+            f"in {path}; to combine several labels, write a reward function"
         )
     model.eval()
     model.to(device)
@@ -205,9 +185,3 @@ def _pad_id(model: Any, tokenizer: Any, key: str) -> int:
         if token_id is not None:
             return int(token_id)
     raise ModelError(f"{key}: the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
-
-
-def _most(model: Any, tokenizer: Any) -> int:
-    """The longest text, in tokens. A tokenizer that knows of no limit has a huge one."""
-    positions = model.config.to_dict().get("max_position_embeddings")
-    return min(int(tokenizer.model_max_length), int(positions or tokenizer.model_max_length))

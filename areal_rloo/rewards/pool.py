@@ -1,9 +1,9 @@
-"""Rewards in worker processes that can be killed: a hang, a crash or an exception costs its own sample and no other.
+"""Rewards in worker processes that can be killed: a hang, a crash or an exception drops its own sample only.
 
-    score(request, part) ─► a free worker process ─► its worth, or a RewardError that says why there is none
+    score(request, part) ─► an idle worker process ─► the worth of the part, or a RewardError with the reason
 
-The deadline counts from the moment a worker begins, so however many wait, none is lost for waiting. A worker that hangs
-or dies is replaced.
+The deadline of a reward starts when a worker process starts to compute the reward; time in the queue does not count.
+The pool kills a process at the deadline and replaces each dead process. A thread for each process does the waiting.
 """
 
 from __future__ import annotations
@@ -18,32 +18,26 @@ import msgspec
 
 from areal_rloo.errors import ConfigError
 from areal_rloo.rewards.process import Job, Reply, WorkerProcess
-from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
+from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistics, Worth
 
 
 class RewardPool:
-    """A few worker processes, each with a scorer of its own; `score` may be awaited by many at once."""
+    """A few worker processes, each with its own scorer. Many callers may await `score` at once."""
 
     def __init__(self, factory: str, argument: bytes, *, num_workers: int, deadline_s: float) -> None:
-        """
-        Args:
-            factory: import path of a function that is called with `argument` in each worker and gives its scorer.
-            argument: what the factory needs to know.
-            num_workers: processes, so rewards at a time.
-            deadline_s: of one reward, from when its worker begins.
+        """Start `num_workers` processes (see `WorkerProcess`); `deadline_s` counts from a reward's start in a process.
 
         Raises:
             ConfigError: the factory cannot be imported, or raises.
         """
         self._deadline_s = deadline_s
         self._factory, self._argument = factory, argument
-        self._lock = threading.Lock()  # of everything below that threads write
+        self._lock = threading.Lock()  # guards every field below that threads write
         self._restarts, self._busy_s = 0, 0.0
         self._closing = False
         self._broken: ConfigError | None = None
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        # All start at once, then each is waited for.
-        self._workers = {WorkerProcess(factory, argument) for _ in range(num_workers)}
+        self._workers = {WorkerProcess(factory, argument) for _ in range(num_workers)}  # all start before any wait
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         try:
             for worker in self._workers:
@@ -53,22 +47,24 @@ class RewardPool:
             self.close()
             raise
 
-    async def score(self, request: RewardRequest, part: str | None) -> Worth:
-        """One part of the reward of one completion; with None only its final answer.
+    async def score(self, request: RewardRequest, part: str) -> Worth:
+        """Compute one part of a completion's reward.
 
         Raises:
-            RewardError: it took too long, raised, died, or was no finite number.
-            ConfigError: a scorer that has to be made again cannot be; the pool is of no more use.
+            RewardError: the reward took too long, raised, crashed the process, or is no finite number.
+            ConfigError: the scorer cannot be made for a new process; the pool is unusable.
         """
-        job = msgspec.msgpack.encode(Job(job_id=0, request=request, part=part))
-        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, job)
-        return reply.take()
+        return (await self._run(Job(request=request, part=part))).value(Worth)
+
+    async def final_answer(self, request: RewardRequest) -> FinalAnswer:
+        """Find the final answer of a completion; raises like `score`."""
+        return (await self._run(Job(request=request, part=None))).value(FinalAnswer)
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
 
     def close(self) -> None:
-        """Kill the workers; what is being scored is lost."""
+        """Kill the processes; discard running rewards."""
         with self._lock:
             self._closing = True
             workers = list(self._workers)
@@ -76,20 +72,24 @@ class RewardPool:
         for worker in workers:
             worker.end()
 
-    def _score(self, job: bytes) -> Reply:
-        """On a thread of the pool; there are as many threads as workers, so one is always free."""
+    async def _run(self, job: Job) -> Reply:
+        encoded = msgspec.msgpack.encode(job)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_thread, encoded)
+
+    def _run_in_thread(self, job: bytes) -> Reply:
+        """Run a job. The pool has as many threads as processes, so a process is idle whenever a thread is."""
         worker = self._idle.get()
         try:
             if worker.died_idle():
                 worker = self._replacement(worker)
-            reply = self._replied(worker, job)
+            reply = self._ask(worker, job)
             if reply.reason in ("reward_timeout", "reward_crash"):
                 worker = self._replacement(worker)
             return reply
         finally:
-            self._idle.put(worker)  # in any case, or the thread that comes next waits for ever
+            self._idle.put(worker)  # always: the next thread would wait forever
 
-    def _replied(self, worker: WorkerProcess, job: bytes) -> Reply:
+    def _ask(self, worker: WorkerProcess, job: bytes) -> Reply:
         started_s = time.monotonic()
         try:
             worker.send(job)

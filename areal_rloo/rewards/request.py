@@ -1,30 +1,44 @@
-"""What a reward is asked, and what it answers."""
+"""The nouns of scoring: a completion to score, the worth of one reward part, and the reward of a completion.
+
+Input of `read_worth`: any value that a user's function, a task, a service or a model returned. Output: a `Worth` that
+has been checked.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, Literal
 
 import msgspec
 
-from areal_rloo.trajectory import FinishReason, Item
+from areal_rloo.errors import RewardError
+from areal_rloo.trajectory import FinishReason, Item, Purpose
 
-Purpose = Literal["train", "eval"]
+Returns = Literal["trajectory", "token"]
+"""`algorithm.returns`: says if single tokens may have a reward."""
 
 FailureReason = Literal["reward_timeout", "reward_crash", "reward_error", "reward_not_finite", "reward_wrong_type"]
-"""Why there is no reward: the label under which its sample is dropped."""
+"""Says why a completion has no reward: the label under which the sample is dropped."""
+
+SourceKey = tuple[Purpose, str]
+"""A split, and the label of a source in it."""
+
+_KEYS = ("reward", "token_rewards", "turn_rewards")
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to score.
+    """A completion to score.
 
     Attributes:
-        purpose: which split's sources are meant.
-        item: what the prompt was made of; `item.source` labels the source whose rewards count.
-        completion: the text of the policy's last turn, special tokens left out.
-        turns: the texts of all its turns; one but in an episode of several.
+        purpose: the split of the source.
+        item: the item behind the prompt; `item.source` is the label of the source whose rewards are used.
+        completion: text of the policy's last turn, without special tokens.
+        turns: texts of all turns of the policy; more than one only in an episode of several turns.
         prompt_ids: token ids of the prompt.
-        completion_ids: token ids after the prompt, of all turns and what others said between them.
-        finish_reason: the engine's word on how it ended.
+        completion_ids: token ids after the prompt: every turn, and the text that others wrote between turns.
+        finish_reason: why the engine ended the last turn.
     """
 
     purpose: Purpose
@@ -36,24 +50,29 @@ class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
 
-class Worth(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part of a reward says of a completion; the fields are those of `Scored`."""
+class Worth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The value that one reward part gives to a completion; the fields are those of `Scored`."""
 
     reward: float
     token_rewards: tuple[float, ...] | None = None
     turn_rewards: tuple[float, ...] | None = None
-    answer: str | None = None
+
+
+class FinalAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The final answer of a completion, for majority votes; equal answers are equal texts. None: no answer."""
+
+    text: str | None
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """What a completion is worth.
+    """The reward of a completion.
 
     Attributes:
-        reward: the weighted sum of its parts.
-        parts: each part as it was, before its weight, by label.
-        token_rewards: the share of the reward that each of `completion_ids` earned; None where there is none.
-        turn_rewards: the share of the reward that each of `turns` earned; None where there is none.
-        answer: the final answer, for majority votes; None where the task knows of none.
+        reward: the weighted sum of the parts.
+        parts: the value of each part before the weight, by label.
+        token_rewards: the share of the reward that each of `completion_ids` earned; None if no part has such shares.
+        turn_rewards: the share of the reward that each of `turns` earned; None if no part has such shares.
+        answer: the final answer, for majority votes; None if it was not asked for, or there is none.
     """
 
     reward: float
@@ -64,8 +83,71 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what scores, since the start: processes that had to be replaced, and seconds spent scoring, summed over what
-    ran at a time."""
+    """Counts since the start: processes that were replaced, and seconds spent scoring, summed over parallel rewards."""
 
     restarts: int = 0
     busy_s: float = 0.0
+
+
+def read_worth(value: object, request: RewardRequest, *, returns: Returns) -> Worth:
+    """Check a reward: a number, or a mapping {"reward": ..., "token_rewards": [...], "turn_rewards": [...]}.
+
+    Without `reward`, the reward is the sum of the others. None counts as absent; other keys are ignored.
+
+    Raises:
+        RewardError: the value has another type, is not finite, does not have one number for each token or turn, or has
+            token rewards although `algorithm.returns` does not allow them.
+    """
+    if not isinstance(value, Mapping):
+        return Worth(reward=_number("the reward", value))
+    given: dict[str, Any] = {key: value[key] for key in _KEYS if value.get(key) is not None}
+    if not given:
+        raise RewardError(
+            "reward_wrong_type",
+            f"expected a number under 'reward', got the keys {', '.join(map(str, value)) or 'none'}",
+        )
+    tokens = _numbers("token_rewards", given, len(request.completion_ids), "completion ids", returns)
+    turns = _numbers("turn_rewards", given, len(request.turns), "turns", returns)
+    reward = given.get("reward", sum([*(tokens or ()), *(turns or ())]))
+    return Worth(reward=_number("the reward", reward), token_rewards=tokens, turn_rewards=turns)
+
+
+def _numbers(
+    key: str, given: Mapping[str, Any], expected: int, noun: str, returns: Returns
+) -> tuple[float, ...] | None:
+    if key not in given:
+        return None
+    if returns != "token":
+        raise RewardError(
+            "reward_wrong_type",
+            f"{key}: rewards of tokens or turns need algorithm.returns=token, but this run has {returns}; leave {key} "
+            "out, or set algorithm.returns",
+        )
+    values = given[key]
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise RewardError("reward_wrong_type", f"{key}: expected a list of numbers, got {type(values).__name__}")
+    numbers = tuple(_number(f"{key}[{index}]", number) for index, number in enumerate(values))
+    if len(numbers) != expected:
+        raise RewardError(
+            "reward_wrong_type", f"{key}: expected one number for each of the {expected} {noun}, got {len(numbers)}"
+        )
+    return numbers
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real) and not _is_numpy_bool(value):
+        raise RewardError("reward_wrong_type", f"{name}: expected a number, got {type(value).__name__}")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError("reward_not_finite", f"{name} is {number}")
+    return number
+
+
+def _is_numpy_bool(value: object) -> bool:
+    """Return True for numpy's bool, the only scalar of numpy that is no `Real`."""
+    import numpy as np  # noqa: PLC0415 - only if the value is no number of Python
+
+    return isinstance(value, np.bool_)

@@ -1,6 +1,8 @@
-"""What a rollout worker scores completions with: the parts of each source's reward, side by side, and their sum.
+"""Scores the completions of a rollout worker. Runs on the worker's event loop, which it never blocks.
 
-request ─► its source's parts, all at once (processes, an event loop, services, models) ─► weighted sum
+    request ─► every part of its source's reward, in parallel ─► weighted sum
+
+`parts.make_scoring` starts everything that a `Scoring` needs.
 """
 
 from __future__ import annotations
@@ -10,80 +12,78 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, ClassVar, Protocol, TypeVar
 
 import msgspec
 
 from areal_rloo.errors import RewardError
-from areal_rloo.rewards.request import Purpose, RewardRequest, Scored, WorkStatistics, Worth
+from areal_rloo.rewards.request import FinalAnswer, RewardRequest, Scored, SourceKey, WorkStatistics, Worth
+from areal_rloo.telemetry.metric import Metric
 
-SourceKey = tuple[Purpose, str]
-"""The split and the label of a source."""
+Score = Callable[[RewardRequest], Awaitable[Worth]]
+FindAnswer = Callable[[RewardRequest], Awaitable[FinalAnswer]]
+Result = TypeVar("Result", Worth, FinalAnswer)
 
 
 class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the start. `dropped` counts completions without a reward by reason; `restarts` and `busy_s` are those of
-    `WorkStatistics`, of everything that scores."""
+    """Counts since the start; `restarts` and `busy_s` are the sums of all `WorkStatistics`."""
 
-    scored: int
-    dropped: dict[str, int]
-    restarts: int
-    busy_s: float
+    metrics_prefix: ClassVar[str] = "reward_"
 
-    @property
-    def failed(self) -> int:
-        """Completions without a reward."""
-        return sum(self.dropped.values())
+    scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
+    dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
+    restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
+    busy_s: Annotated[float, Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter")]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a source's reward. With `label` None it gives the final answer and adds nothing."""
+    """One part of a source's reward, ready to score."""
 
-    label: str | None
+    label: str
     weight: float
-    score: Callable[[RewardRequest], Awaitable[Worth]]
+    score: Score
 
 
-class Scorer(Protocol):
-    """What parts run in: a pool, a model, the services."""
+@dataclass(frozen=True, slots=True)
+class SourceRewards:
+    """The reward of one source: the parts, and how final answers are found if majority votes need them."""
+
+    parts: Sequence[Part]
+    final_answer: FindAnswer | None = None
+
+
+class Runner(Protocol):
+    """A pool, a model, or the services: runs parts."""
 
     def statistics(self) -> WorkStatistics:
-        """Since the start."""
+        """Return counts since the start."""
 
 
 class Scoring:
-    """Implements `areal_rloo.rollout.episode.Rewards`."""
+    """Scores completions; implements `areal_rloo.rollout.episode.Rewards`."""
 
     def __init__(
         self,
-        sources: Mapping[SourceKey, Sequence[Part]],
-        scorers: Sequence[Scorer],
+        sources: Mapping[SourceKey, SourceRewards],
+        runners: Sequence[Runner],
         close: Callable[[], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            sources: the parts of each source's reward.
-            scorers: what they run in.
-            close: ends what they run in.
-        """
-        self._sources = sources
-        self._scorers = scorers
-        self._close = close
+        """`runners` run the parts of `sources`; `close` ends the runners."""
+        self._sources, self._runners, self._close = sources, runners, close
         self._scored = 0
         self._dropped: Counter[str] = Counter()
 
     async def score(self, request: RewardRequest) -> Scored:
-        """The reward of one completion.
+        """Compute the reward of a completion.
 
         Raises:
-            RewardError: a part has none; says which and why.
-            ConfigError: no reward can be had any more.
+            RewardError: a part failed; says which part and why.
+            ConfigError: the rewards cannot be computed any more.
         """
-        parts = self._sources[request.purpose, request.item.source]
+        source = self._sources[request.purpose, request.item.source]
         try:
-            worths = await _all([_labelled(part, request) for part in parts])
-            scored = _summed(parts, worths)
+            scored = _summed(source.parts, *await _run_parts(source, request))
         except RewardError as error:
             self._dropped[error.reason] += 1
             raise RewardError(error.reason, error.detail, completion=request.completion) from error
@@ -91,7 +91,7 @@ class Scoring:
         return scored
 
     def statistics(self) -> RewardStatistics:
-        each = [scorer.statistics() for scorer in self._scorers]
+        each = [runner.statistics() for runner in self._runners]
         return RewardStatistics(
             scored=self._scored,
             dropped=dict(self._dropped),
@@ -100,46 +100,43 @@ class Scoring:
         )
 
     async def close(self) -> None:
-        """End processes, threads and connections; what is being scored is lost."""
+        """End processes, threads and connections; discard running rewards."""
         await self._close()
 
 
-async def _labelled(part: Part, request: RewardRequest) -> Worth:
+async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:
+    """Run all parts and the search for the final answer in parallel. The first failure cancels the others."""
+    parts = [asyncio.ensure_future(_named(part.label, part.score(request))) for part in source.parts]
+    answers = [asyncio.ensure_future(_named("final answer", find(request))) for find in (source.final_answer,) if find]
     try:
-        return await part.score(request)
-    except RewardError as error:
-        raise RewardError(error.reason, f"{part.label or 'final answer'}: {error.detail}") from error
-
-
-async def _all(parts: Sequence[Awaitable[Worth]]) -> list[Worth]:
-    """Every worth, in order; the first failure ends the wait, and nobody waits for the others any more."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*parts, *answers)
     finally:
-        for task in tasks:
+        for task in (*parts, *answers):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*parts, *answers, return_exceptions=True)
+    return [task.result() for task in parts], answers[0].result().text if answers else None
 
 
-def _summed(parts: Sequence[Part], worths: Sequence[Worth]) -> Scored:
-    adding = [(part, worth) for part, worth in zip(parts, worths, strict=True) if part.label is not None]
-    reward = math.fsum(part.weight * worth.reward for part, worth in adding)  # weights that add up to 1 give 1
-    tokens = _added([(part.weight, worth.token_rewards) for part, worth in adding])
-    turns = _added([(part.weight, worth.turn_rewards) for part, worth in adding])
+async def _named(label: str, running: Awaitable[Result]) -> Result:
+    try:
+        return await running
+    except RewardError as error:
+        raise RewardError(error.reason, f"{label}: {error.detail}") from error
+
+
+def _summed(parts: Sequence[Part], worths: Sequence[Worth], answer: str | None) -> Scored:
+    pairs = list(zip(parts, worths, strict=True))
+    reward = math.fsum(part.weight * worth.reward for part, worth in pairs)  # fsum: weights that add up to 1 give 1
+    tokens = _added([(part.weight, worth.token_rewards) for part, worth in pairs])
+    turns = _added([(part.weight, worth.turn_rewards) for part, worth in pairs])
     for number in (reward, *(tokens or ()), *(turns or ())):
-        if not math.isfinite(number):  # finite numbers of which a sum is not
+        if not math.isfinite(number):  # a sum of finite numbers can overflow
             raise RewardError("reward_not_finite", f"a weighted sum of the parts is {number}")
-    return Scored(
-        reward=reward,
-        parts={part.label: worth.reward for part, worth in adding if part.label is not None},
-        token_rewards=tokens,
-        turn_rewards=turns,
-        answer=next((worth.answer for worth in worths if worth.answer is not None), None),
-    )
+    values = {part.label: worth.reward for part, worth in pairs}
+    return Scored(reward=reward, parts=values, token_rewards=tokens, turn_rewards=turns, answer=answer)
 
 
 def _added(weighted: Sequence[tuple[float, tuple[float, ...] | None]]) -> tuple[float, ...] | None:
-    """The weighted sum of what there is; None where there is nothing."""
+    """Return the weighted sum of all that are not None; None if all are None."""
     given = [[weight * number for number in numbers] for weight, numbers in weighted if numbers is not None]
     return tuple(sum(column) for column in zip(*given, strict=True)) if given else None

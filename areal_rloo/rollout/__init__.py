@@ -1,1 +1,13 @@
-"""The rollout worker: leases in, scored trajectories out, new weights taken on the way."""
+"""The rollout worker: runs the episodes of leased samples around an engine, and sends the trajectories to the learner.
+
+`worker`          the event loop of a rollout worker: leases in, trajectories out
+`episode`         the contract of an episode, a conversation as it grows, a single turn, and the engine of an episode
+`multi_turn`      the episodes of several turns: with a verifier, and with tools
+`agent`           the episode of a user's agent that talks to a chat endpoint
+`episode_types`   makes the episode that the config names
+`chat_server`     the chat endpoint over HTTP, for agents
+`chat_api`        reads and writes the JSON of the chat endpoint
+`sessions`        the calls of one agent, as conversations of token ids
+`engines`         makes the engine, and connects a server engine to the weights
+`__main__`        starts a rollout worker from a run folder
+"""

@@ -1,14 +1,13 @@
-"""An episode that is somebody's agent: a function that talks to a chat endpoint, trained as it is.
+"""The episode of a user's agent: a function that talks to a chat endpoint, trained without changes to the code.
 
-    sample ─► a session of the chat endpoint ─► function(base_url=..., api_key=..., ...) ─► its turns, its reward
-           ─► a trajectory of each conversation of the session, all with that reward
+    sample ─► a session of the chat endpoint ─► function(base_url=..., api_key=..., ...) ─► turns and a reward
+           ─► a trajectory for each conversation of the session, all with this reward
 
-The episode waits for the function, at most `rollout.episode.timeout_s`. The function runs beside the worker's loop, not
-on it: a plain one in a thread of its own, coroutines together on a loop of theirs. So an agent that computes or blocks
-holds up neither heartbeats nor the engine. A thread cannot be killed: one that does not end keeps nothing but itself,
-because there is one a session rather than a pool, and its key is refused, so that its next call ends it. Agents share
-the worker's interpreter, so no more run than `rollout.episode.num_agents`: a batch of them begun at once would take
-it from the heartbeats and the engine. The others wait, and their time has not begun.
+The episode waits for the function at most `rollout.episode.timeout_s`. Plain functions run in a thread for each
+session; async functions share an event loop on another thread. So an agent that computes or blocks delays neither
+heartbeats nor the engine. A thread cannot be killed: after a timeout the session's key is refused, so the agent's next
+call fails, and a thread that never ends blocks no other session. Agents share the worker's interpreter lock, so at most
+`rollout.episode.num_agents` run at a time; the timeout of the others has not started.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -35,25 +33,20 @@ from areal_rloo.rollout.sessions import Session
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, Trajectory
 
-_JOIN_S = 1.0  # that the loop of the agents has to end; one that blocks it ends with the process
+_JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What became of a call: what it gave, or its traceback."""
+class _Crash:
+    """Takes the place of the value of an agent that raised."""
 
-    value: object = None
-    crash: str | None = None
+    detail: str
 
 
 class Agent:
-    """The episode `agent`; serves between `__aenter__` and `__aexit__`."""
+    """The episode `agent`; serves the chat endpoint between `__aenter__` and `__aexit__`."""
 
     def __init__(self, config: Config) -> None:
-        """
-        Raises:
-            ConfigError: `rollout.episode.agent` cannot be imported.
-        """
         path = config.rollout.episode.agent
         assert path is not None, "validate_episode wants an agent"
         self._path = path
@@ -63,15 +56,13 @@ class Agent:
         self._max_prompt_tokens = config.data.max_prompt_tokens
         self._server = ChatServer(config.rollout.sampling)
         self._loop = _AgentLoop()
-        self._turnstile = asyncio.Semaphore(config.rollout.episode.num_agents or 2 * config.rollout.num_slots)
+        self._slots = asyncio.Semaphore(config.rollout.episode.num_agents or 2 * config.rollout.num_slots)
 
     async def __aenter__(self) -> Agent:
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._server.close()
         self._loop.close()
 
@@ -79,10 +70,10 @@ class Agent:
         return self._server.statistics()
 
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
-        async with self._turnstile:
+        async with self._slots:
             session, value = await self._session(sample, engine, chat)
         scored = await self._scored(value, session, sample, rewards, chat)
-        # The share of single tokens or turns is of the conversation that was scored, and no other.
+        # Only the last conversation was scored, so only it has rewards of single tokens or turns.
         shared = msgspec.structs.replace(scored, token_rewards=None, turn_rewards=None)
         return [
             conversation.trajectory(sample, scored if conversation is session.last else shared)
@@ -90,7 +81,6 @@ class Agent:
         ]
 
     async def _session(self, sample: Sample, engine: TurnEngine, chat: ChatFormat) -> tuple[Session, object]:
-        """The agent's session, ended, and what the agent gave back."""
         group_id, sample_index = sample.sample_id
         context_tokens = self._max_prompt_tokens + engine.max_new_tokens
         session = Session(f"{group_id}-{sample_index}", engine, chat, context_tokens=context_tokens)
@@ -98,15 +88,9 @@ class Agent:
         try:
             return session, await self._value(self._call(session, key, sample.item), session)
         finally:
-            self._server.end_session(key, "its agent is done, or took too long")
+            self._server.end_session(key, "the agent has returned, or took too long")
 
-    async def _value(self, call: asyncio.Future[_Outcome], session: Session) -> object:
-        """What the agent gives.
-
-        Raises:
-            EpisodeError: it took too long, or crashed.
-            EngineError: the engine is gone.
-        """
+    async def _value(self, call: asyncio.Future[object], session: Session) -> object:
         try:
             either: set[asyncio.Future[Any]] = {call, session.failure}
             await asyncio.wait(either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -114,32 +98,29 @@ class Agent:
                 raise session.failure.result()
             if not call.done():
                 raise EpisodeError("episode_timeout", f"the agent took more than {self._timeout_s:g} s")
-            outcome = _Outcome(crash="the agent cancelled itself") if call.cancelled() else call.result()
+            value = _Crash("the agent cancelled itself") if call.cancelled() else call.result()
         finally:
             call.cancel()
-        if outcome.crash is not None:
-            raise EpisodeError("episode_error", outcome.crash)
-        return outcome.value
+        if isinstance(value, _Crash):
+            raise EpisodeError("episode_error", value.detail)
+        return value
 
     async def _scored(
         self, value: object, session: Session, sample: Sample, rewards: Rewards, chat: ChatFormat
     ) -> Scored:
-        """What the session is worth: by its return value, by what was posted, or else by the source's rewards."""
+        """Find the session's reward: the returned number, or the posted reward, or else the source's rewards."""
         if session.last is None:
             raise EpisodeError("episode_error", f"{self._path} made no call, or none of its calls was answered")
         if value is None:
-            if session.posted is not None:
-                return session.posted
-            return await rewards.score(session.last.request(sample, chat))
+            return session.posted or await rewards.score(session.last.request(sample, chat))
         if session.posted is not None:
             raise EpisodeError("episode_error", f"{self._path} posted a reward and gave back {value!r}; expected one")
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise EpisodeError(
-                "episode_error", f"{self._path}: expected a finite number or None back, got {value!r:.100}"
-            )
+            detail = f"{self._path}: expected a finite number or None back, got {value!r:.100}"
+            raise EpisodeError("episode_error", detail)
         return Scored(reward=float(value), parts={"agent": float(value)})
 
-    def _call(self, session: Session, key: str, item: Item) -> asyncio.Future[_Outcome]:
+    def _call(self, session: Session, key: str, item: Item) -> asyncio.Future[object]:
         offered = {
             **item.fields,
             "base_url": self._server.base_url,
@@ -153,37 +134,31 @@ class Agent:
         }
         arguments = self._arguments(offered)
         if inspect.iscoroutinefunction(self._function):
-            return self._loop.run(_outcome_of_coroutine(self._function, arguments))
+            return self._loop.run(_value_of_coroutine(self._function, arguments))
         return _in_thread(self._function, arguments)
 
     def _arguments(self, offered: Mapping[str, object]) -> dict[str, object]:
-        """Those that the function names; all of them where it takes any.
-
-        Raises:
-            EpisodeError: it wants another.
-        """
+        """Select the arguments that the function's parameters name; all of them if it has `**` parameters."""
         parameters = self._parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(offered)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
         if missing:
-            raise EpisodeError(
-                "episode_error",
-                f"{self._path}: there is no value for its argument '{missing[0]}'; there are {', '.join(offered)}",
-            )
+            detail = f"{self._path}: there is no value for its argument '{missing[0]}'; there are {', '.join(offered)}"
+            raise EpisodeError("episode_error", detail)
         return {p.name: offered[p.name] for p in named if p.name in offered}
 
 
 class _AgentLoop:
-    """A thread with the event loop of agents that are coroutines; begins with the first of them."""
+    """A thread with the event loop of async agents; starts with the first agent."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, call: Coroutine[Any, Any, _Outcome]) -> asyncio.Future[_Outcome]:
-        """Its outcome, on the loop that asks; cancelling it cancels the call."""
+    def run(self, call: Coroutine[Any, Any, object]) -> asyncio.Future[object]:
+        """Run a call; return a future on the caller's loop. Cancelling the future cancels the call."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="agents", daemon=True)
@@ -206,26 +181,24 @@ class _AgentLoop:
         loop.close()
 
 
-def _in_thread(function: Callable[..., object], arguments: dict[str, object]) -> asyncio.Future[_Outcome]:
-    outcome: Future[_Outcome] = Future()
-    outcome.set_running_or_notify_cancel()  # a wait that ends before the thread does leaves it its future
-    threading.Thread(
-        target=lambda: outcome.set_result(_outcome(function, arguments)), name="agent", daemon=True
-    ).start()
-    return asyncio.wrap_future(outcome)
+def _in_thread(function: Callable[..., object], arguments: dict[str, object]) -> asyncio.Future[object]:
+    value: Future[object] = Future()
+    value.set_running_or_notify_cancel()  # now the waiting side cannot cancel the future that the thread will set
+
+    def call() -> None:
+        try:
+            value.set_result(function(**arguments))
+        except BaseException as error:  # noqa: BLE001 - the user's code; its `sys.exit` drops only this sample
+            value.set_result(_Crash(described(error)))
+
+    threading.Thread(target=call, name="agent", daemon=True).start()
+    return asyncio.wrap_future(value)
 
 
-def _outcome(function: Callable[..., object], arguments: dict[str, object]) -> _Outcome:
+async def _value_of_coroutine(function: Callable[..., Any], arguments: dict[str, object]) -> object:
     try:
-        return _Outcome(function(**arguments))
-    except BaseException as error:  # noqa: BLE001 - the user's code; `sys.exit` in it ends its sample alone
-        return _Outcome(crash=described(error))
-
-
-async def _outcome_of_coroutine(function: Callable[..., Any], arguments: dict[str, object]) -> _Outcome:
-    try:
-        return _Outcome(await function(**arguments))
+        return await function(**arguments)
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # noqa: BLE001 - as above
-        return _Outcome(crash=described(error))
+    except BaseException as error:  # noqa: BLE001 - as in `_in_thread`
+        return _Crash(described(error))

@@ -1,10 +1,10 @@
-"""The chat endpoint's JSON, as OpenAI's API writes it: a request is read and checked, a turn is written.
+"""The JSON of the chat endpoint, in the format of OpenAI's API: reads and checks requests, writes turns.
 
-    body ─► ChatRequest (messages as ours, options checked) ─► ... ─► Turn ─► completion object, or its stream
+    body ─► ChatRequest (messages converted, options checked) ─► ... ─► Turn ─► completion object, or a stream of chunks
 
-Nothing here waits, and nothing here knows the server. What a request asks for is honoured, refused, or, where it is
-only about the distribution that tokens are drawn from, left out: the learner takes the tokens to be drawn as
-`rollout.sampling` says, so an agent that asks for another temperature runs, and gets the run's.
+Pure functions, used by the server on the worker's event loop. An option is obeyed or refused, with one exception:
+options of the sampling distribution are ignored. The learner assumes that tokens are sampled as `rollout.sampling`
+says, so an agent that asks for another temperature gets the temperature of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from areal_rloo.config import SamplingConfig
-from areal_rloo.rollout.tool_use import tool_calls
+from areal_rloo.rollout.multi_turn import tool_calls
 from areal_rloo.trajectory import Completion, Message, ToolCall
 
 _MARK = "<tool_call>"
@@ -27,7 +27,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class ApiError(Exception):
-    """A request that is refused, as a client of OpenAI's reads it."""
+    """A refused request, in the format that OpenAI's clients read."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
-    """A request's body. Fields that are not here are about services that a run has not, and are not read."""
+    """A request's body. Other fields belong to services that a run does not have; they are ignored."""
 
     messages: list[_Message]
     model: str = ""
@@ -93,25 +93,17 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that are wanted."""
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return min(limits, default=None)
+        """The requested limit of tokens."""
+        limits = (self.max_tokens, self.max_completion_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """The messages, in the form in which equal ones are equal, however a client writes them."""
+        """The messages in a canonical form: equal messages compare equal, however a client writes them."""
         return tuple(_message(message) for message in self.messages)
 
-    @property
-    def parses_calls(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
-
     def other_sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
-        """What it asks of the distribution that is not the run's."""
+        """Return the sampling options that differ from the run's."""
         runs = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         neutral: dict[str, Any] = {**runs, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
         return {key: getattr(self, key) for key, value in neutral.items() if getattr(self, key) not in (None, value)}
@@ -119,7 +111,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said to a request: its tokens, the message they are told as, and what each token says."""
+    """The policy's answer to a request: the tokens, the message made of them, and the text of each token."""
 
     num_prompt_tokens: int
     completion: Completion
@@ -134,33 +126,29 @@ class Turn:
 
     @property
     def usage(self) -> dict[str, int]:
-        num = len(self.completion.tokens)
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num,
-            "total_tokens": self.num_prompt_tokens + num,
-        }
+        prompt, num = self.num_prompt_tokens, len(self.completion.tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": num, "total_tokens": prompt + num}
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """The request, checked.
+    """Read and check a request.
 
     Raises:
-        ApiError: a field is missing, of a wrong type, or asks for what cannot be had; names it.
+        ApiError: a field is missing, has a wrong type, or asks for something impossible; names the field.
     """
     request = read_json(body, ChatRequest)
     _check_messages(request)
     form = request.response_format or {"type": "text"}
-    # field, what it says, whether that is refused, and what would not be
-    options: tuple[tuple[str, object, bool, str], ...] = (
+    # field, value, true if the value is refused, the expected value
+    options: tuple[tuple[str, object, object, str], ...] = (
         ("max_tokens", request.limit, request.limit is not None and request.limit < 1, "1 or more"),
-        ("n", request.n, request.n not in (None, 1), "1; ask again for another completion"),
+        ("n", request.n, request.n not in (None, 1), "1; send another request for another completion"),
         ("tool_choice", request.tool_choice, request.tool_choice not in (None, "auto", "none"), "auto or none"),
-        ("top_logprobs", request.top_logprobs, bool(request.top_logprobs), "0; only the sampled token's is known"),
-        ("stop", request.stop, bool(request.stop), "none; cut the content where the agent reads it"),
-        ("response_format", form, form.get("type") != "text", "text; what the policy writes is not constrained"),
-        ("logit_bias", request.logit_bias, bool(request.logit_bias), "none; the learner knows of no bias"),
-        ("functions", request.functions, bool(request.functions), "none; name them in tools"),
+        ("top_logprobs", request.top_logprobs, request.top_logprobs, "0; other tokens' logprobs are unknown"),
+        ("stop", request.stop, request.stop, "none; let the agent cut the content"),
+        ("response_format", form, form.get("type") != "text", "text; the policy's output is not constrained"),
+        ("logit_bias", request.logit_bias, request.logit_bias, "none; the learner does not know a bias"),
+        ("functions", request.functions, request.functions, "none; name them in tools"),
     )
     for field, value, refused, expected in options:
         if refused:
@@ -169,10 +157,10 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def read_json(body: bytes, kind: type[_Struct]) -> _Struct:
-    """A body as a struct.
+    """Decode a body as a struct.
 
     Raises:
-        ApiError: it is no JSON, or not of this form; names the field.
+        ApiError: the body is no JSON, or has another structure; names the field.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -180,16 +168,15 @@ def read_json(body: bytes, kind: type[_Struct]) -> _Struct:
         raise ApiError(400, f"the request's body: {error}", code="invalid_value") from error
 
 
-def assistant_message(text: str, *, parses_calls: bool) -> Message:
-    """What the policy wrote, as a message. A call that cannot be read makes all of it text: nothing of it is lost."""
-    calls = _calls(text) if parses_calls else ()
+def assistant_message(text: str, request: ChatRequest) -> Message:
+    """Make a message of the policy's text. If one call cannot be read, the whole text becomes the content."""
+    calls = _calls(text) if request.tools and request.tool_choice != "none" else ()
     if not calls:
         return Message("assistant", text)
     return Message("assistant", text.partition(_MARK)[0].strip(), calls)
 
 
 def completion_object(turn: Turn, request: ChatRequest) -> dict[str, Any]:
-    """The object that answers a request."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": None, "refusal": None, **_told(turn.message)},
@@ -200,7 +187,7 @@ def completion_object(turn: Turn, request: ChatRequest) -> dict[str, Any]:
 
 
 def completion_chunks(turn: Turn, request: ChatRequest) -> Iterator[dict[str, Any]]:
-    """The objects of a stream: all of the message in one, then how it ended, then the usage where it is asked for."""
+    """Yield the objects of a stream: the whole message, then the finish reason, then the usage if requested."""
     head = _head("chat.completion.chunk", request)
     told = _told(turn.message)
     if "tool_calls" in told:
@@ -218,7 +205,7 @@ def _check_messages(request: ChatRequest) -> None:
         raise _wrong("messages", "at least one", [])
     for index, message in enumerate(request.messages):
         if message.tool_calls and message.role != "assistant":
-            raise _wrong(f"messages[{index}].tool_calls", "none but in an assistant's message", message.role)
+            raise _wrong(f"messages[{index}].tool_calls", "tool calls only in an assistant's message", message.role)
     for index, tool in enumerate(request.tools or ()):
         function = tool.get("function")
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
@@ -231,10 +218,7 @@ def _message(message: _Message) -> Message:
     return Message(
         "system" if message.role == "developer" else message.role,
         content if isinstance(content, str) else "".join(part.text for part in content),
-        tuple(
-            ToolCall(call.id, call.function.name, _canonical(call.function.arguments))
-            for call in message.tool_calls or ()
-        ),
+        tuple(ToolCall(c.id, c.function.name, _canonical(c.function.arguments)) for c in message.tool_calls or ()),
         message.tool_call_id,
         message.name,
     )
@@ -247,37 +231,34 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
             call = json.loads(written)
         except (ValueError, RecursionError):
             return ()
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(call, dict):
+            return ()
+        name, arguments = call.get("name"), call.get("arguments", {})
         if not isinstance(arguments, dict) or not isinstance(name, str) or not name.isprintable():
             return ()
-        calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, _dumped(arguments)))
+        calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, sort_keys=True)))
     return tuple(calls)
 
 
 def _canonical(arguments: str) -> str:
     try:
-        return _dumped(json.loads(arguments))
+        return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
 
 
-def _dumped(arguments: Any) -> str:
-    return json.dumps(arguments, sort_keys=True)
-
-
 def _told(message: Message) -> dict[str, Any]:
-    told: dict[str, Any] = {"content": message.content or None} if message.tool_calls else {"content": message.content}
-    if message.tool_calls:
-        told["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return told
+    if not message.tool_calls:
+        return {"content": message.content}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return {"content": message.content or None, "tool_calls": calls}
 
 
 def _logprobs(turn: Turn) -> dict[str, Any]:
-    """Of every token that was sampled, what ended the turn included."""
+    """Write the logprobs of every sampled token, the stop token included."""
     pairs = zip(turn.pieces, turn.completion.behaviour_logprobs.tolist(), strict=True)
     tokens = [{"token": piece, "logprob": logprob, "bytes": None, "top_logprobs": []} for piece, logprob in pairs]
     return {"content": tokens, "refusal": None}

@@ -1,19 +1,19 @@
-"""The chat endpoint of a rollout worker: OpenAI's protocol on loopback, for agents that are trained as they are.
+"""The chat endpoint of a rollout worker: OpenAI's protocol on the loopback interface, for agents to be trained.
 
     agent ─► POST /v1/chat/completions, Bearer key ─► the key's session ─► engine ─► completion object or stream
           ─► POST /v1/reward, Bearer key           ─► the key's session ends with this reward
 
-It runs on the worker's loop; a request waits for its turn of the engine, and no request for another. A client that
-hangs up aborts its completion, and none of it is trained on. Every session has a random key of its own; whoever has it
-is the session's agent. Errors are JSON as OpenAI's are, and tell the client not to try again: what is refused once is
-refused twice, and a client that repeats a 409 would only keep its agent from ending.
+The endpoint runs on the worker's event loop. A request waits for its completion, and no request waits for another. A
+client that disconnects aborts the completion, and nothing of the completion is trained on. Every session has a random
+key, which identifies the agent. Errors are JSON in OpenAI's format and tell the client not to retry: a retry would get
+the same error, and a client that retries a 409 only keeps its agent from ending.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 from aiohttp import web
@@ -35,23 +35,23 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 MODEL = "policy"
-"""What the endpoint calls its model. A request may name any: its key says whose it is."""
+"""The model's name at the endpoint. A request may name any model: its key decides the session."""
 
 _HOST = "127.0.0.1"
-_MOST_BYTES = 64 * 2**20  # of a body: far more than any context of tokens holds
-_ENDED_KEYS = 10_000  # that are told from unknown ones; an agent whose session ended asks soon or never
-_CLOSE_S = 1.0  # that connections have to end, when no session is there any more
+_MOST_BYTES = 64 * 2**20  # of a request's body: far more than a full context
+_ENDED_KEYS = 10_000  # keys of ended sessions to remember: for a better error than "invalid key"
+_CLOSE_S = 1.0  # for connections to close, after all sessions have ended
 
 
 class _RewardBody(msgspec.Struct):
-    """Numbers of JSON, so finite ones: what is too large for a float is refused where the body is read."""
+    """A posted reward. Numbers in JSON are finite; reading the body refuses numbers too large for a float."""
 
     reward: float
     parts: dict[str, float] = {}
 
 
 class ChatStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of the endpoint; counts are since its start."""
+    """The state of the endpoint; counts are since the start."""
 
     num_open_sessions: int
     num_sessions: int
@@ -60,33 +60,25 @@ class ChatStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatServer:
-    """The endpoint. Made, used and closed on one event loop."""
+    """The endpoint. Make, use and close it on one event loop."""
 
     def __init__(self, sampling: SamplingConfig) -> None:
-        """
-        Args:
-            sampling: the run's, which requests that ask for another get all the same.
-        """
-        self._sampling = sampling
+        self._sampling = sampling  # of the run; requests that ask for other sampling get this one
         self._sessions: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
         self._warned: set[str] = set()
-        self._counts = dict.fromkeys(("sessions", "completions", "refused"), 0)
+        self._counts: Counter[str] = Counter()
         self._runner: web.AppRunner | None = None
         self._base_url: str | None = None
 
     async def start(self) -> None:
-        """Serve, at a free port."""
+        """Serve on a free port."""
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._as_openai_says])
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/reward", self._reward),
-                web.post("/v1/sessions/{session_id}/reward", self._reward),
-            ]
-        )
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        for path in ("/v1/reward", "/v1/sessions/{session_id}/reward"):
+            app.router.add_post(path, self._reward)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=_CLOSE_S
         )
@@ -96,29 +88,29 @@ class ChatServer:
         logger.debug("the chat endpoint is at %s", self._base_url)
 
     async def close(self) -> None:
-        """End what is left, and stop serving."""
+        """End all sessions, and stop serving."""
         for key in list(self._sessions):
-            self.end_session(key, "the rollout worker ends")
+            self.end_session(key, "the rollout worker is stopping")
         if self._runner is not None:
             await self._runner.cleanup()
 
     @property
     def base_url(self) -> str:
-        """What a client of OpenAI's takes as `base_url`."""
-        assert self._base_url is not None, "the chat endpoint is asked for before its start"
+        """The `base_url` for an OpenAI client."""
+        assert self._base_url is not None, "`start` comes before `base_url`"
         return self._base_url
 
     def open_session(self, session: Session) -> str:
-        """Its key."""
+        """Open a session and return the key."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         self._counts["sessions"] += 1
         return key
 
     def end_session(self, key: str, why: str) -> None:
-        """Abort what is under way; the key is refused from now on."""
+        """End a session: abort the running requests and refuse the key."""
         session = self._sessions.pop(key, None)
-        if session is not None:  # else the endpoint was closed before
+        if session is not None:  # None if `close` ended the session first
             session.end(why)
             self._ended.append(key)
 
@@ -139,9 +131,9 @@ class ChatServer:
         except web.HTTPException as error:
             return self._refused(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
         except ConnectionError:
-            raise  # the client hung up in the middle of a stream; the server knows what to do
+            raise  # the client disconnected during a stream; aiohttp handles that
         except Exception as error:
-            logger.exception("the chat endpoint cannot answer %s", request.path)
+            logger.exception("the chat endpoint failed to answer %s", request.path)
             return self._refused(ApiError(500, f"{type(error).__name__}: {error}"))
 
     def _refused(self, error: ApiError) -> web.Response:
@@ -154,9 +146,8 @@ class ChatServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_rloo"}]}
-        )
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_rloo"}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -164,7 +155,7 @@ class ChatServer:
         self._warn(asked)
         turn = await session.complete(asked)
         self._counts["completions"] += 1
-        if not asked.streams:
+        if not asked.stream:
             return web.json_response(completion_object(turn, asked))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
@@ -193,12 +184,9 @@ class ChatServer:
         raise ApiError(401, "Authorization: expected Bearer and the key of a session", code="invalid_api_key")
 
     def _warn(self, asked: ChatRequest) -> None:
-        """Once for each option: a thousand samples ask the same."""
+        """Log each ignored option once: thousands of samples send the same options."""
         for key, value in asked.other_sampling(self._sampling).items():
             if key not in self._warned:
                 self._warned.add(key)
-                logger.warning(
-                    "an agent asks for %s=%s: left out, the run samples as rollout.sampling and data.eval say",
-                    key,
-                    value,
-                )
+                told = "an agent asks for %s=%s: ignored, sampling follows rollout.sampling and data.eval"
+                logger.warning(told, key, value)

@@ -1,4 +1,4 @@
-"""The engine of a rollout worker, in this process or a server that it drives, and how weights reach it."""
+"""Makes the engine of a rollout worker: embedded in this process, or an SGLang server with its weight updates."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup
+from areal_rloo.engines.sglang import BucketLayout, ServerPlan, SGLangEngine, SGLangStatistics, UpdateGroup
 from areal_rloo.errors import WeightsError
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
-from areal_rloo.telemetry.tables import ENGINE_SERVER
-from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice, by_bucket
+from areal_rloo.weights.manifest import CollectiveOffer, Notice, by_bucket
 
 _CONNECT_TIMEOUT_S = 5.0
-_SCRAPE_TIMEOUT_S = 10.0
-_LEARNER_FIRST_S = 10.0  # the learner gives up before the server does, and says why
+_LEARNER_FIRST_S = 10.0  # the learner times out before the server does, and reports the reason
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEngine:
-    """An engine and what differs between engines.
+    """An engine, and the facts that differ between engines.
 
     Attributes:
-        engine: it.
-        join_group: takes the place of the receiver in a collective; None where the receiver does it.
-        device: where the receiver's buckets are.
-        server: the engine again, where a server of its own stands behind it.
+        engine: the engine.
+        device: device of the receiver's buckets.
+        join_group: joins a collective in place of the receiver; None if the receiver joins.
+        server: the same engine if it drives a server process; else None.
     """
 
     engine: Engine
@@ -45,20 +42,20 @@ class WorkerEngine:
     server: SGLangEngine | None = None
 
     async def until_ready(self) -> None:
-        """Until it can be used.
+        """Wait until the engine can generate.
 
         Raises:
-            UserError: it never will be; says what to do.
+            UserError: the server cannot start; says how to correct that.
         """
         if self.server is not None:
             await asyncio.wrap_future(self.server.ready)
 
     def watch(self, registry: CollectorRegistry) -> None:
-        """Serve what its server says about itself, and what we know of it."""
+        """Add the server's own metrics, and our statistics about the server, to the registry."""
         server = self.server
         if server is not None:
-            watch(registry, ENGINE_SERVER, lambda: msgspec.structs.asdict(server.server_statistics()))
-            relay(registry, lambda: asyncio.run(_scraped(server)))  # each scrape has a thread of its own
+            watch(registry, SGLangStatistics, server.server_statistics)
+            relay(registry, server.metrics_text)  # each scrape runs on its own thread
 
 
 def make_engine(
@@ -70,19 +67,17 @@ def make_engine(
     num_threads: int,
     server_url: str | None,
     logs: Path,
-    on_weights_lost: Callable[[], None],
 ) -> WorkerEngine:
-    """Build what `rollout.engine` says.
+    """Make the engine that `rollout.engine` names.
 
     Args:
         config: of the run.
-        model_path: folder of version 0.
-        worker_id: of the worker it is for.
+        model_path: folder of the weights of version 0.
+        worker_id: names the server's log.
         device: of the engine.
         num_threads: CPU threads of a server.
-        server_url: of an SGLang server that runs already.
+        server_url: of an SGLang server that already runs; None: start a server.
         logs: folder for a server's output.
-        on_weights_lost: called on the engine's thread when it had to start anew, with earlier weights or unknown ones.
 
     Raises:
         ModelError: the model cannot be read or served.
@@ -98,39 +93,33 @@ def make_engine(
             options=rollout.embedded,
         )
         return WorkerEngine(embedded, device)
-    server = SGLangEngine(
+    plan = ServerPlan(
         model_path,
-        config=rollout.sglang,
-        url=server_url,
         device=device.type,
         dtype=config.model.dtype,
         tensor_parallel=rollout.tensor_parallel,
         num_slots=rollout.num_slots,
         context_tokens=config.context_tokens,
         num_threads=num_threads,
+    )
+    server = SGLangEngine(
+        plan,
+        config=rollout.sglang,
+        url=server_url,
         update_timeout_s=config.weights.timeout_s,
         log=logs / f"{worker_id}.sglang.log",
-        on_weights_lost=on_weights_lost,
     )
     return WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
 
 
-async def _scraped(server: SGLangEngine) -> str:
-    """Its metrics; none where it is just ending."""
-    try:
-        return await asyncio.wait_for(server.metrics_text(), _SCRAPE_TIMEOUT_S)
-    except TimeoutError:
-        return ""
-
-
 def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Future[int]]:
-    """What a receiver calls for a server that takes part in a collective with ranks of its own."""
+    """Make the receiver's callback for a server whose ranks join the collective themselves."""
 
     def join_group(notice: Notice, offer: CollectiveOffer) -> Future[int]:
         try:
             socket.create_connection((offer.host, offer.port), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError as error:  # a server would try for minutes, and generate nothing meanwhile
-            raise WeightsError(f"{offer.name} is over: its store cannot be reached: {error}") from error
+        except OSError as error:  # the server would retry for minutes, and generate nothing meanwhile
+            raise WeightsError(f"{offer.name} is over: its store is unreachable: {error}") from error
         group = UpdateGroup(
             host=offer.host,
             port=offer.port,
@@ -140,18 +129,8 @@ def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, Colle
             backend="nccl" if offer.backend == "nccl" else "gloo",
             timeout_s=offer.timeout_s + _LEARNER_FIRST_S,
         )
-        return server.update_from_group(notice.policy_version, group, _bucket_layouts(notice.manifest))
+        tensors = ([(spec.name, spec.dtype, spec.shape) for spec in bucket] for bucket in by_bucket(notice.manifest))
+        layouts = [BucketLayout(*zip(*bucket, strict=True)) for bucket in tensors]
+        return server.update_from_group(notice.policy_version, group, layouts)
 
     return join_group
-
-
-def _bucket_layouts(manifest: Manifest) -> list[BucketLayout]:
-    """What each bucket holds, in order."""
-    return [
-        BucketLayout(
-            names=tuple(spec.name for spec in bucket),
-            dtypes=tuple(spec.dtype for spec in bucket),
-            shapes=tuple(spec.shape for spec in bucket),
-        )
-        for bucket in by_bucket(manifest)
-    ]

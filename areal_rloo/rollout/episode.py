@@ -1,29 +1,38 @@
-"""What an episode is: how one sample of a group becomes trajectories, turn by turn.
+"""Episodes: the contract, a conversation as it grows, the episode of a single turn, and the engine of an episode.
 
-    prompt ─► engine ─► completion ─► (a tool, a verifier, a user: their tokens are appended) ─► engine ─► ... ─► reward
+    prompt ─► engine ─► completion ─► (tokens of a tool, a verifier or a user are appended) ─► engine ─► ... ─► reward
 
-An episode runs as a task of the rollout worker's loop and waits for its turns and its reward; many run at a time. The
-ids that go to the engine for the next turn are those of the turn before, with what others said behind them: nothing is
-tokenized twice, and the ids trained on are the ids that were generated.
+Input: a sample. Output: trajectories. An episode runs as a task on the rollout worker's event loop and waits for its
+turns and its reward; many episodes run at a time. For the next turn the engine gets the ids of the previous turns and
+then the ids of the others' messages. So nothing is tokenized twice, and training uses exactly the generated ids.
+
+Requests that episodes make in one iteration of the event loop go to the engine together and share the prefill of equal
+prompts. So the samples of a group cost one prefill. The engine answers on a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from areal_rloo.errors import EpisodeError
-from areal_rloo.rewards.request import Purpose, RewardRequest, Scored
+from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
+from areal_rloo.errors import EngineError, EpisodeError, SampleError
+from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.trajectory import Completion, Item, SampleId, Trajectory
+from areal_rloo.trajectory import Completion, Item, Purpose, SampleId, Trajectory
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd: all turns of a sample, and turns of other samples, get different seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of a leased group: what its episode begins with."""
+    """One sample of a leased group: the input of an episode."""
 
     sample_id: SampleId
     purpose: Purpose
@@ -35,93 +44,94 @@ class TurnEngine(Protocol):
     """The engine as one episode sees it."""
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        """Sample what comes after these tokens, as the run (or the evaluation set) says.
+        """Sample a completion of these tokens with the sampling options of the run (or of the evaluation set).
 
         Raises:
-            EpisodeError: there is no room for another token.
-            EngineError: the engine is gone; the end of the worker, not of the sample.
+            EpisodeError: the context has no room for another token.
+            EngineError: the engine is gone; this ends the worker, not only the sample.
         """
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens a whole completion may have, all turns together."""
+        """Limit of tokens after the prompt, all turns together."""
 
 
 class Rewards(Protocol):
-    """What completions are worth."""
+    """Scores completions."""
 
     async def score(self, request: RewardRequest) -> Scored:
-        """The reward of one completion.
+        """Compute the reward of a completion.
 
         Raises:
-            RewardError: there is none; says why.
+            RewardError: the completion has no reward; says why.
         """
 
 
 class Episode(Protocol):
-    """One object serves all samples of a worker, so it keeps nothing between them.
+    """Turns samples into trajectories. One object serves all samples of a worker, so it must keep no state of a sample.
 
-    An episode of your own is a class, named in `rollout.episode.type` as `module:Class` or `path/to/file.py:Class`, and
-    made with the run's config. One that serves or holds something is an async context manager too: it is entered before
-    the worker's first sample, and left after its last.
+    To use your own episode, name a class in `rollout.episode.type` as `module:Class` or `path/to/file.py:Class`. The
+    class is called with the run's config. If its objects are also async context managers, the worker enters the object
+    before the first sample and exits after the last.
     """
 
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
-        """Everything the sample gives, at least one trajectory, all of them with the sample's reward.
+        """Return the trajectories of a sample: at least one, all with the sample's reward.
 
-        What it raises drops the sample with a reason, and no other.
+        An exception drops this sample with a reason, and no other sample.
         """
 
 
 class Conversation:
-    """One trajectory as it grows."""
+    """One trajectory as it grows: turns of the policy, and between them the tokens of others."""
 
     def __init__(self, prompt_tokens: Sequence[int]) -> None:
         self._prompt = tuple(prompt_tokens)
-        self._completions: list[Completion] = []
-        self._others: list[tuple[int, ...]] = []  # what was said after each of the completions
+        self._parts: list[Completion] = []  # in turn: a turn of the policy, tokens of others
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All token ids so far: what the engine is to go on from."""
+        """All token ids so far, which the engine continues."""
         return (*self._prompt, *self._completion_tokens())
 
     @property
     def num_completion_tokens(self) -> int:
-        """After the prompt, whoever wrote them."""
-        return len(self._completion_tokens())
+        """Tokens after the prompt, of the policy and of others."""
+        return sum(len(part.tokens) for part in self._parts)
 
     @property
     def last(self) -> Completion:
         """The policy's last turn."""
-        return self._completions[-1]
+        return self._turns[-1]
 
     async def take_turn(self, engine: TurnEngine) -> None:
-        """The policy's next turn, in what is left of the tokens of all."""
+        """Generate the policy's next turn within the remaining tokens."""
         left = engine.max_new_tokens - self.num_completion_tokens
         self.add(await engine.generate(self.tokens, max_new_tokens=left))
 
     def reply(self, tokens: Sequence[int], engine: TurnEngine) -> bool:
-        """What others say to the policy's turn; False, and nothing is said, where no room for another would be left."""
+        """Append tokens of others; if they leave no room for another turn, append nothing and return False."""
         if self.num_completion_tokens + len(tokens) >= engine.max_new_tokens:
             return False
         self.add_others(tokens)
         return True
 
     def add(self, completion: Completion) -> None:
-        """The policy's turn."""
-        assert len(self._others) == len(self._completions), "two turns of the policy with nothing between them"
-        self._completions.append(completion)
+        """Append a turn of the policy."""
+        assert len(self._parts) % 2 == 0, "two turns of the policy need tokens of others between them"
+        self._parts.append(completion)
 
     def add_others(self, tokens: Sequence[int]) -> None:
-        """What a tool or a user says to the policy's turn; never trained on."""
-        assert len(self._others) == len(self._completions) - 1, "somebody else speaks after a turn of the policy"
-        assert len(tokens) > 0, "somebody else says something"
-        self._others.append(tuple(tokens))
+        """Append tokens of a tool or a user; they are never trained on."""
+        assert len(self._parts) % 2 == 1, "tokens of others follow a turn of the policy"
+        assert len(tokens) > 0, "tokens of others are not empty"
+        logprobs = np.zeros(len(tokens), dtype=np.float32)
+        versions = np.full(len(tokens), self.last.versions[-1], dtype=np.int32)
+        self._parts.append(Completion(np.array(tokens, dtype=np.int32), logprobs, versions, self.last.finish_reason))
 
     def request(self, sample: Sample, chat: ChatFormat) -> RewardRequest:
-        """What a reward is asked about it."""
-        turns = tuple(chat.text(completion.tokens.tolist()) for completion in self._completions)
+        """Make the reward request for this conversation."""
+        turns = tuple(chat.text(completion.tokens.tolist()) for completion in self._turns)
         return RewardRequest(
             purpose=sample.purpose,
             item=sample.item,
@@ -133,7 +143,7 @@ class Conversation:
         )
 
     def trajectory(self, sample: Sample, scored: Scored) -> Trajectory:
-        """It, with the reward of its sample."""
+        """Make the trajectory, with the reward of the sample."""
         return Trajectory(
             *sample.sample_id,
             np.array(self._prompt, dtype=np.int32),
@@ -144,57 +154,45 @@ class Conversation:
             scored.answer,
         )
 
+    @property
+    def _turns(self) -> list[Completion]:
+        return self._parts[::2]
+
     def _completion_tokens(self) -> tuple[int, ...]:
-        tokens: list[int] = []
-        for index, completion in enumerate(self._completions):
-            tokens += completion.tokens.tolist()
-            tokens += self._others[index] if index < len(self._others) else ()
-        return tuple(tokens)
+        return tuple(token for part in self._parts for token in part.tokens.tolist())
+
+    def _answered(self) -> list[Completion]:
+        """Return all parts without the tokens after the last turn, which the policy never answered."""
+        return self._parts[: 2 * len(self._turns) - 1]
 
     def _joined(self) -> Completion:
-        """One completion of all turns. What stands behind the last one is left out: nothing came of it."""
-        if len(self._completions) == 1:
+        parts = self._answered()
+        if len(parts) == 1:
             return self.last
-        tokens, logprobs, versions, spans = [], [], [], []
-        for index, completion in enumerate(self._completions):
-            tokens.append(completion.tokens)
-            logprobs.append(completion.behaviour_logprobs)
-            versions.append(completion.versions)
-            spans.append(len(completion.tokens))
-            if index < len(self._completions) - 1:
-                others = np.array(self._others[index], dtype=np.int32)
-                tokens.append(others)
-                logprobs.append(np.zeros(len(others), dtype=np.float32))
-                versions.append(np.full(len(others), completion.versions[-1], dtype=np.int32))
-                spans.append(len(others))
         return Completion(
-            np.concatenate(tokens),
-            np.concatenate(logprobs),
-            np.concatenate(versions),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.behaviour_logprobs for part in parts]),
+            np.concatenate([part.versions for part in parts]),
             self.last.finish_reason,
-            tuple(spans),
+            tuple(len(part.tokens) for part in parts),
         )
 
     def _token_rewards(self, scored: Scored) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
         if scored.token_rewards is None and scored.turn_rewards is None:
             return None
-        num_tokens = len(self._joined().tokens)
-        rewards = np.zeros(num_tokens, dtype=np.float32)
+        ends = np.cumsum([len(part.tokens) for part in self._answered()])
+        rewards = np.zeros(ends[-1], dtype=np.float32)
         if scored.token_rewards is not None:
-            _check_number("token_rewards", len(scored.token_rewards), num_tokens, "completion tokens")
+            _check_length("token_rewards", len(scored.token_rewards), len(rewards), "completion tokens")
             rewards += np.array(scored.token_rewards, dtype=np.float32)
         if scored.turn_rewards is not None:
-            _check_number("turn_rewards", len(scored.turn_rewards), len(self._completions), "turns")
-            end = 0
-            for index, (reward, completion) in enumerate(zip(scored.turn_rewards, self._completions, strict=True)):
-                end += len(completion.tokens)
-                rewards[end - 1] += reward
-                end += len(self._others[index]) if index < len(self._completions) - 1 else 0
+            _check_length("turn_rewards", len(scored.turn_rewards), len(self._turns), "turns")
+            rewards[ends[::2] - 1] += np.array(scored.turn_rewards, dtype=np.float32)  # at the last token of each turn
         return rewards
 
 
 class SingleTurn:
-    """A prompt, a completion, its reward."""
+    """The episode of one prompt, one completion, and its reward."""
 
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
         conversation = Conversation(sample.prompt_tokens)
@@ -202,6 +200,92 @@ class SingleTurn:
         return [conversation.trajectory(sample, await rewards.score(conversation.request(sample, chat)))]
 
 
-def _check_number(what: str, num: int, expected: int, of_what: str) -> None:
+class Submitter:
+    """Submits the requests of all episodes to an engine. Make and use it on one event loop."""
+
+    def __init__(self, engine: Engine, *, context_tokens: int) -> None:
+        self.context_tokens = context_tokens
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._collected: list[tuple[GenerationRequest, asyncio.Future[Future[Completion]]]] = []
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """Generate one completion. Cancelling this wait aborts the request.
+
+        Raises:
+            EngineError: the engine is gone.
+            GenerationError: the engine cannot make this completion, but can make others.
+        """
+        if not self._collected:
+            self._loop.call_soon(self._submit)
+        submitted: asyncio.Future[Future[Completion]] = self._loop.create_future()
+        self._collected.append((request, submitted))
+        try:
+            made = asyncio.wrap_future(await submitted)
+            made.add_done_callback(lambda done: done.cancelled() or done.exception())  # an aborted wait reads no error
+            return await asyncio.shield(made)  # the engine ends its future itself
+        except asyncio.CancelledError:
+            self._engine.abort([request.request_id])
+            raise
+        except SampleError:
+            raise
+        except Exception as error:
+            raise EngineError(str(error)) from error
+
+    def _submit(self) -> None:
+        collected, self._collected = [pair for pair in self._collected if not pair[1].done()], []
+        try:
+            futures = self._engine.submit([request for request, _ in collected])
+        except EngineError as error:
+            for _, submitted in collected:
+                submitted.set_exception(error)
+            return
+        for (_, submitted), future in zip(collected, futures, strict=True):
+            submitted.set_result(future)
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleEngine:
+    """The engine as the episode of one sample sees it; implements `TurnEngine`."""
+
+    submitter: Submitter
+    name: str  # unique: another lease of the same sample has another name
+    sampling: SamplingParameters
+    min_version: int = 0
+    pinned: bool = False
+    max_turn_tokens: int | None = None
+    num_turns: int = 0
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampling.max_new_tokens
+
+    async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        sampling = self.sampling
+        limits = (sampling.max_new_tokens, self.max_turn_tokens, max_new_tokens)
+        room = min(self.submitter.context_tokens - len(tokens), *(limit for limit in limits if limit is not None))
+        if room < 1:
+            raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
+        turn = self.num_turns
+        self.num_turns += 1
+        limited = msgspec.structs.replace(
+            sampling,
+            max_new_tokens=room,
+            min_new_tokens=min(sampling.min_new_tokens, room),
+            seed=None if sampling.seed is None else sampling.seed ^ (turn * _SEED_STEP),
+        )
+        request = GenerationRequest(
+            request_id=f"{self.name}/{turn}",
+            prompt_tokens=tuple(tokens),
+            sampling=limited,
+            min_version=self.min_version,
+            pinned=self.pinned,
+        )
+        return await self.submitter.complete(request)
+
+
+def _check_length(field: str, num: int, expected: int, noun: str) -> None:
     if num != expected:
-        raise EpisodeError("reward_wrong_type", f"{what}: expected one for each of the {expected} {of_what}, got {num}")
+        raise EpisodeError(
+            "reward_wrong_type", f"{field}: expected one number for each of the {expected} {noun}, got {num}"
+        )

@@ -1,22 +1,23 @@
-"""One agent's session: what it asks, as token ids that are trained on as they were generated.
+"""The session of one agent: chat requests as token ids, so training uses exactly the generated ids.
 
-    messages ─► do they go on from a turn that the session gave? ─┬─ yes: the ids of that turn, with what others said
-                                                                  └─ no: the ids of a fresh prompt
-             ─► engine ─► the completion is added to its conversation ─► message
+    messages ─► do they continue a turn of this session? ─┬─ yes: the ids up to that turn, then the ids of new messages
+                                                          └─ no: the ids of a new prompt
+             ─► engine ─► the completion is appended to the conversation ─► message
 
-A session keeps every place at which one of its turns ended: the messages that led there, the turn's own included, and
-the ids. A request whose messages begin as those of such a place goes on from its ids; nothing is tokenized again. The
-first to go on from a place makes its conversation longer; whoever comes second, at the same time or later, begins a
-conversation whose prompt is those ids. So every token is trained on once, however an agent branches, and an agent that
-rewrites its history has several conversations. All of them carry the session's reward.
+A session remembers the place where each turn ended: all messages up to and including the turn, and their ids. A request
+whose messages begin with the messages of a place continues the ids of the place; nothing is tokenized twice. The first
+request that continues a place extends the place's conversation. Every further request, parallel or later, starts a new
+conversation with these ids as the prompt. So every token is trained on once, even if an agent branches. An agent that
+rewrites its history has several conversations. All conversations get the session's reward.
 
-Requests of one session may wait for the engine at the same time; nothing else waits. Used on one event loop.
+Parallel requests of a session wait for the engine; nothing else waits. Use a session on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ _Messages = tuple[Message, ...]
 
 @dataclass(slots=True)
 class _Place:
-    """Where a turn ended. `taken` once a request goes on from here, or is about to."""
+    """The end of a turn. `taken`: a request continues this place, or is about to."""
 
     conversation: Conversation
     tokens: tuple[int, ...]
@@ -41,7 +42,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Start:
-    """What a request goes on from: a place and what others said after it, or a prompt."""
+    """The start of a generation: a place and the ids `said` by others after it, or a new prompt."""
 
     tokens: tuple[int, ...]
     place: _Place | None = None
@@ -49,77 +50,63 @@ class _Start:
 
 
 class Session:
-    """The calls of one sample's agent."""
+    """The calls of the agent of one sample."""
 
     def __init__(self, session_id: str, engine: TurnEngine, chat: ChatFormat, *, context_tokens: int) -> None:
-        """
-        Args:
-            session_id: names it to the agent.
-            engine: of the sample.
-            chat: how messages are written.
-            context_tokens: the most tokens a conversation may have, its prompt included.
-        """
-        self.session_id = session_id
+        self.session_id = session_id  # shown to the agent
         self.conversations: list[Conversation] = []
-        self.last: Conversation | None = None  # that of the newest turn
+        self.last: Conversation | None = None  # the conversation of the newest turn
         self.posted: Scored | None = None
         self.failure: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        self._engine = engine
-        self._chat = chat
-        self._context_tokens = context_tokens
-        self._places: dict[tuple[str, _Messages], list[_Place]] = {}
+        self._engine, self._chat = engine, chat
+        self._context_tokens = context_tokens  # limit of a conversation, with the prompt
+        self._places: defaultdict[tuple[str, _Messages], list[_Place]] = defaultdict(list)
         self._under_way: set[asyncio.Future[Completion]] = set()
         self._ended: str | None = None
 
     async def complete(self, request: ChatRequest) -> Turn:
-        """The policy's turn.
+        """Generate the policy's turn.
 
         Raises:
-            ApiError: the session has ended, or the request's conversation is too long or cannot be written.
+            ApiError: the session has ended, or the request's conversation is too long or cannot be encoded.
         """
-        self.check_open()
+        self._check_open()
         messages, tools = request.conversation, request.tools or []
         start = self._start(messages, tools)
         try:
-            limit = self._limit(start, request.limit)
-            completion = await self._generate(start.tokens, limit)
+            completion = await self._generate(start.tokens, self._limit(start, request.limit))
         except BaseException:
             if start.place is not None:
                 start.place.taken = False
             raise
-        conversation = self._grown(start, completion)
-        text = self._chat.text(completion.tokens.tolist())
-        message = assistant_message(text, parses_calls=request.parses_calls)
-        place = _Place(conversation, (*start.tokens, *completion.tokens.tolist()))
-        self._places.setdefault((_tools_key(tools), (*messages, message)), []).append(place)
-        return Turn(len(start.tokens), completion, message, self._chat.pieces(completion.tokens.tolist()))
+        said: list[int] = completion.tokens.tolist()
+        message = assistant_message(self._chat.text(said), request)
+        place = _Place(self._grown(start, completion), (*start.tokens, *said))
+        self._places[_tools_key(tools), (*messages, message)].append(place)
+        return Turn(len(start.tokens), completion, message, self._chat.pieces(said))
 
     def post(self, scored: Scored) -> None:
-        """The agent's word on what the session is worth, which ends it.
+        """Take the reward that the agent posts; this ends the session.
 
         Raises:
-            ApiError: it has ended.
+            ApiError: the session has already ended.
         """
-        self.check_open()
+        self._check_open()
         self.posted = scored
         self.end("its reward was posted")
 
     def end(self, why: str) -> None:
-        """Refuse what comes, and abort what is under way."""
+        """Refuse further requests, and abort running ones."""
         self._ended = self._ended or why
         for future in self._under_way:
             future.cancel()
 
-    def check_open(self) -> None:
-        """
-        Raises:
-            ApiError: the session has ended.
-        """
+    def _check_open(self) -> None:
         if self._ended is not None:
             raise ApiError(409, f"session {self.session_id} has ended: {self._ended}", code="session_ended")
 
     def _start(self, messages: _Messages, tools: Sequence[ToolSchema]) -> _Start:
-        """Where the messages go on from: the place that most of them lead to. One that is free is taken."""
+        """Find the place that shares most messages, and take the place if it is free; else start a new prompt."""
         key = _tools_key(tools)
         try:
             for num in range(len(messages) - 1, 0, -1):
@@ -134,12 +121,12 @@ class Session:
                 place.taken = True
                 return _Start(tokens, place, said)
             return _Start(self._chat.conversation(messages, tools))
-        except DataError as error:  # a template that refuses these messages is no fault of the run
+        except DataError as error:  # the agent sent messages that the chat template refuses
             raise ApiError(400, f"messages: {error}", code="invalid_value") from error
 
     def _limit(self, start: _Start, wanted: int | None) -> int:
         if not start.tokens:
-            raise ApiError(400, "messages: expected a text, got nothing to go on from", code="invalid_value")
+            raise ApiError(400, "messages: expected a text, got an empty prompt", code="invalid_value")
         most = self._engine.max_new_tokens
         after_prompt = len(start.said) + (0 if start.place is None else start.place.conversation.num_completion_tokens)
         left = min(self._context_tokens - len(start.tokens), most - after_prompt)
@@ -161,7 +148,7 @@ class Session:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._ended is not None and (task is None or not task.cancelling()):
-                self.check_open()  # it was aborted by the session's end; the one who asks is still there
+                self._check_open()  # the session's end aborted the generation, but the client still waits
             raise
         except EpisodeError as error:
             raise ApiError(400, f"messages: {error.detail}", code="context_length_exceeded") from error
@@ -171,9 +158,9 @@ class Session:
             raise ApiError(503, f"the engine is gone: {error}") from error
         finally:
             self._under_way.discard(future)
-        self.check_open()
+        self._check_open()
         if completion.finish_reason == "abort":
-            raise ApiError(503, "the completion was aborted: the rollout worker ends")
+            raise ApiError(503, "the completion was aborted: the rollout worker is stopping")
         return completion
 
     def _grown(self, start: _Start, completion: Completion) -> Conversation:

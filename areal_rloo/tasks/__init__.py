@@ -1,16 +1,20 @@
-"""Prompts and what completions of them are worth: the tasks, and how the data section of a config becomes items."""
+"""Prompts, and the answers and tools that belong to them. Imports without torch.
+
+- `base`: the interface of a task, lazy items, and checks of a source.
+- `arithmetic`, `math`, `reasoning_gym`, `word_problems` (GSM8K and SVAMP): the built-in tasks.
+- `rows`: reads rows from files and from the hub; the task of your own rows.
+- `loading`: finds the task of a source, loads the sources of a split, and checks the data before a run starts.
+- `answers`: reads final answers, and compares numbers.
+- `chat`: encodes messages as token ids.
+- `tools`: the tools of the policy, a calculator and a sandboxed Python.
+"""
 
 from areal_rloo.tasks.base import Item, Message, Split, Task
-from areal_rloo.tasks.checks import check_data
-from areal_rloo.tasks.loading import Source, eval_sources, load_eval, load_train
-from areal_rloo.tasks.registry import make_task
-from areal_rloo.tasks.scorer import PartKey, RewardPart, make_scorer, reward_parts, scorer_argument
+from areal_rloo.tasks.loading import Source, check_data, eval_sources, load_eval, load_train, make_task
 
 __all__ = [
     "Item",
     "Message",
-    "PartKey",
-    "RewardPart",
     "Source",
     "Split",
     "Task",
@@ -18,8 +22,5 @@ __all__ = [
     "eval_sources",
     "load_eval",
     "load_train",
-    "make_scorer",
     "make_task",
-    "reward_parts",
-    "scorer_argument",
 ]

@@ -1,11 +1,11 @@
-"""Sums of a few one-digit numbers, written out step by step in GSM8K's answer format.
+"""Sums of one-digit numbers, solved step by step in GSM8K's answer format.
 
     3+5+7=?     ─►     3+5=8
                        8+7=15
                        #### 15
 
-Items are made on access from (seed, index). Which split a problem belongs to is decided by a hash of its text, so no
-problem can be in two splits, whatever the seeds. Three to ten numbers, mostly few, give completions a long tail.
+Items are made on access from (seed, index). A hash of the text decides the split, so no problem is in two splits,
+for any seeds. Sums have three to nine numbers, mostly few, which gives completion lengths a long tail.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.rewards.answers import answer_key, answer_reward
-from areal_rloo.tasks.base import Item, Split, Task
-from areal_rloo.tasks.lazy import LazyItems
-from areal_rloo.tasks.parameters import check_parameters, refuse_files
+from areal_rloo.tasks.answers import answer_key, answer_reward
+from areal_rloo.tasks.base import Item, LazyItems, Split, Task, check_parameters, refuse_files
 
 _COUNTS = (3, 4, 5, 6, 8, 9)
 _NUM_TRAIN = 20_000
@@ -29,7 +28,7 @@ Part = Literal["train", "eval", "validation"]
 
 
 def part_of(prompt: str) -> Part:
-    """The split a problem belongs to: 80 % train, 10 % held out, 10 % for the warm start's stopping rule."""
+    """Return the split of a problem: 80 % train, 10 % held out, 10 % for the stopping rule of the warm start."""
     tenth = zlib.crc32(prompt.encode()) % 10
     return "eval" if tenth == 0 else "validation" if tenth == 1 else "train"
 
@@ -44,13 +43,12 @@ class ArithmeticTask(Task):
 
     def items(self, split: Split) -> Sequence[Item]:
         if split == "train":
-            return _problems("train", self._seed, _NUM_TRAIN)
-        # One held-out set for every seed, so that runs can be compared.
-        return _distinct(_problems("eval", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+            return LazyItems(_NUM_TRAIN, partial(_problem, "train", self._seed))
+        return _held_out("eval")
 
     def validation_items(self) -> Sequence[Item]:
-        """Items of neither split."""
-        return _distinct(_problems("validation", 0, 2 * _NUM_HELD_OUT), _NUM_HELD_OUT)
+        """Return items outside both splits."""
+        return _held_out("validation")
 
     def reward(self, completion: str, item: Item) -> float:
         return answer_reward(completion, item.answer)
@@ -63,7 +61,7 @@ class ArithmeticTask(Task):
 
 
 def demonstration(item: Item, rng: random.Random, *, error_rate: float) -> str:
-    """The steps and the answer; each step is wrong with probability `error_rate`, and later ones go on from it."""
+    """Write the steps and the answer. A step is wrong with probability `error_rate`; later steps use the result."""
     first, *others = (int(number) for number in item.text.partition("=")[0].split("+"))
     lines, total = [], first
     for number in others:
@@ -75,12 +73,8 @@ def demonstration(item: Item, rng: random.Random, *, error_rate: float) -> str:
     return "\n".join([*lines, f"#### {total}"])
 
 
-def _problems(part: Part, seed: int, num: int) -> Sequence[Item]:
-    """Problems of one part, each a function of (seed, index)."""
-    return LazyItems(num, lambda index: _problem(part, seed, index))
-
-
 def _problem(part: Part, seed: int, index: int) -> Item:
+    """Make a problem of a part, a function of (seed, index)."""
     rng = random.Random(f"{part}/{seed}/{index}")
     while True:
         numbers = rng.sample(range(1, 10), rng.choice(_COUNTS))
@@ -89,5 +83,7 @@ def _problem(part: Part, seed: int, index: int) -> Item:
             return Item(prompt, f"#### {sum(numbers)}")
 
 
-def _distinct(problems: Sequence[Item], num: int) -> Sequence[Item]:
-    return list({item.text: item for item in problems}.values())[:num]
+def _held_out(part: Part) -> Sequence[Item]:
+    """Return distinct problems. They are the same for every seed of a run, so runs are comparable."""
+    problems = (_problem(part, 0, index) for index in range(2 * _NUM_HELD_OUT))
+    return list({item.text: item for item in problems}.values())[:_NUM_HELD_OUT]

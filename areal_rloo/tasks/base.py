@@ -1,28 +1,31 @@
-"""What a task is: where its items come from, and what a completion of one is worth."""
+"""The interface of a task, and the parts that tasks share: lazy items and checks of a source."""
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
+from areal_rloo.config import ConfiguredSource
+from areal_rloo.errors import DataError
 from areal_rloo.trajectory import Item, Message
 
-__all__ = ["Item", "Message", "Split", "Task"]
+__all__ = ["Item", "LazyItems", "Message", "Split", "Task", "check_parameters", "closest", "refuse_files"]
 
 Split = Literal["train", "eval"]
 
 
 class Task(ABC):
-    """A kind of data and its reward. Made with the source of the config and the run's seed.
+    """A kind of data and the reward, made from a source of the config and the run's seed.
 
-    A task of your own is a subclass, named in the config as `module:Class` or `path/to/file.py:Class`; it is called as
-    `Class(source, seed)`, once in the learner for its items and once in each reward process for its rewards.
+    Your own task is a subclass, named in the config as `module:Class` or `path/to/file.py:Class`. The learner calls
+    `Class(source, seed)` for the items, and each reward process calls it for the rewards.
     """
 
     @abstractmethod
     def items(self, split: Split) -> Sequence[Item]:
-        """The items of a split, always the same ones in the same order.
+        """Return the items of a split: always the same items in the same order.
 
         Raises:
             DataError: the data cannot be read; names the file, the line and the field.
@@ -30,13 +33,66 @@ class Task(ABC):
 
     @abstractmethod
     def reward(self, completion: str, item: Item) -> float:
-        """What a completion of this item is worth; called in a reward process, where it may hang or crash."""
+        """Score a completion of this item. Runs in a reward process, where a hang or a crash is safe."""
 
     def final_answer(self, completion: str) -> str | None:
-        """The answer of a completion in a form in which equal ones are equal, for majority votes; None without one."""
+        """Return a completion's answer in a normal form, for majority votes; None if there is no answer."""
         del completion
         return None
 
     def demonstration(self, item: Item) -> str:
-        """A completion that is right, for few-shot prompts."""
+        """Return a correct completion, for few-shot prompts."""
         return item.answer
+
+
+class LazyItems(Sequence[Item]):
+    """Items made on access, each from an index."""
+
+    def __init__(self, num: int, make: Callable[[int], Item]) -> None:
+        self._indices = range(num)
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in self._indices[index]]
+        return self._make(self._indices[index])
+
+
+def closest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Write the hint of an error message: the known name that is close to a wrong name, or `otherwise`."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else otherwise
+
+
+def check_parameters(source: ConfiguredSource, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a task, updated with the parameters of a source.
+
+    Raises:
+        DataError: the task has no such parameter, or the value and the default have different types.
+    """
+    for name, value in source.parameters.items():
+        if name not in defaults:
+            hint = closest(name, defaults, f"it has {', '.join(defaults) or 'none'}")
+            raise DataError(f"data: {source.label}: parameters.{name}: the task has no such parameter; {hint}")
+        if type(value) is not type(defaults[name]):
+            expected = type(defaults[name]).__name__
+            raise DataError(f"data: {source.label}: parameters.{name}: expected {expected}, got {value!r}")
+    return {**defaults, **source.parameters}
+
+
+def refuse_files(source: ConfiguredSource) -> None:
+    """Refuse data of a source, for tasks that generate their items.
+
+    Raises:
+        DataError: the source names a file, a hub dataset, or fields.
+    """
+    for key in ("path", "hub", "hub_split", "fields"):
+        if getattr(source, key):
+            raise DataError(f"data: {source.label}: the task {source.task} generates its items; leave {key} out")

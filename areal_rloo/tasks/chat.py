@@ -1,7 +1,7 @@
-"""From messages to token ids, and from one turn to the next: through the tokenizer's chat template, or as plain text.
+"""Encode messages, and the text between two turns, as token ids: by the tokenizer's chat template, or as plain text.
 
-What the policy wrote is never tokenized again: a conversation goes on with the ids that the engine saw, and only the
-text between two of the policy's turns is encoded.
+Tokens of the policy are never tokenized again. A conversation continues with the ids of the engine, and only the text
+between two turns of the policy is encoded.
 
     prompt ids ─► the policy's ids ─► `between` (end of turn, tool or user message, start of turn) ─► the policy's ids
 """
@@ -20,9 +20,9 @@ from areal_rloo.tasks.base import Item, Message
 from areal_rloo.trajectory import ToolCall
 
 ToolSchema = Mapping[str, Any]
-"""A function as OpenAI's API describes one: {"type": "function", "function": {name, description, parameters}}."""
+"""A function in OpenAI's format: {"type": "function", "function": {name, description, parameters}}."""
 
-_MARK = "areal-rloo-completion"  # stands for a completion while its surroundings are rendered
+_MARK = "areal-rloo-completion"  # placeholder for a completion while the template renders the text around it
 _PLAIN_TOOLS = """You can call:
 {functions}
 by ending with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>
@@ -30,17 +30,13 @@ by ending with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>
 
 
 class ChatFormat:
-    """How prompts and the text between turns are written for one model."""
+    """The format of prompts and of the text between turns, for a model."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, *, tools: Sequence[ToolSchema] = ()) -> None:
-        """
-        Args:
-            tokenizer: of the model; a transformers tokenizer.
-            data: whether its chat template is used, and the system prompt.
-            tools: the functions that the policy may call.
+        """Take a transformers tokenizer, and the functions that the policy may call.
 
         Raises:
-            DataError: a template is asked for that the tokenizer has not, or it cannot write a tool's result.
+            DataError: the tokenizer lacks the requested template, or the template refuses tool results.
         """
         has_template = tokenizer.chat_template is not None
         if data.chat_template and not has_template:
@@ -50,67 +46,62 @@ class ChatFormat:
         self._tools = list(tools)
         self.uses_template = has_template if data.chat_template is None else data.chat_template
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        if self._tools:  # a template that cannot write a result says so now, and not in the first turn
+        if self._tools:  # find a template without tool results now, not in the first turn
             self.between([Message("tool", "0")], last_token=int(tokenizer.eos_token_id))
 
     def prompt(self, item: Item) -> tuple[int, ...]:
-        """Token ids of an item's prompt, up to where the policy goes on."""
+        """Encode the prompt of an item, up to the policy's turn."""
         return self.conversation(item.messages, self._tools)
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Token ids of messages, up to where the policy goes on; the configured system prompt comes before them."""
+        """Encode messages, after the configured system prompt, up to the policy's turn."""
         if self._system_prompt and not (messages and messages[0].role == "system"):
             messages = (Message("system", self._system_prompt), *messages)
         text = self._rendered(messages, tools) if self.uses_template else _plain(messages, tools)
         return tuple(self._tokenizer.encode(text, add_special_tokens=not self.uses_template))
 
     def between(self, messages: Sequence[Message], *, last_token: int) -> tuple[int, ...]:
-        """Token ids from the end of a completion to where the policy goes on after these messages.
+        """Encode the text between a completion and the policy's next turn.
 
         Args:
-            messages: what a tool or a user says.
-            last_token: the completion's last token; what closes a turn is not written twice.
+            messages: of a tool or a user.
+            last_token: of the completion. If this token ends the turn, the end of turn is not encoded again.
         """
         if self.uses_template:
             stand_ins = (Message("user", "."), Message("assistant", _MARK))
             text = self._rendered((*stand_ins, *messages), self._tools).partition(_MARK)[2]
-            if last_token in self._special_ids:  # a turn that was cut has no end that could be there twice
+            if last_token in self._special_ids:  # a truncated turn has no end token yet
                 text = text.removeprefix(str(self._tokenizer.decode([last_token])))
         else:
             text = "\n" + "".join(_plain_message(message) for message in messages)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode(self, text: str, *, end: bool = False) -> list[int]:
-        """Token ids of a text as the policy would write it; `end` adds the token that ends its turn."""
+        """Encode a text as if the policy wrote the text; `end` adds the end-of-turn token."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, int(self._tokenizer.eos_token_id)] if end else list(ids)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens say, special ones left out."""
+        """Decode tokens without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token says by itself, special ones too."""
+        """Decode each token separately, with special tokens."""
         return [str(self._tokenizer.decode([token])) for token in tokens]
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
         conversation = [_for_template(message) for message in messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    conversation, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-                )
-            )
+            options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
+            return str(self._tokenizer.apply_chat_template(conversation, **options))
         except jinja2.TemplateError as error:
             roles = ", ".join(message.role for message in messages)
-            raise DataError(
-                f"data.chat_template: the model's template refuses the roles {roles}: {error}; set it to false for "
-                "plain prompts"
-            ) from error
+            refusal = f"the model's template refuses the roles {roles}: {error}"
+            raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts") from error
 
 
 def _plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-    """Messages without a template: a system prompt on a line of its own, examples with an empty line behind them."""
+    """Write messages without a template: the system prompt on its own line, an empty line after each example."""
     text = ""
     if tools:
         text = _PLAIN_TOOLS.format(functions="\n".join(_signature(tool["function"]) for tool in tools))
@@ -128,7 +119,7 @@ def _plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
 
 
 def _signature(function: Mapping[str, Any]) -> str:
-    """`name(argument, ...): what it does`, as short as a model without a template for tools can have it."""
+    """Write `name(argument, ...): description`, a short form for models without a tool template."""
     arguments = function.get("parameters", {}).get("properties", {})
     description = function.get("description")
     return f"{function['name']}({', '.join(arguments)})" + (f": {description}" if description else "")
@@ -141,7 +132,7 @@ def _plain_message(message: Message) -> str:
 
 
 def _with_calls(message: Message) -> str:
-    """A message's content, and its calls as the policy writes them."""
+    """Write a message's content, then the calls in the format of the policy."""
     calls = [
         f"<tool_call>{json.dumps({'name': call.name, 'arguments': _arguments(call)})}</tool_call>"
         for call in message.tool_calls
@@ -150,7 +141,6 @@ def _with_calls(message: Message) -> str:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates read one."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         made["tool_calls"] = [
@@ -165,7 +155,7 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """As an object, which templates write as JSON themselves; what is no JSON stays as it is."""
+    """Decode the JSON arguments, because templates encode them again; keep invalid JSON as text."""
     try:
         return json.loads(call.arguments)
     except ValueError:

@@ -1,32 +1,47 @@
-"""From the data section of a config to the sources of a split: items cut, freed of repeats, shown examples, labelled.
+"""Find the task of a source, and load the sources of a split: limit, deduplicate and label items, and add few-shots.
 
-A file task whose evaluation names no data of its own takes the `test` file beside the train file of the same task.
+`check_data` checks the sources before the run starts.
+
+If an evaluation set of a file task names no data, use the `test` file beside the train file of the same task.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig
+from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_function
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.base import Item, Message, Split, Task
-from areal_rloo.tasks.lazy import LazyItems
-from areal_rloo.tasks.registry import make_task
+from areal_rloo.tasks.arithmetic import ArithmeticTask
+from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
+from areal_rloo.tasks.math import MathTask
+from areal_rloo.tasks.reasoning_gym import ReasoningGymTask
+from areal_rloo.tasks.rows import RowsTask
+from areal_rloo.tasks.word_problems import Gsm8kTask, SvampTask
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
-C = TypeVar("C", bound=ConfiguredSource)
+
+TASKS: Mapping[str, Callable[[ConfiguredSource, int], Task]] = {
+    "arithmetic": ArithmeticTask,
+    "gsm8k": Gsm8kTask,
+    "math": MathTask,
+    "reasoning_gym": ReasoningGymTask,
+    "rows": RowsTask,
+    "svamp": SvampTask,
+}
+
+_READ_BYTES = 64 * 2**20  # rows of larger files are not checked before the start; reading takes about a second
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The items of one source. `weight` is its share of a mixture; None where shares follow sizes."""
+    """The items of a source. `weight`: share of a mixture; None if shares follow sizes."""
 
     label: str
     items: Sequence[Item]
@@ -34,51 +49,80 @@ class Source:
     num_duplicates: int = 0
 
 
-def load_train(data: DataConfig, *, seed: int) -> list[Source]:
-    """The sources of the train split, in the config's order.
+def make_task(source: ConfiguredSource, *, seed: int) -> Task:
+    """Make the task that a source names.
 
     Raises:
-        DataError: data cannot be read, or a source holds no item.
+        DataError: no such task exists, or the task refuses the source.
+        ConfigError: the name is an import path, and the import fails.
+    """
+    if ":" in source.task:
+        task = import_function("data: task", source.task)(source, seed)
+        if not isinstance(task, Task):
+            got = type(task).__name__
+            raise DataError(f"data: task: expected {source.task} to be a subclass of areal_rloo.tasks.Task, got {got}")
+        return task
+    if source.task not in TASKS:
+        hint = closest(source.task, TASKS, f"expected one of {', '.join(TASKS)}, or file.py:Class")
+        raise DataError(f"data: unknown task '{source.task}'; {hint}")
+    return TASKS[source.task](source, seed)
+
+
+def load_train(data: DataConfig, *, seed: int) -> list[Source]:
+    """Load the sources of the train split, in the config's order.
+
+    Raises:
+        DataError: data cannot be read, or a source has no items.
     """
     seen: set[str] = set()
     if data.deduplicate:
-        for held_out in eval_sources(data):  # all of it, also where only the first prompts are measured
-            seen |= {_bare(item) for item in make_task(held_out, seed=seed).items("eval")}
+        for held_out in eval_sources(data):  # the full sets, even if num_prompts limits the evaluation
+            seen |= {_key(item) for item in make_task(held_out, seed=seed).items("eval")}
     sources = []
     for config in data.train_sources:
         items, examples = _items_and_examples(config, data, "train", seed)
-        num_all = len(items)
-        if data.deduplicate:
-            items = _first_ones(items, seen)
-        sources.append(
-            Source(
-                config.label,
-                _prepared(items, config, examples),
-                weight=config.weight,
-                num_duplicates=num_all - len(items),
-            )
-        )
-        if num_all > len(items):
-            logger.info("%s: %d of %d prompts are left out as repeats", config.label, num_all - len(items), num_all)
+        kept = _first_ones(items, seen) if data.deduplicate else items
+        num_duplicates = len(items) - len(kept)
+        prepared = _prepared(config, kept, examples)
+        sources.append(Source(config.label, prepared, weight=config.weight, num_duplicates=num_duplicates))
+        if num_duplicates:
+            logger.info("%s: removed %d of %d prompts as duplicates", config.label, num_duplicates, len(items))
     return sources
 
 
 def load_eval(data: DataConfig, *, seed: int) -> list[Source]:
-    """The evaluation sets, in the config's order; none where evaluation is switched off.
+    """Load the evaluation sets, in the config's order; none if evaluation is off.
 
     Raises:
         DataError: as `load_train`.
     """
-    sources = []
-    for config in eval_sources(data):
-        items, examples = _items_and_examples(config, data, "eval", seed)
-        sources.append(Source(config.label, _prepared(items, config, examples)))
-    return sources
+    return [
+        Source(config.label, _prepared(config, *_items_and_examples(config, data, "eval", seed)))
+        for config in eval_sources(data)
+    ]
 
 
 def eval_sources(data: DataConfig) -> list[EvalSourceConfig]:
-    """The evaluation sets, each with the file it reads."""
+    """Return the evaluation sets of the config, with their files filled in."""
     return [_with_test_file(source, data.train_sources) for source in data.eval_sources]
+
+
+def check_data(data: DataConfig) -> None:
+    """Check tasks and their parameters, files, and the rows of files up to `_READ_BYTES`; the learner checks all rows.
+
+    Raises:
+        DataError: a task or a file is wrong.
+        ConfigError: an import path is wrong.
+    """
+    splits: dict[Split, Sequence[ConfiguredSource]] = {"train": data.train_sources, "eval": eval_sources(data)}
+    for split, sources in splits.items():
+        for source in sources:
+            task = make_task(source, seed=0)
+            for path in (source.path, source.few_shot.path if source.few_shot is not None else None):
+                if path is not None and not Path(path).is_file():
+                    raise DataError(f"data.{split}: {path}: no such file")
+            if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
+                task.items(split)
 
 
 def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) -> EvalSourceConfig:
@@ -96,17 +140,17 @@ def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) ->
 def _items_and_examples(
     source: ConfiguredSource, data: DataConfig, split: Split, seed: int
 ) -> tuple[Sequence[Item], list[tuple[Item, str]]]:
-    """The items of a source, without those it shows as examples, and the examples with their completions."""
+    """Return the items of a source without the few-shot examples, and the examples with completions."""
     task = make_task(source, seed=seed)
     items = task.items(split)
     examples = _examples(source, data, task, seed)
     if examples:
-        shown = {_bare(item) for item, _ in examples}
-        items = [item for item in items if _bare(item) not in shown]
+        shown = {_key(item) for item, _ in examples}
+        items = [item for item in items if _key(item) not in shown]
     if source.num_prompts is not None:
         items = items[: source.num_prompts]
     if not items:
-        raise DataError(f"data.{split}: {source.label}: no item is left")
+        raise DataError(f"data.{split}: {source.label}: no items are left")
     return items, examples
 
 
@@ -120,43 +164,40 @@ def _examples(source: ConfiguredSource, data: DataConfig, task: Task, seed: int)
         where = next((train for train in data.train_sources if train.task == source.task), source)
     pool = make_task(where, seed=seed).items("train")
     if len(pool) < few_shot.num:
-        raise DataError(f"data: {source.label}: few_shot.num: expected at most the {len(pool)} items there are")
+        most = f"at most {len(pool)} (all items)"
+        raise DataError(f"data: {source.label}: few_shot.num: expected {most}, got {few_shot.num}")
     picked = random.Random(few_shot.seed).sample(range(len(pool)), few_shot.num)
     return [(pool[index], task.demonstration(pool[index])) for index in picked]
 
 
 def _first_ones(items: Sequence[Item], seen: set[str]) -> Sequence[Item]:
-    kept = []
+    by_key: dict[str, Item] = {}
     for item in items:
-        bare = _bare(item)
-        if bare not in seen:
-            seen.add(bare)
-            kept.append(item)
+        by_key.setdefault(_key(item), item)
+    kept = [item for key, item in by_key.items() if key not in seen]
+    seen.update(by_key)
     return kept
 
 
-def _bare(item: Item) -> str:
-    """What makes two prompts the same: their text, however it is spaced."""
+def _key(item: Item) -> str:
+    """Identity of a prompt for deduplication: the text with normalised spaces."""
     return " ".join(item.text.split())
 
 
 def _prepared(
-    items: Sequence[Item], source: ConfiguredSource, examples: Collection[tuple[Item, str]]
+    source: ConfiguredSource, items: Sequence[Item], examples: Collection[tuple[Item, str]]
 ) -> Sequence[Item]:
-    label = source.label
-    before = tuple(
-        message for item, completion in examples for message in (*item.messages, Message("assistant", completion))
-    )
+    shown = [(*item.messages, Message("assistant", completion)) for item, completion in examples]
+    before = tuple(itertools.chain(*shown))
 
     def prepare(item: Item) -> Item:
         prompt = (*before, *item.messages) if before else item.prompt
-        prepared = msgspec.structs.replace(item, prompt=prompt, source=label)
+        prepared = msgspec.structs.replace(item, prompt=prompt, source=source.label)
         try:
-            msgspec.msgpack.encode(prepared)  # as it travels to the workers, where it is too late to say so
+            msgspec.msgpack.encode(prepared)  # as on the wire, but with a clear error
         except (TypeError, ValueError, OverflowError) as error:
             raise DataError(
-                f"data: {label}: the item {item.text[:60]!r}: expected fields that JSON can say, got one that "
-                f"cannot be sent: {error}"
+                f"data: {source.label}: the item {item.text[:60]!r}: expected fields that JSON can represent: {error}"
             ) from error
         return prepared
 

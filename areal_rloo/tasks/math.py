@@ -1,60 +1,142 @@
-r"""Competition mathematics in the format of MATH and MATH-500: a problem, and an answer in a box (arXiv:2103.03874).
+r"""Competition mathematics in the format of MATH and MATH-500: a problem and a boxed answer (arXiv:2103.03874).
 
-From a local file with the fields `problem` and `answer`, or `problem` and a `solution` that ends in `\boxed{...}`; or
-from the hub.
+Reads the hub, or a file with `problem` and `answer`, or with `problem` and a `solution` that has `\boxed{...}`.
+
+The reward compares the last `\boxed{...}` of a completion with the gold answer, both in LaTeX, by math-verify: 1.0 if
+they are mathematically equal, else 0.0. The rules are strict: an answer must be in a box; words are compared as words,
+not as products of their letters; a decimal equals a fraction only if the values are exactly equal. sympy can run
+forever on an answer (`9^{9^{9^9}}`), so rewards run in the processes of a `RewardPool`, which can be killed.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import logging
+import re
+from functools import cache, lru_cache
+from typing import Any
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.base import Item, Split, Task
-from areal_rloo.tasks.files import Row, text_field
-from areal_rloo.tasks.parameters import check_parameters
-from areal_rloo.tasks.rows import rows_of
+from areal_rloo.tasks.base import Item
+from areal_rloo.tasks.rows import Row, RowTask, text_field
 
 _INSTRUCTION = "\nThink step by step, and put the final answer in \\boxed{}."
+_BOXES = (r"\boxed", r"\fbox")
+_MOST_CHARACTERS = 2_000  # of an answer; no task asks for a longer answer
+_DIGITS = 12  # for the comparison of decimals
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textit)\s*\{([^{}]*)\}")
+_BETWEEN_ANSWERS = (
+    *("$", r"\\", r"\to", r"\implies", r"\iff", r"\equiv", r"\approx", r"\sim", r"\neq", r"\cong", r"\text{or}"),
+    *(r"\rightarrow", r"\Rightarrow", r"\longrightarrow", r"\mapsto", r"\leftrightarrow", r"\text{ or }", r"\lor", "≈"),
+)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]+")
 
 
-class MathTask(Task):
+class MathTask(RowTask):
     """The task."""
 
+    hub, eval_hub = "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"
+
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
-        del seed
         if importlib.util.find_spec("math_verify") is None:
             raise DataError("data: the task math needs math-verify; install the extra: pip install 'areal-rloo[math]'")
-        check_parameters(source, {})
-        self._source = source
+        super().__init__(source, seed)
 
-    def items(self, split: Split) -> Sequence[Item]:
-        hub = "DigitalLearningGmbH/MATH-lighteval" if split == "train" else "HuggingFaceH4/MATH-500"
-        return [_item(row, where) for where, row in rows_of(self._source, split, hub=hub)]
+    def item(self, row: Row, where: str) -> Item:
+        problem = text_field(row, "problem", where)
+        answer = row.get("answer")
+        if answer is None and isinstance(row.get("solution"), str):
+            answer = extract_boxed(row["solution"])
+        if not isinstance(answer, str) or not answer.strip():
+            raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with an answer in \boxed{{}}")
+        return Item(problem + _INSTRUCTION, answer, fields=row)
 
     def reward(self, completion: str, item: Item) -> float:
-        from areal_rloo.rewards.math_answers import math_reward  # noqa: PLC0415 - sympy takes a second to import
-
         return math_reward(completion, item.answer)
 
     def final_answer(self, completion: str) -> str | None:
-        from areal_rloo.rewards.math_answers import answer_key  # noqa: PLC0415 - as above
-
-        return answer_key(completion)
+        """Return the boxed answer in a spelling that is equal for common variants."""
+        answer = extract_boxed(completion)
+        if not answer or len(answer) > _MOST_CHARACTERS:
+            return None
+        return _words(answer) or _plain(answer)
 
     def demonstration(self, item: Item) -> str:
         solution = item.fields.get("solution")
         return solution if isinstance(solution, str) else f"\\boxed{{{item.answer}}}"
 
 
-def _item(row: Row, where: str) -> Item:
-    problem = text_field(row, "problem", where)
-    answer = row.get("answer")
-    if answer is None and isinstance(row.get("solution"), str):
-        from areal_rloo.rewards.math_answers import extract_boxed  # noqa: PLC0415 - as above
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` (or `\boxed x`) with balanced braces; None without a box."""
+    start, box = max((text.rfind(box), box) for box in _BOXES)
+    if start < 0:
+        return None
+    rest = text[start + len(box) :].lstrip()
+    if not rest.startswith("{"):
+        return rest.split(maxsplit=1)[0].strip("$.,") if rest else None
+    depth = 0
+    for index, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:index].strip()
+    return None
 
-        answer = extract_boxed(row["solution"])
-    if not isinstance(answer, str) or not answer.strip():
-        raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with a \boxed{{}} answer in it")
-    return Item(problem + _INSTRUCTION, answer, fields=row)
+
+def math_reward(completion_text: str, gold: str) -> float:
+    """Return 1.0 if the boxed answer of the completion equals the gold answer, given without a box; else 0.0."""
+    answer = extract_boxed(completion_text)
+    if not answer or len(answer) > _MOST_CHARACTERS:
+        return 0.0
+    if _plain(answer) == _plain(gold):
+        return 1.0
+    words = _words(gold)
+    if words is not None or _words(answer) is not None:
+        return float(words == _words(answer))
+    if _claims_something_else(answer, gold):
+        return 0.0
+    return float(
+        _library().verify(_parsed(gold), _parse(answer), strict=True, float_rounding=_DIGITS, timeout_seconds=None)
+    )
+
+
+def _claims_something_else(answer: str, gold: str) -> bool:
+    """Return True for several answers, or an equation of two numbers, unless the gold answer has the same form.
+
+    math-verify would accept either side of such a mark as the answer, and a wrong completion may have one right side.
+    """
+    if any(mark in answer and mark not in gold for mark in _BETWEEN_ANSWERS) or answer.count("=") > max(
+        1, gold.count("=")
+    ):
+        return True
+    left, equals, _ = answer.partition("=")
+    return bool(equals) and "=" not in gold and bool(re.search(r"\d", left)) and not re.search(r"[A-Za-z]", left)
+
+
+def _words(answer: str) -> str | None:
+    """Return an answer of one or more words in lower case; None if it contains more than letters."""
+    bare = _TEXT.sub(r"\1", answer).strip().strip("()").strip(". ")
+    return bare.lower() if _WORDS.fullmatch(bare) else None
+
+
+def _plain(answer: str) -> str:
+    return re.sub(r"\s+|\\left|\\right|\\!|\\,", "", answer).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+
+
+@lru_cache(maxsize=4096)
+def _parsed(gold: str) -> Any:
+    return _parse(gold)
+
+
+def _parse(answer: str) -> Any:
+    library = _library()
+    config = (library.LatexExtractionConfig(), library.ExprExtractionConfig())
+    return library.parse(f"${answer}$", extraction_config=config, parsing_timeout=None)
+
+
+@cache
+def _library() -> Any:
+    """Import math-verify, which takes a second for sympy."""
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # noqa: TID251 - it warns about a missing time limit, which the pool enforces
+    return importlib.import_module("math_verify")

@@ -1,7 +1,7 @@
 """Generated puzzles with their own verifiers: any dataset of reasoning-gym by name (arXiv:2505.24760).
 
-Parameters: `dataset`, its name; `size`, how many items (10,000; 500 for evaluation); `seed`; and those of the dataset
-itself. Without a seed the train split draws with the run's, and evaluation with one that no run has.
+Parameters: `dataset` (a name), `size` (number of items: 10,000; 500 for evaluation), `seed`, and the parameters of the
+dataset. By default the train split uses the run's seed, and evaluation a seed outside the range of runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.base import Item, Split, Task
-from areal_rloo.tasks.lazy import LazyItems
-from areal_rloo.tasks.parameters import refuse_files
+from areal_rloo.tasks.base import Item, LazyItems, Split, Task, refuse_files
 
 _SIZES: Mapping[Split, int] = {"train": 10_000, "eval": 500}
 _EVAL_SEED = 2**31 - 1
@@ -35,7 +33,7 @@ class ReasoningGymTask(Task):
                 f"leg_counting, got {self._name!r}"
             )
         self._datasets: dict[Split, Any] = {}
-        self._dataset("train")  # so that a wrong parameter is told before anything starts
+        self._dataset("train")  # reports a wrong parameter before the run starts
 
     def items(self, split: Split) -> Sequence[Item]:
         dataset = self._dataset(split)
@@ -57,11 +55,8 @@ class ReasoningGymTask(Task):
         return f"<answer>{item.answer}</answer>"
 
     def _dataset(self, split: Split) -> Any:
-        if split not in self._datasets:
-            self._datasets[split] = self._make(split)
-        return self._datasets[split]
-
-    def _make(self, split: Split) -> Any:
+        if split in self._datasets:
+            return self._datasets[split]
         try:
             import reasoning_gym  # noqa: PLC0415 - as above
         except ImportError as error:
@@ -71,14 +66,15 @@ class ReasoningGymTask(Task):
             ) from error
         defaults = {"size": _SIZES[split], "seed": self._seed if split == "train" else _EVAL_SEED}
         try:
-            return reasoning_gym.create_dataset(self._name, **(defaults | self._parameters))
+            dataset = reasoning_gym.create_dataset(self._name, **(defaults | self._parameters))
         except (ValueError, TypeError, AssertionError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"data: {self._label}: parameters: reasoning-gym refuses {self._name}: {reason}") from error
+        return self._datasets.setdefault(split, dataset)
 
 
 def _item(dataset: Any, split: Split, index: int) -> Item:
     entry = dataset[index]
-    # The verifier wants the whole entry, which is generated again where it is needed: not all of it is JSON.
+    # The verifier needs the whole entry, which is not always JSON, so the verifier generates the entry again.
     fields = {"split": split, "index": index}
     return Item(entry["question"] + _INSTRUCTION, str(entry["answer"]), fields=fields)

@@ -1,37 +1,96 @@
-"""The rows of a source, from a local file or from the hub, each with its place for errors.
+"""Rows of a source, from a local file or the hub, each with a place for error messages; and the tasks made of rows.
 
-The hub is reached through the `datasets` library, which keeps what it has downloaded; with HF_HUB_OFFLINE=1 it asks
-nobody and reads that copy.
+The task `rows` takes your own prompts, a row each, scored by your own rewards. Rewards receive every field of the row:
+
+    {"prompt": "...", "answer": "..."}        or "prompt": [{"role": "user", "content": "..."}, ...]; "answer" may lack
+
+Files: jsonl, json (an array of objects), csv and parquet. `fields` renames: field of the task ─► field of the file. The
+`datasets` library reads the hub and caches downloads; with HF_HUB_OFFLINE=1 the library reads only the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import csv
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.base import Split
-from areal_rloo.tasks.files import Located, read_rows, renamed
+from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
+
+_MOST_LINE_BYTES = 64 * 2**20  # a longer line means a file without line breaks
+
+Row = dict[str, Any]
+Located = tuple[str, Row]
 
 
-def rows_of(source: ConfiguredSource, split: Split, *, hub: str | None = None) -> Iterator[Located]:
-    """Rows in order.
+class RowTask(Task):
+    """A task whose items are rows."""
 
-    Args:
-        source: its `path`, or else its `hub`, says where they are.
-        split: which of the hub's splits, where the source names none.
-        hub: the dataset of a source that names neither, as `org/name` or `org/name:config`.
+    hub: ClassVar[str | None] = None  # the default dataset, as `org/name` or `org/name:config`
+    eval_hub: ClassVar[str | None] = None  # if the dataset for evaluation is another than `hub`
+    defaults: ClassVar[Mapping[str, Any]] = {}  # the parameters
 
-    Raises:
-        DataError: they cannot be read, or have not the fields that are asked for; says what to do.
-    """
+    def __init__(self, source: ConfiguredSource, seed: int) -> None:
+        del seed
+        self.parameters = check_parameters(source, self.defaults)
+        self._source = source
+
+    @abstractmethod
+    def item(self, row: Row, where: str) -> Item:
+        """Make the item of a row; raise DataError if a field is wrong."""
+
+    def items(self, split: Split) -> Sequence[Item]:
+        hub = self.eval_hub or self.hub if split == "eval" else self.hub
+        return [self.item(row, where) for where, row in _rows_of(self._source, split, hub)]
+
+
+class RowsTask(RowTask):
+    """The task `rows`. It has no reward, so the source must name rewards."""
+
+    def __init__(self, source: ConfiguredSource, seed: int) -> None:
+        super().__init__(source, seed)
+        if not source.rewards or any(reward.task == source.task for reward in source.rewards):
+            raise DataError(
+                f"data: {source.label}: the task rows has no reward of its own; name one under rewards, for example "
+                "rewards: [{function: my_rewards.py:score}]"
+            )
+
+    def reward(self, completion: str, item: Item) -> float:
+        raise AssertionError("a source that asks for this is refused when the task is made")
+
+    def item(self, row: Row, where: str) -> Item:
+        prompt = row.get("prompt")
+        answer = "" if row.get("answer") is None else row["answer"]
+        if isinstance(prompt, list):
+            try:
+                messages = msgspec.convert(prompt, tuple[Message, ...])
+            except msgspec.ValidationError as error:
+                expected = "expected messages of role and content in the field 'prompt'"
+                raise DataError(f"{where}: {expected}: {error}") from error
+            if not messages or messages[-1].role == "assistant":
+                raise DataError(f"{where}: expected a conversation that the policy can continue in the field 'prompt'")
+            return Item(messages, str(answer), fields=row)
+        if not isinstance(prompt, str) or not prompt:
+            got = type(prompt).__name__ if "prompt" in row else f"the fields {', '.join(map(str, row))}"
+            got = "an empty text" if prompt == "" else got
+            raise DataError(f"{where}: expected a text or messages in the field 'prompt', got {got}")
+        return Item(prompt, str(answer), fields=row)
+
+
+def _rows_of(source: ConfiguredSource, split: Split, hub: str | None) -> Iterator[Located]:
+    """Yield the rows of a source, in order: from its file, from its dataset, or from the task's dataset `hub`."""
     if source.path is not None:
-        return read_rows(source.path, source.fields)
+        return _from_file(source.path, source.fields)
     name = source.hub or hub
     if name is None:
-        raise DataError(
-            f"data.{split}: the task {source.task} needs a file or a dataset; set data.{split}.path or data.{split}.hub"
-        )
+        key = f"data.{split}"
+        raise DataError(f"{key}: the task {source.task} needs a file or a hub dataset; set {key}.path or {key}.hub")
     hub_split = source.hub_split or ("train" if split == "train" else "test")
     return _from_hub(name, hub_split, source.fields, f"data.{split}.path")
 
@@ -50,9 +109,127 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{key}: {name} (split {hub_split}) cannot be had from the hub, nor from the copy of an earlier download "
+            f"{key}: cannot read {name} (split {hub_split}) from the hub or the cache of earlier downloads "
             f"({type(error).__name__}: {reason}); set {key} to a local file"
         ) from error
     for number, row in enumerate(rows, start=1):
         where = f"{name}: {hub_split}: row {number}"
-        yield where, renamed(row, fields, where)
+        yield where, _renamed(row, fields, where)
+
+
+def _from_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
+    """Yield the rows of a file in order, each with a place: `file:line`, or `file: row n` for json and parquet."""
+    file = Path(path)
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        raise DataError(f"{path}: expected a {', '.join(_READERS)} file, got '{file.suffix}'")
+    places: dict[str | int, str] = {}
+    where = None
+    for where, found in _read(reader, file):
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: expected an object, got {type(found).__name__}")
+        row = _renamed(found, fields, where)
+        try:
+            msgspec.msgpack.encode(row)  # as on the wire to the rollout workers
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{where}: a field cannot be sent to a rollout worker: {error}") from error
+        if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
+            raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
+        yield where, row
+    if where is None:
+        raise DataError(f"{path}: no row in it")
+
+
+def text_field(row: Row, field: str, where: str) -> str:
+    """Return a text field of a row.
+
+    Raises:
+        DataError: the field is absent or not text; names the place and the field.
+    """
+    value = row.get(field)
+    if not isinstance(value, str):
+        got = f"{type(value).__name__}" if field in row else f"the fields {', '.join(map(str, row))}"
+        raise DataError(f"{where}: expected text in the field '{field}', got {got}")
+    return value
+
+
+def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
+    """Copy renamed fields of a row under the names of the task."""
+    for ours, theirs in fields.items():
+        if theirs not in row:
+            got = ", ".join(map(str, row))
+            raise DataError(f"{where}: expected a field '{theirs}' (for {ours}), got the fields {got}")
+    return row | {ours: row[theirs] for ours, theirs in fields.items()}
+
+
+def _read(reader: Callable[[Path], Iterator[tuple[str, Any]]], path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
+            where = f"{path}:{number}"
+            if len(line) > _MOST_LINE_BYTES:
+                raise DataError(f"{where}: a line of more than {_MOST_LINE_BYTES} bytes; expected one object per line")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+            yield where, text
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for where, line in _lines(path):
+        if line.strip():
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        got = f"got {type(rows).__name__}; for an object per line, name the file .jsonl"
+        raise DataError(f"{path}: expected an array of objects, {got}")
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = csv.DictReader((text for _, text in _lines(path)), strict=True)
+    try:
+        for row in rows:
+            where = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{where}: expected {len(rows.fieldnames or ())} columns as in the first line")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num + 1}: not valid CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow  # noqa: PLC0415 - an extra, imported where it is used
+        import pyarrow.parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs pyarrow; install the extra: pip install 'areal-rloo[data]'") from error
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}

@@ -1,1 +1,9 @@
-"""What operators see: logs, metrics, records of a run, progress."""
+"""Show operators a run: logs, metrics, records, progress. Imports no torch.
+
+- `metric` declares a number at the field that holds the number: unit, definition, healthy range.
+- `records` defines the lines of metrics.jsonl.
+- `metrics` serves numbers at /metrics, and reads and writes metrics.jsonl.
+- `trajectories` reads and writes trajectories.jsonl.
+- `progress` prints the state of a run on the terminal.
+- `logs` sets up the logs of a process.
+"""

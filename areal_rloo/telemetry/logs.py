@@ -1,4 +1,4 @@
-"""Logs: one line a record, UTC, process and module named, so that the files of many processes read side by side."""
+"""Write logs that read side by side: a line per record, in UTC, with the names of process and module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ROOT = "areal_rloo"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass `__name__`."""
+    """Give the logger of a module; pass `__name__`."""
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
 def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: bool = False) -> None:
-    """Send this process's records to a file (appended to) and, if asked, to standard error. Call once, at start."""
+    """Append this process's records to a file and, if asked, write them to standard error. Call once, at start."""
     formatter = logging.Formatter(
         f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {process_name} %(module)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
@@ -30,7 +30,7 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = [logging.NullHandler()]  # without any, logging writes to stderr by itself
+    handlers: list[logging.Handler] = [logging.NullHandler()]  # without a handler, logging writes to stderr
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
@@ -42,13 +42,13 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:
-    """Run a process; an error of ours is in the log and one line on stderr, with code 2 where the user can mend it."""
+    """Run a process. Write our own errors to the log, and a single line to stderr; exit code 2 for a user's mistake."""
     logger = get_logger(__name__)
     try:
         return run()
     except UserError as error:
         logger.error("%s", error)
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of a process
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - users read this line
         return 2
     except ArealRlooError as error:
         logger.exception("stopped by an error")

@@ -1,18 +1,19 @@
-"""How a process serves its metrics, and the run folder's metrics.jsonl.
+"""Serve the metrics of a process at /metrics, and write and read the run folder's metrics.jsonl.
 
-`areal_rloo.telemetry.tables` names and defines them. The learner feeds `LearnerMetrics` with the records it appends to
-metrics.jsonl; what keeps its own statistics (engine, wire, weights) is read at each scrape through `watch`.
+In: records of the learner, and statistics of other objects, whose fields declare their metrics
+(`areal_rloo.telemetry.metric`). The learner's records are pushed (`LearnerMetrics`); statistics are read at each scrape
+(`watch`), on the scrape's thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,103 +21,44 @@ from prometheus_client.registry import Collector
 
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, Record, TrainRecord
-from areal_rloo.telemetry.tables import (
-    BEHAVIOUR_KL,
-    DROPPED,
-    EVALUATION,
-    LEDGER,
-    LEDGER_STATES,
-    PREFIX,
-    REWARD_PART,
-    ROLLOUT,
-    ROLLOUT_DROPPED,
-    SOURCE_REWARD,
-    STEP_PART,
-    TRAIN,
-    TRAINED_TOKENS,
-    UNBALANCED,
-    Metric,
-    Table,
-)
+from areal_rloo.telemetry.metric import Measured, Metric, Samples, Values, declared_metrics, read_samples
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 logger = get_logger(__name__)
 
 
 class LearnerMetrics:
-    """The learner's metrics, fed with its records."""
+    """Serves the numbers of the learner's newest records."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._train = _Values(TRAIN, registry)
-        self._evaluation = {key: _gauge(metric, registry) for key, metric in EVALUATION.items()}
-        self._parts = _gauge(REWARD_PART, registry)
-        self._step_parts = _gauge(STEP_PART, registry)
-        self._sources = _gauge(SOURCE_REWARD, registry)
-        self._trained_tokens = _counter(TRAINED_TOKENS, registry)
-        self._behaviour_kl = _gauge(BEHAVIOUR_KL, registry)
-        self._ledger = _gauge(LEDGER, registry)
-        self._dropped = _Totals(DROPPED, registry)
-        self._unbalanced = _gauge(UNBALANCED, registry)
+        self._train = _Served(TrainRecord)
+        self._evaluation = _Served(EvalRecord)
+        registry.register(self._train)
+        registry.register(self._evaluation)
 
     def train_step(self, record: TrainRecord) -> None:
-        self._train.update(msgspec.structs.asdict(record))
-        for staleness, num_tokens in record.staleness_tokens.items():
-            self._trained_tokens.labels(str(staleness)).inc(num_tokens)
-        for staleness, divergence in record.behaviour_kl_by_staleness.items():
-            self._behaviour_kl.labels(str(staleness)).set(divergence)
-        for part, mean in record.reward_parts.items():
-            self._parts.labels(part).set(mean)
-        for part, seconds in record.times_s.items():
-            self._step_parts.labels(part).set(seconds)
-        for source, mean in record.reward_by_source.items():
-            self._sources.labels(source).set(mean)
-        self.ledger(record.ledger)
+        self._train.take(record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        values = msgspec.structs.asdict(record)
-        for key, gauge in self._evaluation.items():
-            gauge.labels(record.name).set(values[key])
-
-    def ledger(self, counts: LedgerCounts) -> None:
-        values = msgspec.structs.asdict(counts)
-        for state in LEDGER_STATES:
-            self._ledger.labels(state).set(values[state])
-        self._dropped.reach(counts.dropped)
-        accounted = counts.trained + sum(counts.dropped.values()) + counts.buffered + counts.in_flight
-        self._unbalanced.set(counts.admitted - accounted)
+        self._evaluation.take(record)
 
 
-class RolloutMetrics:
-    """A rollout worker's metrics, fed with running totals."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._values = _Values(ROLLOUT, registry)
-        self._dropped = _Totals(ROLLOUT_DROPPED, registry)
-
-    def update(self, values: Mapping[str, float], dropped: Mapping[str, int]) -> None:
-        """Values by the keys of ROLLOUT; drops by reason; counts are since the start."""
-        self._values.update(values)
-        self._dropped.reach(dropped)
-
-
-def watch(registry: CollectorRegistry, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
-    """Serve a table from what `read` gives at each scrape, on the thread of the scrape; other keys are ignored."""
-    registry.register(_Watch(table, read))
+def watch(registry: CollectorRegistry, struct: type[Measured], read: Callable[[], Measured]) -> None:
+    """Serve the metrics that a struct declares; each scrape calls `read` on a separate thread."""
+    registry.register(_Served(struct, read))
 
 
 def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
-    """Serve another process's metrics beside our own: what `scrape` gives of its /metrics, at each scrape of ours.
+    """Serve another process's metrics beside our own; each scrape calls `scrape` for the text of the other's /metrics.
 
-    Metrics about the process itself stay behind, where they have the names that our own have. Text that cannot be read
-    is a scrape without the other's metrics.
+    Metrics about the other process itself are left out, because ours have the same names. If the text cannot be read,
+    the other's metrics are missing from this scrape.
     """
     registry.register(_Relay(scrape))
 
 
-def serve_metrics(
-    registry: CollectorRegistry, port: int, *, address: str = "127.0.0.1"
-) -> tuple[int, Callable[[], None]]:
-    """Serve /metrics; gives the port (0 asks for a free one) and a function that ends it."""
+def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+    """Serve /metrics; give the port (0 asks for a free port) and a function that ends the service."""
     server, thread = start_http_server(port, addr=address, registry=registry)
 
     def stop() -> None:
@@ -128,7 +70,7 @@ def serve_metrics(
 
 
 class MetricsFile:
-    """The run folder's metrics.jsonl: one line a record, each flushed, so that a killed writer loses at most one."""
+    """Appends records to metrics.jsonl, each a flushed line; a killed writer loses one record at most."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
@@ -142,22 +84,22 @@ class MetricsFile:
 
 
 class RecordTail:
-    """Reads a metrics.jsonl that is being written. JSON has no NaN and no infinity: both come back as NaN."""
+    """Reads a metrics.jsonl while it is written. JSON has no NaN and no infinity: both come back as NaN."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def read(self) -> list[Record]:
-        """The records since the last call; a line that a killed writer has cut is left out.
+        """Give the records since the last call, without a line that a killed writer cut.
 
         Raises:
-            DataError: a line is whole, and no record of this version.
+            DataError: a line is whole, but is not a record of this version.
         """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            if file.seek(0, 2) < self._position:  # a resumed run wrote the file again, up to its checkpoint
+            if file.seek(0, 2) < self._position:  # a resumed run cut the file at the checkpoint
                 self._position = 0
             file.seek(self._position)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -177,59 +119,52 @@ class RecordTail:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl that are whole."""
+    """Read all whole records of a metrics.jsonl."""
     return RecordTail(path).read()
 
 
-class _Values:
-    """The metrics of a table; a counter is told the total so far and never goes back."""
+class _Served(Collector):
+    """Serves the newest values of a struct's metrics; a counter never goes back."""
 
-    def __init__(self, table: Table, registry: CollectorRegistry) -> None:
-        self._gauges = {key: _gauge(metric, registry) for key, metric in table.items() if metric.kind == "gauge"}
-        self._counters = {key: _counter(metric, registry) for key, metric in table.items() if metric.kind == "counter"}
-        self._reached = dict.fromkeys(self._counters, 0.0)
-        self._keeps = {key for key, metric in table.items() if metric.keeps}
-
-    def update(self, values: Mapping[str, Any]) -> None:
-        for key, gauge in self._gauges.items():
-            if not (key in self._keeps and math.isnan(values[key])):
-                gauge.set(values[key])
-        for key, counter in self._counters.items():
-            if values[key] > self._reached[key]:
-                counter.inc(values[key] - self._reached[key])
-                self._reached[key] = values[key]
-
-
-class _Totals:
-    """One counter with a label, told the totals so far by label; it never goes back."""
-
-    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
-        self._counter = _counter(metric, registry)
-        self._reached: dict[str, int] = {}
-
-    def reach(self, totals: Mapping[str, int]) -> None:
-        for label, total in totals.items():
-            reached = self._reached.get(label, 0)
-            self._counter.labels(label).inc(max(0, total - reached))
-            self._reached[label] = max(total, reached)
-
-
-class _Watch(Collector):
-    def __init__(self, table: Table, read: Callable[[], Mapping[str, Any]]) -> None:
-        self._table = table
+    def __init__(self, struct: type[Measured], read: Callable[[], Measured] | None = None) -> None:
+        self._declared = declared_metrics(struct)
         self._read = read
+        self._values: Samples = {declared.name: {} if declared.labels else {(): 0.0} for declared in self._declared}
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        values = self._read()
-        for key, metric in self._table.items():
-            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            yield family(PREFIX + metric.name, metric.text, value=values[key])
+    def take(self, instance: Measured) -> None:
+        """Serve these values from now on. Scrapes on other threads see all of them or none."""
+        newest = read_samples(instance)
+        self._values = {
+            declared.name: _merged(declared.metric, self._values[declared.name], newest[declared.name])
+            for declared in self._declared
+        }
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        if self._read is not None:
+            self.take(self._read())
+        values = self._values
+        for declared, family in zip(self._declared, self.describe(), strict=True):
+            for labels, value in values[declared.name].items():
+                family.add_metric(labels, value)
+            yield family
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Names alone, so that registering reads nothing."""
-        for metric in self._table.values():
-            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            yield family(PREFIX + metric.name, metric.text)
+        """Give the names alone; registering calls this method, and must read nothing."""
+        for declared in self._declared:
+            family = CounterMetricFamily if declared.is_counter else GaugeMetricFamily
+            yield family(declared.name, declared.metric.help, labels=declared.labels)
+
+
+def _merged(metric: Metric, before: Values, newest: Values) -> Values:
+    merged = dict(before)
+    for labels, value in newest.items():
+        if metric.kind == "counter":
+            merged[labels] = max(before.get(labels, value), value)
+        elif metric.kind == "sum":
+            merged[labels] = before.get(labels, 0.0) + value
+        elif not (metric.keeps and math.isnan(value)):
+            merged[labels] = value
+    return merged
 
 
 class _Relay(Collector):
@@ -245,17 +180,5 @@ class _Relay(Collector):
         yield from (family for family in families if not family.name.startswith(("python_", "process_")))
 
     def describe(self) -> Iterator[PrometheusMetric]:
-        """No name is known before the first scrape."""
+        """Give nothing: the names are unknown before the first scrape."""
         return iter(())
-
-
-def _gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
-    return Gauge(PREFIX + metric.name, metric.text, _labels(metric), registry=registry)
-
-
-def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:
-    return Counter(PREFIX + metric.name, metric.text, _labels(metric), registry=registry)
-
-
-def _labels(metric: Metric) -> tuple[str, ...]:
-    return () if metric.label is None else (metric.label,)

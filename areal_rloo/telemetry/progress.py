@@ -1,4 +1,4 @@
-"""The terminal: one live line on a terminal, plain lines otherwise. Fed with records by whoever watches the run."""
+"""Print the progress of a run: a live line on a terminal, plain lines elsewhere. The launcher passes the records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -19,21 +18,20 @@ _PLAIN_EVERY_S = 2.0
 
 
 def stop_printing() -> None:
-    """Whoever read our output is gone: what comes, and what is still buffered, goes nowhere."""
+    """Discard all output, the buffered output too, because the reader of the pipe is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class RunConsole(Console):
-    """A console whose run goes on when whoever read it is gone; rich would end the process."""
+    """A console that lets the run go on when the reader of the pipe is gone; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Say nothing more."""
         self.quiet = True
         stop_printing()
 
 
 class Progress:
-    """Shows where a run stands. Use as a context manager."""
+    """Prints the state of a run. Use as a context manager."""
 
     def __init__(self, console: Console, *, num_train_steps: int) -> None:
         self._console = console
@@ -49,27 +47,25 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        with contextlib.suppress(OSError):  # a full disk behind it
+        """Print a line that stays."""
+        with contextlib.suppress(OSError):  # a full disk
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A line that stays, and that a quiet run says too, on standard error."""
+        """Print a line that stays; a quiet run prints the line on standard error."""
         if self._console.quiet:
             with contextlib.suppress(OSError):
-                print(text, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line
         else:
             self.say(text)
 
     def show(self, records: list[Record]) -> None:
-        """Take in new records."""
+        """Print the new records."""
         for record in records:
             if isinstance(record, TrainRecord):
                 if record.failed_checkpoints > (0 if self._train is None else self._train.failed_checkpoints):
@@ -77,46 +73,39 @@ class Progress:
                 self._train = record
             else:
                 if self._eval is None or record.name == self._eval.name:
-                    self._eval = record  # of several sets the first is in the line
+                    self._eval = record  # the line shows the first of several sets
                 line = evaluation_line(record)
-                if self._live is None and line not in self._said:  # a learner that went back writes its file again
+                if self._live is None and line not in self._said:  # a restarted learner writes the file again
                     self.say(line)
                 self._said.add(line)
         if self._train is None or not records:
             return
         if self._live is not None:
             self._live.update(Text(self.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
-            return
-        if not any(isinstance(record, TrainRecord) for record in records):
-            return
-        done = self._train.num_train_steps == self._num_train_steps
-        if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
-            self._printed_s = time.monotonic()
-            self.say(self.line())
+        elif any(isinstance(record, TrainRecord) for record in records):
+            done = self._train.num_train_steps == self._num_train_steps
+            if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
+                self._printed_s = time.monotonic()
+                self.say(self.line())
 
     def line(self) -> str:
-        """The state in one line."""
+        """Give the state as a line."""
         train = self._train
         assert train is not None, "no train step yet"
         left = self._num_train_steps - train.num_train_steps
         eta_s = int(left * train.wall_s / max(1, train.num_train_steps))
         accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
+        dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
             f"step {train.num_train_steps}/{self._num_train_steps}  reward {train.reward_mean:.3f}  "
             f"eval {accuracy}  {train.trained_tokens_per_s:,.0f} tok/s  "
-            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  {_dropped(train)}"
-            f"ETA {eta_s // 60}:{eta_s % 60:02d}"
+            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  "
+            f"{f'dropped {100 * dropped:.0f} %  ' if dropped >= 0.005 else ''}ETA {eta_s // 60}:{eta_s % 60:02d}"
         )
 
 
-def _dropped(train: TrainRecord) -> str:
-    """The share of samples that were dropped so far, where there are any."""
-    share = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
-    return f"dropped {100 * share:.0f} %  " if share >= 0.005 else ""
-
-
 def evaluation_line(record: EvalRecord) -> str:
-    """What an evaluation found, in one line."""
+    """Give the result of an evaluation as a line."""
     line = f"evaluation: version {record.policy_version}, {record.name} accuracy {record.accuracy:.3f}"
     if record.num_samples > 1:
         line += f", pass@{record.num_samples} {record.pass_share:.3f}, maj@{record.num_samples} "

@@ -1,112 +1,173 @@
-"""The lines of a run folder's metrics.jsonl: written by the learner, read by the progress line and the report."""
+"""Define the lines of a run folder's metrics.jsonl, and every number in them.
+
+The learner writes records; the progress line, the report and the launcher read them. A new number of a train step is
+named in two places: its declaration in `TrainRecord`, and the code that computes it. /metrics, the report and
+docs/metrics.md follow from the declaration.
+"""
 
 from __future__ import annotations
 
+from math import inf
+from typing import Annotated, ClassVar
+
 import msgspec
+
+from areal_rloo.telemetry.metric import Chart, Label, Metric
+
+_PARTS = Chart("Parts of the reward, before their weights")
+_SOURCES = Chart("Reward by data source")
+_STALENESS = Chart("Staleness of trained tokens, in versions")
+_PAST = Chart("Tokens past the bound, out of the loss (share)")
+_LENGTH = Chart("Completion length, in tokens")
+_SPEED = Chart("Tokens per second")
+_SHARES = Chart("Shares of groups and completions", whole=True)
+_RATIO = Chart("Ratio: current / proximal")
+_WEIGHT = Chart("behaviour_weight: proximal / behaviour")
+_LIMITED = Chart("Share of tokens clipped or limited")
+_KL = Chart("KL in nats a token (k3)")
+_GAP = Chart("Train-inference mismatch: |log behaviour - log proximal| at equal version")
+_SAMPLE_SIZE = Chart("Effective sample size, as a share", whole=True)
+_ENTROPY = Chart("Entropy of the policy, in nats")
+_NORM = Chart("Gradient norm, before clipping")
+_LOSS = Chart("Loss")
+_TIMES = Chart("Seconds of a step, by what it does")
+_PASSES = Chart("Tokens forward and backward per second of training")
+_MFU = Chart("Model FLOPs utilization (MFU)")
+_IDLE = Chart("Idle seconds since the start")
+_ACCURACY = Chart("Held-out accuracy by policy version")
+_PASS = Chart("Prompts with a right sample: pass@k", whole=True)
+_MAJORITY = Chart("Prompts whose majority is right: maj@k", whole=True)
+_RARE = (0, 0.05)  # a healthy share, or mean distance
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owes what, in samples; always admitted = trained + dropped + buffered + in_flight."""
+    """Where all samples are; always admitted = trained + dropped + buffered + in_flight."""
 
-    admitted: int
-    trained: int
-    dropped: dict[str, int]  # by reason
-    buffered: int
-    in_flight: int
+    admitted: Annotated[int, Metric("Samples admitted", "samples", "counter")]
+    trained: Annotated[int, Metric("Samples trained on", "samples", "counter")]
+    dropped: Annotated[dict[str, int], Metric("Samples dropped, by reason", "samples", "counter", label="reason")]
+    buffered: Annotated[int, Metric("Samples that wait in the buffer", "samples")]
+    in_flight: Annotated[int, Metric("Samples leased and not finished", "samples")]
+
+    @property
+    def imbalance(self) -> Annotated[int, Metric("Samples admitted and lost: a bug", "samples", healthy=(0, 0))]:
+        """Samples that were admitted and are nowhere."""
+        return self.admitted - self.trained - sum(self.dropped.values()) - self.buffered - self.in_flight
 
     @property
     def balanced(self) -> bool:
-        return self.admitted == self.trained + sum(self.dropped.values()) + self.buffered + self.in_flight
+        return self.imbalance == 0
 
 
 class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="train"):
-    """One train step. Seconds are of a monotonic clock. What could not be measured is NaN, in the file null.
+    """One train step. Seconds are of a monotonic clock. A number that could not be measured is NaN, null in the file.
 
-    Fields from entropy to mismatch_max are over tokens with a gradient: in the loss, and of trajectories whose
-    advantage is not 0 (`areal_rloo.algorithm.diagnostics` defines them). KLs are in nats a token.
+    Numbers of ratios, weights, mismatch, entropy and the KLs to the current policy are over tokens with a gradient: in
+    the loss, and of trajectories whose advantage is not 0. KLs are in nats a token.
     """
 
-    num_train_steps: int  # steps done, this one included
-    policy_version: int  # version published after this step
-    wall_s: float  # since the learner was ready to train
-    loss: float
-    reward_mean: float
-    reward_std: float
-    reward_lower_decile: float
-    reward_median: float
-    reward_upper_decile: float
-    reward_parts: dict[str, float]  # mean of each part before its weight, by label
-    reward_by_source: dict[str, float]  # mean by data source
-    num_limited_rewards: int  # beyond what can be computed with
-    zero_variance_group_share: float  # groups whose rewards are all equal
-    advantage_mean: float  # of tokens in the loss, as the next four
-    advantage_std: float
-    advantage_min: float
-    advantage_max: float
-    advantage_abs_mean: float
-    gradient_norm: float  # before clipping
-    learning_rate: float
-    entropy: float  # of the current policy, over the whole vocabulary
-    ratio_mean: float  # current / proximal
-    ratio_max: float
-    ratio_clipped_share: float
-    ratio_limited_share: float  # a log ratio or log behaviour_weight beyond +-20
-    behaviour_weight_mean: float  # proximal / behaviour, as the loss used it
-    behaviour_weight_max: float  # before its rule
-    behaviour_weight_clamped_share: float
-    behaviour_weight_masked_share: float
-    effective_sample_share: float
-    behaviour_kl_k1: float  # of the behaviour policy to the current one
-    behaviour_kl_k3: float
-    behaviour_kl_by_staleness: dict[int, float]  # by k3
-    proximal_kl_k1: float
-    proximal_kl_k3: float
-    mismatch_abs_mean: float  # |log behaviour - log proximal| of tokens without staleness
-    mismatch_max: float
-    kl_coefficient: float
-    reference_kl_k1: float  # of the behaviour policy to the reference, mean of completion tokens
-    reference_kl_k3: float
-    staleness_mean: float  # of trained tokens, in versions
-    staleness_max: int
-    staleness_tokens: dict[int, int]  # trained tokens by staleness
-    masked_token_share: float  # of completion tokens: past the bound, so out of the loss
-    truncated_token_share: float  # of completion tokens: out of the loss for the truncation of their trajectory
-    completion_tokens_mean: float
-    completion_tokens_max: int
-    truncated_share: float  # of trajectories that ended at max_new_tokens
-    spanning_share: float  # of trajectories whose tokens several policy versions sampled
-    trained_tokens: int  # completion tokens in the loss, in this step
-    skipped_steps: int  # non-finite steps since the start
-    failed_checkpoints: int  # that could not be written, since the start
-    train_step_s: float
-    times_s: dict[str, float]  # of this step and what comes after it: docs/learner.md has the parts
-    learner_tokens_per_s: float  # forward and backward, prompts among them, while it trained
-    model_flops_share: float  # MFU: of what the devices could do meanwhile; NaN where that is not known
-    wait_s: float  # before this step, for a batch
-    learner_idle_s: float  # since the start
-    rollout_idle_s: float  # since the first train step, mean over workers
-    generated_tokens: int  # since the start
-    generated_tokens_per_s: float  # since the previous record
-    trained_tokens_per_s: float  # since the previous record
-    num_workers: int  # alive
-    filtered_prompts: int  # left out for their length, since the start
-    truncated_prompts: int  # cut to their end, since this process began, evaluation included
+    metrics_prefix: ClassVar[str] = ""
+
+    num_train_steps: Annotated[int, Metric("Train steps done, this step included", kind="counter")]
+    policy_version: Annotated[int, Metric("Version of the weights published after this step", "versions")]
+    wall_s: Annotated[float, Metric("Time since the learner was ready to train", "s", "counter")]
+    reward_mean: Annotated[float, Metric("Mean reward of the batch")]
+    reward_std: Annotated[float, Metric("Standard deviation of the rewards of the batch")]
+    reward_lower_decile: Annotated[float, Metric("A tenth of the rewards of the batch is at or below")]
+    reward_median: Annotated[float, Metric("Median reward of the batch")]
+    reward_upper_decile: Annotated[float, Metric("A tenth of the rewards of the batch is at or above")]
+    reward_parts: Annotated[dict[str, float], Metric("Mean of each part before its weight", label="part", chart=_PARTS)]
+    reward_by_source: Annotated[dict[str, float], Metric("Mean reward by data source", label="source", chart=_SOURCES)]
+    num_limited_rewards: Annotated[int, Metric("Shaped rewards of the batch beyond 1e12, set to that limit", "samples")]
+    staleness_mean: Annotated[float, Metric("Mean staleness of trained tokens", "versions", chart=_STALENESS)]
+    staleness_max: Annotated[int, Metric("Largest staleness of a trained token", "versions", chart=_STALENESS)]
+    staleness_tokens: Annotated[dict[int, int], Metric("Trained tokens by staleness", "tokens", "sum", "staleness")]
+    masked_token_share: Annotated[float, Metric("Tokens past max_staleness", "share", healthy=(0, 0.1), chart=_PAST)]
+    truncated_token_share: Annotated[float, Metric("Completion tokens masked with their truncated trajectory", "share")]
+    completion_tokens_mean: Annotated[float, Metric("Mean completion length of the batch", "tokens", chart=_LENGTH)]
+    completion_tokens_max: Annotated[int, Metric("Longest completion of the batch", "tokens", chart=_LENGTH)]
+    generated_tokens: Annotated[int, Metric("Completion tokens generated by all workers", "tokens", "counter")]
+    generated_tokens_per_s: Annotated[float, Metric("Generated since the last record", "tokens/s", chart=_SPEED)]
+    trained_tokens: Annotated[int, Metric("Completion tokens in the loss of this step", "tokens", "sum")]
+    trained_tokens_per_s: Annotated[float, Metric("Trained on since the last record", "tokens/s", chart=_SPEED)]
+    zero_variance_group_share: Annotated[float, Metric("Groups whose rewards are all equal", "share", chart=_SHARES)]
+    truncated_share: Annotated[
+        float, Metric("Trajectories ended by the token limit", "share", chart=_SHARES, curve="truncated completions")
+    ]
+    spanning_share: Annotated[float, Metric("Trajectories of several policy versions", "share", chart=_SHARES)]
+    advantage_mean: Annotated[float, Metric("Mean advantage of tokens in the loss")]
+    advantage_std: Annotated[float, Metric("Standard deviation of the advantage of tokens in the loss")]
+    advantage_min: Annotated[float, Metric("Smallest advantage of a token in the loss")]
+    advantage_max: Annotated[float, Metric("Largest advantage of a token in the loss")]
+    advantage_abs_mean: Annotated[float, Metric("Mean absolute advantage of tokens in the loss")]
+    ratio_mean: Annotated[float, Metric("Mean of current / proximal", chart=_RATIO)]
+    ratio_max: Annotated[float, Metric("Largest current / proximal", chart=_RATIO)]
+    behaviour_weight_mean: Annotated[float, Metric("Mean of proximal / behaviour, after its rule", chart=_WEIGHT)]
+    behaviour_weight_max: Annotated[float, Metric("Largest proximal / behaviour, before its rule", chart=_WEIGHT)]
+    ratio_clipped_share: Annotated[float, Metric("Tokens whose loss the clip decided", "share", chart=_LIMITED)]
+    ratio_limited_share: Annotated[float, Metric("Tokens with a log ratio or log weight beyond +-20", "share")]
+    behaviour_weight_clamped_share: Annotated[
+        float, Metric("behaviour_weights set to their bound", "share", healthy=_RARE, chart=_LIMITED)
+    ]
+    behaviour_weight_masked_share: Annotated[
+        float, Metric("Tokens that their behaviour_weight masked", "share", healthy=_RARE, chart=_LIMITED)
+    ]
+    behaviour_kl_k1: Annotated[float, Metric("KL(behaviour, current) by k1, mean of tokens", "nats")]
+    behaviour_kl_k3: Annotated[float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", chart=_KL)]
+    behaviour_kl_by_staleness: Annotated[
+        dict[int, float], Metric("KL(behaviour, current) by k3, by staleness", "nats", label="staleness")
+    ]
+    proximal_kl_k1: Annotated[float, Metric("KL(proximal, current) by k1, mean of tokens", "nats")]
+    proximal_kl_k3: Annotated[float, Metric("KL(proximal, current) by k3, mean of tokens", "nats", chart=_KL)]
+    kl_coefficient: Annotated[float, Metric("Coefficient of the KL to the reference in this step")]
+    reference_kl_k1: Annotated[float, Metric("KL(behaviour, reference) by k1, of completion tokens", "nats")]
+    reference_kl_k3: Annotated[float, Metric("KL(behaviour, reference) by k3, of completion tokens", "nats", chart=_KL)]
+    mismatch_abs_mean: Annotated[
+        float,
+        Metric("Mean |log behaviour - log proximal| at staleness 0", "nats", healthy=_RARE, keeps=True, chart=_GAP),
+    ]
+    mismatch_max: Annotated[
+        float, Metric("Largest |log behaviour - log proximal| of these tokens", "nats", keeps=True, chart=_GAP)
+    ]
+    effective_sample_share: Annotated[
+        float, Metric("(sum w)^2 / (n sum w^2) of the n behaviour_weights w", "share", chart=_SAMPLE_SIZE)
+    ]
+    entropy: Annotated[float, Metric("Mean entropy of the policy, over the vocabulary", "nats", chart=_ENTROPY)]
+    gradient_norm: Annotated[float, Metric("Norm before clipping, the largest minibatch's", chart=_NORM)]
+    learning_rate: Annotated[float, Metric("Learning rate at the beginning of the step")]
+    loss: Annotated[float, Metric("Loss, mean of the step's minibatches", chart=_LOSS)]
+    skipped_steps: Annotated[int, Metric("Optimizer steps skipped: not finite", kind="counter", healthy=(0, 0))]
+    failed_checkpoints: Annotated[int, Metric("Checkpoints that could not be written", kind="counter", healthy=(0, 0))]
+    train_step_s: Annotated[float, Metric("Time of the train step, without the wait for its batch", "s")]
+    times_s: Annotated[dict[str, float], Metric("Time of a part, of the slowest rank", "s", label="part", chart=_TIMES)]
+    learner_tokens_per_s: Annotated[float, Metric("Forward and backward, prompts included", "tokens/s", chart=_PASSES)]
+    model_flops_share: Annotated[float, Metric("MFU: arithmetic as a share of the devices' peak", "share", chart=_MFU)]
+    wait_s: Annotated[float, Metric("Time the learner waited for the batch of this step", "s")]
+    learner_idle_s: Annotated[float, Metric("Time the learner waited for batches", "s", "counter", chart=_IDLE)]
+    rollout_idle_s: Annotated[
+        float, Metric("Time without generation since the first step, mean of workers", "s", "counter", chart=_IDLE)
+    ]
+    num_workers: Annotated[int, Metric("Rollout workers alive", healthy=(1, inf))]
+    filtered_prompts: Annotated[int, Metric("Prompts left out because of their length", kind="counter")]
+    truncated_prompts: Annotated[int, Metric("Prompts cut to their end, since this process began", kind="counter")]
     ledger: LedgerCounts
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
-    """One evaluation on a held-out set."""
+    """One evaluation on a held-out set. If workers measured several versions, both the lowest and the highest count."""
 
-    name: str  # of the set
-    policy_version: int  # the weights it measured (the lowest, where workers differed)
-    policy_version_max: int
-    accuracy: float  # mean reward
-    num_prompts: int
-    num_samples: int  # of each prompt
-    pass_share: float  # pass@k of k = num_samples; NaN with one sample
-    majority_share: float  # maj@k; NaN with one sample, or where the task knows no final answers
-    completion_tokens_mean: float
-    wall_s: float
+    metrics_prefix: ClassVar[str] = "evaluation_"
+
+    name: Annotated[str, Label("set")]
+    policy_version: Annotated[int, Metric("Lowest version of the weights that was measured", "versions")]
+    policy_version_max: Annotated[int, Metric("Highest version of the weights that was measured", "versions")]
+    accuracy: Annotated[float, Metric("Mean reward on a held-out set", chart=_ACCURACY)]
+    num_prompts: Annotated[int, Metric("Prompts of the held-out set")]
+    num_samples: Annotated[int, Metric("Samples of each prompt", "samples")]
+    pass_share: Annotated[float, Metric("Prompts with a right sample: pass@k", "share", chart=_PASS)]
+    majority_share: Annotated[float, Metric("Prompts whose majority answer is right: maj@k", "share", chart=_MAJORITY)]
+    completion_tokens_mean: Annotated[float, Metric("Mean completion length", "tokens")]
+    wall_s: Annotated[float, Metric("Time of the evaluation", "s")]
 
 
 Record = TrainRecord | EvalRecord

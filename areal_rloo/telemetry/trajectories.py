@@ -1,7 +1,7 @@
-"""The run folder's trajectories.jsonl: what became of single trajectories, token by token.
+"""Write and read a run folder's trajectories.jsonl: single trajectories, token by token.
 
-The learner appends `TrajectoryRecord`s, a step at a time; `areal_rloo.inspect` reads them, also while they are being
-written. Such a file may have gigabytes, so that everything here goes through it line by line.
+The learner appends `TrajectoryRecord`s, a step at a time; `areal_rloo.inspect` reads them, even during a run. The file
+may have gigabytes, so every function here reads line by line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 
 from areal_rloo.errors import DataError
+from areal_rloo.files import replacing
 
 FILE_NAME = "trajectories.jsonl"  # in the run folder
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """One token of a completion. Where the policy did not write it, `logprob` says nothing."""
+    """A token of a completion. `logprob` has no meaning if another party wrote the token."""
 
     text: str
     token_id: int
@@ -33,44 +34,43 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One trajectory that was trained on or dropped.
+    """A trajectory that was trained on or dropped.
 
-    What could not be measured is NaN inside lists and parts, in the file null.
+    A number that could not be measured is NaN inside lists and parts, null in the file.
     """
 
     policy_version: int  # learner's version when it was trained on or dropped
     group_id: int  # negative: evaluation (not recorded today)
     sample_index: int
-    part_index: int = 0  # which trajectory of the sample: it may give several
+    part_index: int = 0  # place among the trajectories of the sample
     source: str  # name of the data source
     epoch: int
     item_index: int  # place in the data
     prompt: str  # decoded
     pieces: list[str]  # decoded text of each completion token
     token_ids: list[int]
-    logprobs: list[float]  # of the behaviour policy; 0 for tokens that the policy did not write
+    logprobs: list[float]  # of the behaviour policy; 0 for tokens of other parties
     versions: list[list[int]]  # runs: [policy version, number of completion tokens]
-    spans: list[int]  # numbers of tokens by the policy and by others (tools, users), in turn; empty: all its own
+    spans: list[int]  # numbers of tokens by the policy and by others (tools, users), in turn; empty: all by the policy
     reward: float | None  # None: dropped without one
     reward_parts: dict[str, float]
     advantage: float | None  # mean over its tokens in the loss; None: not trained
-    advantages: list[float] = []  # by token, only where they differ along the trajectory
-    staleness: int | None  # of its stalest token when trained on
+    advantages: list[float] = []  # by token; empty if all are equal
+    staleness: int | None  # of the stalest token when trained on
     num_masked_tokens: int = 0  # past the staleness bound, so out of the loss
     finish_reason: str
     dropped: str | None  # reason of the drop
     detail: str = ""  # of the drop, e.g. a traceback
 
     def __post_init__(self) -> None:
-        """Refuse a record whose lists disagree; every reader goes through them in step."""
-        lengths = {
-            "token_ids": len(self.token_ids),
-            "logprobs": len(self.logprobs),
-            "versions": sum(count for _, count in self.versions),
-            "spans": sum(self.spans) if self.spans else self.num_tokens,
-            "advantages": len(self.advantages) if self.advantages else self.num_tokens,
-        }
-        for name, length in lengths.items():
+        """Refuse a record with lists of different lengths; readers iterate over them together."""
+        for name, length in (
+            ("token_ids", len(self.token_ids)),
+            ("logprobs", len(self.logprobs)),
+            ("versions", sum(count for _, count in self.versions)),
+            ("spans", sum(self.spans) if self.spans else self.num_tokens),
+            ("advantages", len(self.advantages) or self.num_tokens),
+        ):
             if length != self.num_tokens:
                 raise ValueError(f"{name}: expected {self.num_tokens} tokens as in pieces, got {length}")
 
@@ -85,7 +85,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """GROUP/INDEX, with the part behind it where it is not the first."""
+        """GROUP/INDEX; followed by .PART from the second part on."""
         return f"{self.group_id}/{self.sample_index}" + (f".{self.part_index}" if self.part_index else "")
 
     def by_policy(self) -> Iterator[bool]:
@@ -104,17 +104,15 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryFile:
-    """Appends to a trajectories.jsonl: one line a record, the lines of a step at once.
+    """Appends to a trajectories.jsonl: a line per record, the lines of a step at once.
 
-    An OSError is the caller's to judge; what a full disk took of a step by then is taken back, so that the file stays
-    whole.
+    If the disk is full, the file is cut back to the last whole step, and the OSError goes to the caller.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
     def append(self, records: Iterable[TrajectoryRecord]) -> None:
-        """Write the records of a step."""
         start = self._file.seek(0, os.SEEK_END)
         rest = memoryview(b"".join(_line(record) for record in records))
         try:
@@ -130,28 +128,24 @@ class TrajectoryFile:
 
 
 def cut_trajectories(path: Path, policy_version: int) -> None:
-    """Keep the records up to `policy_version`, itself included: on a resume, what came later did not happen.
+    """Keep the records up to and including `policy_version`; a resumed run repeats the later steps.
 
-    Lines that a killed writer has cut go too. The file is replaced in one move, so that a reader has the one or the
-    other; records of other versions of areal_rloo stay as they are.
+    Removes lines that a killed writer cut, too. Replaces the file atomically. Records of other versions of areal_rloo
+    stay as they are.
     """
     if not path.exists():
         return
-    kept = path.with_name(f".{path.name}.unfinished")
-    with path.open("rb") as source, kept.open("wb") as target:
+    with path.open("rb") as source, replacing(path) as target:
         for line in source:
             if line.endswith(b"\n") and _policy_version(line) <= policy_version:
                 target.write(line)
-        target.flush()
-        os.fsync(target.fileno())
-    kept.replace(path)
 
 
 def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
-    """The records of a file in its order; a last line that is not whole is left out.
+    """Read the records of a file in order, without an incomplete last line.
 
     Raises:
-        DataError: the file cannot be read, or a line is whole and no record of this version.
+        DataError: the file cannot be read, or a whole line is not a record of this version.
     """
     decoder = msgspec.json.Decoder(TrajectoryRecord)
     try:
@@ -164,16 +158,13 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
                 except msgspec.ValidationError:
                     yield _with_gaps(line, path, number)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise DataError(
-                        f"{path}:{number}: expected a record in JSON: {error}; take this line out to read the others"
-                    ) from error
+                    advice = "take this line out to read the others"
+                    raise DataError(f"{path}:{number}: expected a record in JSON: {error}; {advice}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-class _Beginning(msgspec.Struct, frozen=True):
-    """What is needed of a line to know whether it stays."""
-
+class _Beginning(msgspec.Struct):
     policy_version: int
 
 
@@ -185,7 +176,7 @@ def _policy_version(line: bytes) -> float:
 
 
 def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:
-    """A record with null among its numbers: JSON has no NaN."""
+    """Read a record with null among the numbers: JSON has no NaN."""
     values: Any = msgspec.json.decode(line)
     try:
         if isinstance(values, dict):

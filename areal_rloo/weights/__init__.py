@@ -1,1 +1,11 @@
-"""New weights from the learner to the rollout workers: manifest, buckets, transports, and who has which version."""
+"""New weights, from the learner to the rollout workers.
+
+`broadcast` is the learner's end: versions, and which worker runs which. `receive` is the worker's end. `manifest` lays
+tensors into buckets, and defines notices. Two transports: `shared_memory` on a single host, `collective` over
+torch.distributed (Gloo, NCCL).
+"""
+
+from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.receive import Receiver, ReceiveStatistics
+
+__all__ = ["BroadcastStatistics", "Broadcaster", "ReceiveStatistics", "Receiver", "SendTransport"]

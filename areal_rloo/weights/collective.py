@@ -1,30 +1,37 @@
 """Weights through torch.distributed: one broadcast a bucket, Gloo on CPU and NCCL on GPU, on one code path.
 
-The sender is rank 0. Whoever is present forms an epoch: a process group of its own over a store of its own. When the
-set of workers changes, or a broadcast failed, the next broadcast begins a new epoch. A store that closes lets go those
-who still wait in it for somebody who will not come. The groups are made directly, not through the process-wide default
-group, so they collide with nobody's.
+The sender is rank 0. The workers present form an epoch: a separate process group over a separate store. When the
+set of workers changes, or a broadcast fails, the next broadcast begins a new epoch. Closing a store releases every rank
+that still waits there for a rank that will not come. Groups are made directly, not through the process-wide default
+group, so they collide with no other group.
 
-A worker is one rank, this process's own `CollectiveReader`, or, where an SGLang server takes the weights itself, one
-rank for each of the server's. Such a server meets the others through torch's `_new_process_group_helper`, so `_group`
-looks for them in the store under the names that function uses.
+A worker is a single rank, the `CollectiveReader` of its process; if an SGLang server takes the weights itself, the
+worker is as many ranks as the server has. Such a server meets the others through torch's `_new_process_group_helper`,
+so `_group` looks for them in the store under the names that function uses.
+
+Meeting and broadcasting block, so they run on daemon threads: a hung collective ends by a timeout, and must not
+hold up the end of the process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from areal_rloo.errors import WeightsError, first_line
+from areal_rloo.waiting import wait_until
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
 
 if TYPE_CHECKING:
@@ -32,12 +39,14 @@ if TYPE_CHECKING:
 
     _Group = ProcessGroupGloo | ProcessGroupNCCL
 
+T = TypeVar("T")
+
 _LOOK_EVERY_S = 0.001
-_IN_FLIGHT = 2  # broadcasts under way together: the next one's start hides behind the other's end
+_IN_FLIGHT = 2  # broadcasts under way together: the start of the next hides behind the end of the first
 
 
 class CollectiveSender:
-    """Rank 0 of every epoch, and the host of the store."""
+    """Rank 0 of every epoch, and host of the store."""
 
     needs_all = True
 
@@ -54,61 +63,47 @@ class CollectiveSender:
         self._run = secrets.token_hex(4)  # a server may know the epochs of another run
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
-        self._world_size = 1  # of the epoch; members may be lost while it is being formed
+        self._world_size = 1  # of the epoch; members may be lost while the epoch forms
         self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def stage(self) -> Sequence[Tensor]:
-        """In CPU memory: a GPU has two buckets of it at a time, on their way."""
+    async def stage(self) -> Sequence[Tensor]:
+        """Return buckets in CPU memory: a GPU holds two of them at a time, on their way."""
         if self._free:
             return self._free.pop()
-        return empty_buckets(self._manifest, torch.device("cpu"), pinned=self._device.type == "cuda")
+        pinned = self._device.type == "cuda"
+        return await asyncio.to_thread(empty_buckets, self._manifest, torch.device("cpu"), pinned=pinned)
 
-    def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
+    async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
         if self._group is None or self._store is None or frozenset(worker_ids) != self._members:
             self._epoch += 1
-            self._group = None
+            self._group = self._store = None
             self._members = frozenset(worker_ids)
             self._world_size = 1 + len(self._members) * self._ranks_per_worker
-            timeout = timedelta(seconds=self._timeout_s)
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            try:
+                self._store = await _on_daemon_thread(self._new_store)
+            except (RuntimeError, OSError) as error:
+                raise WeightsError(f"{self._name}: no store on {self._host}: {first_line(error)}") from error
         return CollectiveOffer(
             host=self._host,
             port=self._store.port,
             name=self._name,
-            ranks={
-                worker_id: 1 + index * self._ranks_per_worker for index, worker_id in enumerate(sorted(self._members))
-            },
+            ranks={worker_id: 1 + index * self._ranks_per_worker for index, worker_id in enumerate(sorted(worker_ids))},
             world_size=self._world_size,
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
 
-    def send(self, buckets: Sequence[Tensor]) -> None:
-        assert self._store is not None, "what is sent was offered"
+    async def send(self, buckets: Sequence[Tensor]) -> None:
         try:
-            if self._group is None:
-                self._group = _group(
-                    self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s
-                )
-            with self._own_stream():
-                on_device = _on_device(buckets, self._device)
-                _broadcast(self._group, self._manifest, on_device, self._device, self._timeout_s)
-        except RuntimeError as error:
+            self._group = await _on_daemon_thread(lambda: self._send(buckets))
+        except (RuntimeError, OSError) as error:
             self._group = self._store = None
             raise WeightsError(f"{self._name}: {first_line(error)}") from error
 
-    def _own_stream(self) -> AbstractContextManager[object]:
-        """So that copies to a GPU neither wait for the training's kernels nor hold them up."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._stream)
-
     def taken(self, worker_id: str) -> None:
-        """Nothing of a worker's reading is left here once the collective is done."""
+        """Nothing to do: a worker reads nothing here once the collective is done."""
 
     def lost(self, worker_id: str) -> None:
         if worker_id in self._members:
@@ -121,13 +116,35 @@ class CollectiveSender:
         self._group = self._store = None
         self._free.clear()
 
+    def _new_store(self) -> TCPStore:
+        timeout = timedelta(seconds=self._timeout_s)
+        return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+    def _send(self, buckets: Sequence[Tensor]) -> _Group:
+        """Meet the ranks of the epoch unless they have met, and broadcast; returns the group."""
+        assert self._store is not None, "what is sent was offered"
+        group, self._group = self._group, None  # only a broadcast that worked gives the group back
+        if group is None:
+            group = _group(self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s)
+        with self._own_stream():
+            _broadcast(group, self._manifest, _on_device(buckets, self._device), self._device, self._timeout_s)
+        return group
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """Use a separate stream, so copies to a GPU and training kernels do not wait for each other."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
+
     @property
     def _name(self) -> str:
         return f"areal_rloo-{self._run}-{self._epoch}"
 
 
 class CollectiveReader:
-    """A worker's rank in the current epoch, and the second buffer it receives into."""
+    """A worker's rank in the current epoch, and the second buffer the rank receives into."""
 
     def __init__(self, worker_id: str, device: torch.device) -> None:
         self._worker_id = worker_id
@@ -136,33 +153,66 @@ class CollectiveReader:
         self._group: _Group | None = None
         self._buckets: Sequence[Tensor] = ()
 
-    def take(self, offer: CollectiveOffer, manifest: Manifest) -> Sequence[Tensor]:
-        """Receive every bucket; blocks until they are here.
+    async def take(self, offer: CollectiveOffer, manifest: Manifest) -> Sequence[Tensor]:
+        """Receive every bucket.
 
         Raises:
-            WeightsError: the broadcast failed or took too long.
+            WeightsError: the broadcast failed or timed out, or the offer is for other workers.
         """
-        if [len(bucket) for bucket in self._buckets] != list(manifest.bucket_num_bytes):
-            self._buckets = empty_buckets(manifest, self._device)
+        rank = offer.ranks.get(self._worker_id)
+        if rank is None:
+            raise WeightsError(f"{offer.name}: the offer has no rank for {self._worker_id}")
         try:
-            if self._group is None or offer.name != self._name:
-                self._group = None
-                timeout = timedelta(seconds=offer.timeout_s)
-                store = TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
-                rank = offer.ranks[self._worker_id]
-                self._group = _group(
-                    store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s
-                )
-                self._name = offer.name
-            _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
-        except RuntimeError as error:
+            await _on_daemon_thread(lambda: self._take(offer, manifest, rank))
+        except (RuntimeError, OSError) as error:
             self._group = None
             raise WeightsError(f"{offer.name}: {first_line(error)}") from error
         return self._buckets
 
+    def _take(self, offer: CollectiveOffer, manifest: Manifest, rank: int) -> None:
+        if [len(bucket) for bucket in self._buckets] != list(manifest.bucket_num_bytes):
+            self._buckets = empty_buckets(manifest, self._device)
+        if self._group is None or offer.name != self._name:
+            self._group = None
+            store = TCPStore(offer.host, offer.port, is_master=False, timeout=timedelta(seconds=offer.timeout_s))
+            self._group = _group(store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s)
+            self._name = offer.name
+        _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
+
+
+async def _on_daemon_thread(work: Callable[[], T]) -> T:
+    """Await the result of a function that runs on a daemon thread.
+
+    The threads of `asyncio.to_thread` are no daemons: the process would not end before they do. The thread frees the
+    frames of failed work before it ends: they hold the group and the store, and the other ranks wait until these close.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return  # cancelled meanwhile
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result = error = frames = None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 - raised again where the result is awaited
+            frames, error = raised.__traceback__, raised.with_traceback(None)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits the result
+            loop.call_soon_threadsafe(settle, result, error)
+        del frames
+
+    threading.Thread(target=run, name="collective", daemon=True).start()
+    return await done
+
 
 def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Buckets one after the other on a device that holds as many as are under way; the next one replaces the oldest."""
+    """Yield the buckets on a device that holds as many as are under way; each replaces the oldest."""
     if device.type == "cpu":
         yield from buckets
         return
@@ -189,17 +239,17 @@ def _broadcast(
 
 
 def _finish(work: Work, group: _Group, device: torch.device, ends_s: float) -> None:
-    """Wait for a broadcast. NCCL's own wait only orders streams, and its timeout ends the process: we look instead."""
-    while device.type == "cuda" and not work.is_completed():
-        if time.monotonic() > ends_s:
+    """Wait for a broadcast by polling: NCCL's own wait only orders streams, and its timeout kills the process."""
+    if device.type == "cuda":
+        left_s = ends_s - time.monotonic()
+        if not wait_until(work.is_completed, timeout_s=left_s, look_every_s=_LOOK_EVERY_S):
             group.abort()
-            raise RuntimeError("somebody did not take part in time")
-        time.sleep(_LOOK_EVERY_S)
+            raise RuntimeError("a rank did not take part in time")
     work.wait()
 
 
 def _group(store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
-    """Meet the others of an epoch; blocks until all are here."""
+    """Meet the other ranks of an epoch; blocks until all are there."""
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     timeout = timedelta(seconds=timeout_s)
@@ -207,7 +257,7 @@ def _group(store: Store, name: str, rank: int, size: int, backend: str, host: st
         from torch._C._distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from CPU builds of torch
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # ours comes first, and ends the broadcast alone
+        options._timeout = 2 * timeout  # ours ends the broadcast first; NCCL's ends the process
         return ProcessGroupNCCL(prefixed, rank, size, options)
     gloo_options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo_options._timeout = timeout
@@ -216,7 +266,7 @@ def _group(store: Store, name: str, rank: int, size: int, backend: str, host: st
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to a host; Gloo would otherwise guess from the machine's name."""
+    """Return this machine's address on the route to a host; Gloo would guess from the machine's name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         address: str = probe.getsockname()[0]

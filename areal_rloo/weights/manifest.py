@@ -1,7 +1,7 @@
-"""What a version of the weights is: a manifest (names, shapes, dtypes, places) and flat buckets of bytes.
+"""A version of the weights: a manifest (names, shapes, dtypes, places) and flat buckets of bytes.
 
-A transport moves whole buckets, never single tensors. A notice tells a worker which version is on offer and how to take
-it; it travels as opaque bytes in a WeightsNotice.
+A transport moves whole buckets, never single tensors. A notice tells a worker which version is on offer and how to
+receive the buckets; on the wire a notice is opaque bytes in a WeightsNotice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes: of a bucket's length
+_ALIGNMENT = 64  # bytes; bucket lengths are multiples
 _CHECKSUM_ROW = 4096  # words under one weight
 _DTYPES = {
     "float32": torch.float32,
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor and its place: a bucket and an offset in it."""
+    """A tensor and a place: a bucket and an offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,8 +38,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True):
     """Every tensor of a model, and the size of each bucket in bytes, a multiple of 64.
 
-    A bucket's tensors have one dtype and stand one behind the other without a gap, which is also what SGLang calls a
-    flattened bucket.
+    The tensors of a bucket share a dtype and are contiguous; SGLang calls this a flattened bucket.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -55,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def filled_bytes(self) -> list[int]:
-        """Of each bucket, without what pads it."""
+        """Bytes of each bucket without the padding."""
         filled = [0] * self.num_buckets
         for spec in self.tensors:
             filled[spec.bucket_index] += spec.num_bytes
@@ -63,18 +62,18 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class SharedMemoryOffer(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """Map this file: it holds all buckets, one behind the other."""
+    """Map this file: it holds all buckets, contiguous."""
 
     path: str
 
 
 class CollectiveOffer(msgspec.Struct, frozen=True, tag="collective"):
-    """Join this process group and receive what each bucket is filled with from rank 0."""
+    """Join this process group and receive the filled part of each bucket from rank 0."""
 
     host: str
     port: int
-    name: str  # of the group; another one at every epoch
-    ranks: dict[str, int]  # worker_id to the first of its ranks; the sender is 0
+    name: str  # of the group; differs at every epoch
+    ranks: dict[str, int]  # worker_id to the first of the worker's ranks; the sender is 0
     world_size: int
     backend: str
     timeout_s: float
@@ -105,12 +104,12 @@ def decode_notice(body: bytes) -> Notice:
 def build_manifest(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Manifest:
-    """Lay tensors into buckets of one dtype and at most `bucket_bytes`, in order; a larger tensor gets one of its own.
+    """Lay tensors into buckets, in order; every bucket has a single dtype, and a large tensor a separate bucket.
 
     Args:
         named_tensors: names and tensors; only shapes and dtypes are read.
         bucket_bytes: soft size of a bucket.
-        dtype: floating-point tensors travel in it; None keeps each one's own.
+        dtype: floating-point tensors are cast to this dtype; None keeps the dtype of each.
     """
     names = {value: key for key, value in _DTYPES.items()}
     tensors: list[TensorSpec] = []
@@ -126,14 +125,14 @@ def build_manifest(
 
 
 def views(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors that look into the buckets ([num_bytes] uint8 each); nothing is copied."""
+    """Yield names, and tensors that are views of the buckets ([num_bytes] uint8 each)."""
     for spec in manifest.tensors:
         raw = buckets[spec.bucket_index][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, raw.view(_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def by_bucket(manifest: Manifest) -> list[list[TensorSpec]]:
-    """The tensors of each bucket, in order."""
+    """List the tensors of each bucket, in order."""
     buckets: list[list[TensorSpec]] = [[] for _ in range(manifest.num_buckets)]
     for spec in manifest.tensors:
         buckets[spec.bucket_index].append(spec)
@@ -148,10 +147,10 @@ def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buck
 
 
 def checksum(buckets: Sequence[Tensor]) -> int:
-    """A 64-bit sum that tells torn or mixed buffers apart, at the speed of memory and on any device.
+    """Compute a 64-bit sum that detects torn or mixed buffers, at memory bandwidth and on any device.
 
-    Every 64-bit word is added with a weight that depends on its bucket and its row, all modulo 2**64. Weights are odd,
-    so that no single bit can change without changing the sum. Buckets are a whole number of words long.
+    Every 64-bit word is added with a weight that depends on the bucket and the row, modulo 2**64. Weights are odd, so
+    a change of any single bit changes the sum. Buckets are a whole number of words long.
     """
     total = 0
     for number, bucket in enumerate(buckets, start=1):
@@ -165,7 +164,7 @@ def checksum(buckets: Sequence[Tensor]) -> int:
 
 
 def empty_buckets(manifest: Manifest, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
-    """Fresh buckets in one storage. What pads them is 0 everywhere, and never sent."""
+    """Allocate buckets in a single storage. The padding is 0 and never sent."""
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     return list(flat.split(list(manifest.bucket_num_bytes)))
 

@@ -1,16 +1,18 @@
-"""A rollout worker's end of the weights: takes what is offered in the background, and hands it to the engine.
+"""A rollout worker's end of the weights: receives the versions on offer and hands them to the engine.
 
-`offer` (event loop) returns at once. A thread of the receiver's own takes the buckets, checks their sum, and waits for
-the engine to swap them in between two decode steps; generation goes on all the while. An engine that has processes of
-its own (an SGLang server) joins the collective itself, through `join_group`: then no bucket comes through here.
+`offer` records a notice. `receive`, consumed by a task of the worker's event loop, takes the buckets, verifies their
+checksum, and waits until the engine has swapped them in between two decode steps. Generation goes on meanwhile: copies
+and collectives run on threads. An engine with separate processes (an SGLang server) joins the collective itself,
+through `join_group`; no bucket passes through here then.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import msgspec
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from areal_rloo.errors import ArealRlooError, ChecksumError
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.weights.collective import CollectiveReader
 from areal_rloo.weights.manifest import CollectiveOffer, Notice, checksum, decode_notice, views
 from areal_rloo.weights.shared_memory import SharedMemoryReader
@@ -28,17 +31,32 @@ logger = get_logger(__name__)
 class ReceiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start."""
 
+    metrics_prefix: ClassVar[str] = "weights_"
+
+    policy_version: Annotated[int, Metric("Version of the weights that this worker's receiver delivered", "versions")]
+    received: Annotated[int, Metric("Versions this worker received", kind="counter")]
+    failed: Annotated[int, Metric("Versions that did not arrive whole at this worker", kind="counter")]
+    received_bytes: Annotated[int, Metric("Bytes of weights this worker received", "bytes", "counter")]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The engine runs this version."""
+
     policy_version: int
-    received: int
-    failed: int
-    received_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotReceived:
+    """This version did not arrive whole; the engine keeps the weights from before."""
+
+    policy_version: int
+    detail: str
 
 
 class Receiver:
-    """One per rollout worker. The callbacks are called on the receiver's thread.
-
-    `policy_version` is what the engine runs: less than it was, where the engine had to start anew.
-    """
+    """One per rollout worker, used on the worker's event loop alone."""
 
     def __init__(
         self,
@@ -47,31 +65,51 @@ class Receiver:
         policy_version: Callable[[], int],
         load_weights: Callable[[int, Iterable[tuple[str, Tensor]]], Future[int]],
         join_group: Callable[[Notice, CollectiveOffer], Future[int]] | None = None,
-        on_received: Callable[[int, int], None],
-        on_failed: Callable[[int, str], None],
         device: torch.device,
     ) -> None:
+        """
+        Args:
+            worker_id: of the worker.
+            policy_version: returns the version the engine runs; lower than before after a restart of the engine.
+            load_weights: hands a version to the engine; called on a thread.
+            join_group: lets the engine join a collective itself; called on a thread. None if the receiver joins.
+            device: of the buckets of a collective.
+        """
         self._load_weights = load_weights
         self._join_group = join_group
-        self._on_received = on_received
-        self._on_failed = on_failed
         self._policy_version = policy_version
         self._collective = CollectiveReader(worker_id, device)
         self._shared_memory = SharedMemoryReader()
+        self._offer: Notice | None = None
+        self._offered = asyncio.Event()
         self._received = 0
         self._failed = 0
         self._received_bytes = 0
-        self._offers: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="receive", daemon=True)
-        self._thread.start()
 
     def offer(self, body: bytes) -> None:
-        """A notice came; it is taken up in the background.
+        """Record the notice of a version. A later notice replaces one not yet begun: that broadcast is over.
 
         Raises:
-            msgspec.DecodeError: it is not a notice.
+            msgspec.DecodeError: the bytes are not a notice.
         """
-        self._offers.put(decode_notice(body))
+        self._offer = decode_notice(body)
+        self._offered.set()
+
+    async def receive(self) -> AsyncIterator[Received | NotReceived]:
+        """Receive each version on offer; yields the outcome, without end."""
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            notice, self._offer = self._offer, None
+            assert notice is not None, "the event says that there is an offer"
+            try:
+                await self._take(notice)
+            except (ArealRlooError, RuntimeError, OSError) as error:
+                self._failed += 1
+                logger.warning("version %d did not arrive: %s", notice.policy_version, error)
+                yield NotReceived(notice.policy_version, str(error))
+            else:
+                yield Received(notice.policy_version, notice.checksum)
 
     def statistics(self) -> ReceiveStatistics:
         return ReceiveStatistics(
@@ -81,43 +119,25 @@ class Receiver:
             received_bytes=self._received_bytes,
         )
 
-    def close(self) -> None:
-        """Take nothing more. A collective under way ends by its own timeout, on a daemon thread."""
-        self._offers.put(None)
-        self._thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        while (notice := self._offers.get()) is not None:
-            if not self._offers.empty():
-                continue  # one broadcast is under way at a time: with another on offer, this one is over
-            try:
-                self._take(notice)
-            except (ArealRlooError, RuntimeError) as error:
-                self._failed += 1
-                logger.warning("version %d did not arrive: %s", notice.policy_version, error)
-                self._on_failed(notice.policy_version, str(error))
-
-    def _take(self, notice: Notice) -> None:
+    async def _take(self, notice: Notice) -> None:
         if self._join_group is not None and isinstance(notice.offer, CollectiveOffer):
-            self._join_group(notice, notice.offer).result()
-            self._took(notice)
+            await asyncio.wrap_future(await asyncio.to_thread(self._join_group, notice, notice.offer))
         else:
-            buckets = self._buckets(notice)
-            if notice.policy_version > self._policy_version():
-                found = checksum(buckets)
-                if found != notice.checksum:
-                    raise ChecksumError(f"version {notice.policy_version}: expected {notice.checksum}, got {found}")
-                self._load_weights(notice.policy_version, views(notice.manifest, buckets)).result()
-                self._took(notice)
-        self._on_received(notice.policy_version, notice.checksum)
-
-    def _took(self, notice: Notice) -> None:
+            buckets = await self._buckets(notice)
+            if notice.policy_version <= self._policy_version():
+                return
+            found = await asyncio.to_thread(checksum, buckets)
+            if found != notice.checksum:
+                raise ChecksumError(f"version {notice.policy_version}: expected {notice.checksum}, got {found}")
+            tensors = views(notice.manifest, buckets)
+            await asyncio.wrap_future(await asyncio.to_thread(self._load_weights, notice.policy_version, tensors))
         self._received += 1
         self._received_bytes += notice.manifest.total_bytes
 
-    def _buckets(self, notice: Notice) -> Sequence[Tensor]:
+    async def _buckets(self, notice: Notice) -> Sequence[Tensor]:
         if isinstance(notice.offer, CollectiveOffer):
-            return self._collective.take(notice.offer, notice.manifest)  # also a known version: the group needs all
+            # Take part for a version that the engine has, too: a collective needs all ranks.
+            return await self._collective.take(notice.offer, notice.manifest)
         if notice.policy_version <= self._policy_version():
             return ()
-        return self._shared_memory.take(notice.offer, notice.manifest)
+        return await asyncio.to_thread(self._shared_memory.take, notice.offer, notice.manifest)

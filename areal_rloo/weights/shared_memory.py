@@ -1,8 +1,8 @@
-"""Weights through shared memory, on one host: the learner gathers straight into a file in memory, a worker maps it.
+"""Weights through shared memory, on a single host: the learner gathers into a file in memory, and workers map the file.
 
-A segment is written again only when every worker that was told of it has taken it. A segment that a silent worker may
-still read is given up instead: its name is removed, its memory goes when the worker lets go, and whatever that worker
-reads when it wakes up is whole.
+The learner writes a segment again only after every worker with an offer has taken the segment. A segment that a
+silent worker may still read is given up: the name is removed, and the memory is freed when the worker unmaps it. So a
+worker that wakes up late still reads whole weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Segment:
 
 
 class SharedMemorySender:
-    """Segments of a run, in a folder of their own."""
+    """The segments of a run, in a folder of their own."""
 
     needs_all = False
 
@@ -41,33 +41,33 @@ class SharedMemorySender:
         self._folder = folder
         self._segments: list[_Segment] = []
         self._offered: _Segment | None = None
-        self._run = secrets.token_hex(4)  # a worker may have segments of the learner before us mapped, by their names
+        self._run = secrets.token_hex(4)  # a worker may still map segments of an earlier learner under their names
         self._num_made = 0
-        shutil.rmtree(folder, ignore_errors=True)  # of a learner that was killed, and began anew as this one
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed learner
         folder.mkdir(parents=True, mode=0o700)
 
-    def stage(self) -> Sequence[Tensor]:
+    async def stage(self) -> Sequence[Tensor]:
         segment = next((s for s in self._segments if not s.in_use and not s.readers), None)
         if segment is None:
             segment = self._made()
         segment.in_use = True
         return segment.buckets
 
-    def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
+    async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
         segment = self._of(buckets)
         segment.readers |= set(worker_ids)
         self._offered = segment
         return SharedMemoryOffer(str(segment.path))
 
-    def send(self, buckets: Sequence[Tensor]) -> None:
-        """The workers read for themselves."""
+    async def send(self, buckets: Sequence[Tensor]) -> None:
+        """Nothing to do: the workers read the segment themselves."""
 
     def taken(self, worker_id: str) -> None:
         if self._offered is not None:
             self._offered.readers.discard(worker_id)
 
     def lost(self, worker_id: str) -> None:
-        for segment in self._segments:
+        for segment in list(self._segments):
             if worker_id in segment.readers and not segment.in_use:
                 self._give_up(segment)
             segment.given_up |= worker_id in segment.readers
@@ -86,6 +86,8 @@ class SharedMemorySender:
         return next(segment for segment in self._segments if segment.buckets is buckets)
 
     def _give_up(self, segment: _Segment) -> None:
+        if segment is self._offered:
+            self._offered = None  # the last reference keeps the memory mapped
         segment.path.unlink(missing_ok=True)
         if segment in self._segments:
             self._segments.remove(segment)
@@ -96,7 +98,7 @@ class SharedMemorySender:
         if size > free:
             raise WeightsError(
                 f"{self._folder}: a version of the weights needs {size} bytes of shared memory, {free} are free; "
-                "enlarge it or set weights.transport=collective"
+                "enlarge the shared memory or set weights.transport=collective"
             )
         path = self._folder / f"segment-{self._run}-{self._num_made}"
         self._num_made += 1
@@ -112,16 +114,16 @@ class SharedMemorySender:
 
 
 class SharedMemoryReader:
-    """Maps offered segments; keeps a few mapped, because they rotate and mapping anew costs a fault a page."""
+    """Maps offered segments, and keeps a few mapped: segments rotate, and a new mapping costs a page fault per page."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, Tensor] = {}
 
     def take(self, offer: SharedMemoryOffer, manifest: Manifest) -> Sequence[Tensor]:
-        """The buckets, as read-only by agreement: the learner alone writes.
+        """Map the buckets. Read them only: the learner alone writes.
 
         Raises:
-            WeightsError: the segment is gone: a newer version has replaced it.
+            WeightsError: the segment is gone because a newer version replaced it.
         """
         flat = self._mapped.pop(offer.path, None)
         if flat is None or len(flat) != manifest.total_bytes:

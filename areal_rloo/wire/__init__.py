@@ -1,1 +1,10 @@
-"""ZeroMQ between the learner and the rollout workers: messages, codec, channels, keys. Nothing else knows ZeroMQ."""
+"""ZeroMQ between the learner and the rollout workers; the only package that knows ZeroMQ.
+
+`messages` is the whole protocol. `codec` turns messages into frames and back, `columns` the trajectories. `channels`
+has the two ends as asyncio sockets. `security` makes and loads CURVE keys.
+"""
+
+from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel, WorkerChannel
+from areal_rloo.wire.columns import Limits
+
+__all__ = ["ChannelStatistics", "LearnerChannel", "Limits", "WorkerChannel"]

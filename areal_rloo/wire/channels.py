@@ -1,8 +1,9 @@
 """The two ends of the wire, for asyncio: `LearnerChannel` (ROUTER) and `WorkerChannel` (DEALER).
 
-A worker pushes trajectories into a bounded outbox; whatever is ready goes out as one message, with others still on
-their way, and is kept until its acknowledgement is here. A full outbox makes `push` wait: that is the
-backpressure. The learner's sends never block: a peer that is gone or full loses the message, which the protocol mends.
+A worker pushes trajectories into a bounded outbox. All ready trajectories leave as a single message, several
+messages may be in flight, and each is kept until the learner acknowledges it. A full outbox makes `push` wait: this is
+the backpressure. The learner's sends never block: a peer that is gone or full loses the message, and the protocol
+recovers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, ClassVar, cast
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from areal_rloo.config import is_loopback
 from areal_rloo.errors import DecodeError, PreflightError, WireError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits
@@ -36,39 +38,42 @@ from areal_rloo.wire.security import CurveKeys
 logger = get_logger(__name__)
 
 _HIGH_WATER_MARK = 100_000
-_BATCH_TRAJECTORIES = 64  # most that are sent as one message: more gain nothing and delay the first
-_BATCH_BYTES = 8 * 2**20  # a message is not made larger than this by a further trajectory
-_MESSAGES_IN_FLIGHT = 16  # not acknowledged; what is ready beyond waits, and goes together
+_BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
+_BATCH_BYTES = 8 * 2**20  # soft limit of a message
+_MESSAGES_IN_FLIGHT = 16  # not acknowledged; further trajectories wait and leave together
 _BYTES_PER_TOKEN = 8  # a token id and a logprob
+_COUNTED = ("messages_in", "messages_out", "bytes_in", "bytes_out", "refused", "unroutable")
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the channel was made. `refused` could not be read; `unroutable` had no peer to go to."""
+    """Counts since the channel was made."""
 
-    messages_in: int
-    messages_out: int
-    bytes_in: int
-    bytes_out: int
-    refused: int
-    unroutable: int
-    unacknowledged: int
-    resent: int
+    metrics_prefix: ClassVar[str] = "wire_"
+
+    messages_in: Annotated[int, Metric("Messages received", kind="counter")]
+    messages_out: Annotated[int, Metric("Messages sent", kind="counter")]
+    bytes_in: Annotated[int, Metric("Bytes received", "bytes", "counter")]
+    bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")]
+    refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))]
+    unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")]
+    unacknowledged: Annotated[int, Metric("Trajectories sent and not acknowledged yet")]
+    resent: Annotated[int, Metric("Batches of trajectories sent again because no ack came", kind="counter")]
 
 
 class LearnerChannel:
-    """The learner's end: receives from every worker, sends to one by its peer id."""
+    """The learner's end: receives from every worker, and sends to a worker by peer id."""
 
     def __init__(self, socket: zmq.asyncio.Socket, authenticator: AsyncioAuthenticator | None, limits: Limits) -> None:
         self._socket = socket
         self._authenticator = authenticator
         self._limits = limits
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
-        self._counts = dict.fromkeys(("in", "out", "bytes_in", "bytes_out", "refused", "unroutable"), 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     @classmethod
     def bind(cls, host: str, port: int, *, limits: Limits, keys: CurveKeys | None) -> LearnerChannel:
-        """Bind a socket; port 0 takes a free one. Call on the event loop that will use it.
+        """Bind a socket; port 0 takes a free port. Call this on the event loop of the channel.
 
         Raises:
             PreflightError: the port is taken, or the address is open to the network without keys.
@@ -96,32 +101,30 @@ class LearnerChannel:
         return cls(socket, authenticator, limits)
 
     async def receive(self) -> tuple[str, WorkerMessage]:
-        """The next message and its sender. What cannot be read is counted, logged and answered, never raised."""
+        """Return the next message and the sender. Unreadable messages are counted, logged and answered."""
+        if not self._inbox:
+            await asyncio.sleep(0)  # reading a queued message does not suspend; let other tasks run
         while not self._inbox:
             self._take(await self._socket.recv_multipart(copy=False))
             self._take_what_is_there()
         return self._inbox.popleft()
 
     def send(self, peer: str, message: LearnerMessage) -> bool:
-        """Send without waiting; False where the peer is gone or its queue is full."""
+        """Send without waiting; returns False if the peer is gone or the queue is full."""
         frames = encode(message)
-        # Through the asyncio socket although the future is done at once: it re-arms the receiver's edge-triggered poll.
+        # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
         done = cast(asyncio.Future[object], self._socket.send_multipart([bytes.fromhex(peer), *frames], zmq.NOBLOCK))
         error = done.exception()
         if error is not None:
             self._counts["unroutable"] += 1
             logger.info("%s to %s is lost: %s", type(message).__name__, peer, error)
             return False
-        self._counts["out"] += 1
+        self._counts["messages_out"] += 1
         self._counts["bytes_out"] += sum(map(len, frames))
         return True
 
-    def acknowledge(self, peer: str, batch_ids: Sequence[int]) -> None:
-        """Tell a worker that these batches are in the ledger."""
-        self.send(peer, TrajectoryAck(tuple(batch_ids)))
-
     def statistics(self) -> ChannelStatistics:
-        return _statistics(self._counts, unacknowledged=0, resent=0)
+        return ChannelStatistics(**self._counts, unacknowledged=0, resent=0)
 
     def close(self) -> None:
         self._socket.close(0)
@@ -129,7 +132,7 @@ class LearnerChannel:
             self._authenticator.stop()
 
     def _take_what_is_there(self) -> None:
-        """Everything that lies ready, up to a bound that leaves the loop time for others."""
+        """Read all queued messages, up to a bound that leaves time for other tasks."""
         direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         for _ in range(256):
             try:
@@ -139,7 +142,7 @@ class LearnerChannel:
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         identity, body = frames[0].bytes, [frame.buffer for frame in frames[1:]]
-        self._counts["in"] += 1
+        self._counts["messages_in"] += 1
         self._counts["bytes_in"] += sum(map(len, body))
         peer = identity.hex()
         try:
@@ -151,7 +154,7 @@ class LearnerChannel:
 
 
 class WorkerChannel:
-    """A rollout worker's end. Make it on the event loop that will use it."""
+    """A rollout worker's end. Create the channel on the event loop that uses it."""
 
     def __init__(
         self,
@@ -182,25 +185,25 @@ class WorkerChannel:
         self._resent = 0
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
-        self._counts = dict.fromkeys(("in", "out", "bytes_in", "bytes_out", "refused", "unroutable"), 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._sender = asyncio.get_running_loop().create_task(self._send_ready())
 
     async def send(self, message: WorkerMessage) -> None:
         """Send any message but trajectories; waits while the socket's queue is full.
 
         Raises:
-            Exception: what ended the sending of trajectories; nothing more would leave.
+            Exception: the error that ended the sender of trajectories; no trajectory would leave any more.
         """
         if self._sender.done() and not self._sender.cancelled():
             self._sender.result()
         frames = encode(message)
-        self._counts["out"] += 1
+        self._counts["messages_out"] += 1
         self._counts["bytes_out"] += sum(map(len, frames))
         await self._socket.send_multipart(frames, copy=False)
 
     async def push(self, *trajectories: Trajectory) -> None:
-        """Give the trajectories of one sample to the sender, which keeps them in one message; waits while `max_unacked`
-        trajectories are not acknowledged."""
+        """Queue the trajectories of a sample; they travel in the same message. Waits while `max_unacked` trajectories
+        are not acknowledged."""
         if self._num_unacked >= self._max_unacked:
             async with self._room:
                 await self._room.wait_for(lambda: self._num_unacked < self._max_unacked)
@@ -209,14 +212,14 @@ class WorkerChannel:
         self._wake.set()
 
     async def receive(self) -> LearnerMessage:
-        """The next message; acknowledgements are taken in on the way.
+        """Return the next message; acknowledgements are applied here.
 
         Raises:
-            WireError: the learner speaks another wire version, or what it sent cannot be read.
+            WireError: the learner speaks another wire version, or a message is unreadable.
         """
         while True:
             frames = await self._socket.recv_multipart()
-            self._counts["in"] += 1
+            self._counts["messages_in"] += 1
             self._counts["bytes_in"] += sum(map(len, frames))
             try:
                 message = decode_learner(frames, self._limits)
@@ -228,36 +231,27 @@ class WorkerChannel:
             await self._acknowledged(message)
 
     def unacknowledged(self) -> list[SampleId]:
-        """Samples that are finished and not known to be in the ledger."""
+        """List the finished samples that the learner has not acknowledged."""
         sent = [trajectory.sample_id for _, batch in self._unacked.values() for trajectory in batch]
         return sent + [sample[0].sample_id for sample in self._ready]
 
     async def resend_unacknowledged(self) -> None:
-        """Send everything that is not acknowledged again: the connection or the learner is another one."""
+        """Send all unacknowledged trajectories again, after a reconnection or a restart of the learner."""
         for batch_id in list(self._unacked):
             await self._resend(batch_id)
 
     def forget(self) -> None:
-        """Nobody wants what is not acknowledged."""
+        """Discard all unacknowledged trajectories."""
         self._ready.clear()
         self._unacked.clear()
         self._num_unacked = 0
         self._wake.set()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Wait until all is acknowledged; False when the timeout came first. `receive` must go on meanwhile."""
-        try:
-            async with asyncio.timeout(timeout_s), self._room:
-                await self._room.wait_for(lambda: self._num_unacked == 0)
-        except TimeoutError:
-            return False
-        return True
-
     def statistics(self) -> ChannelStatistics:
-        return _statistics(self._counts, unacknowledged=self._num_unacked, resent=self._resent)
+        return ChannelStatistics(**self._counts, unacknowledged=self._num_unacked, resent=self._resent)
 
     async def close(self) -> None:
-        """Stop sending; what is queued gets a second to leave."""
+        """Stop sending; queued messages get a second to leave."""
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         self._socket.close(1000)
@@ -270,7 +264,7 @@ class WorkerChannel:
             self._room.notify_all()
 
     async def _send_ready(self) -> None:
-        """Send whatever is ready as one message, again and again; resend what waits too long for its ack."""
+        """Send all ready trajectories as a message, forever; resend messages whose acknowledgement is overdue."""
         while True:
             try:
                 async with asyncio.timeout(self._resend_after_s / 2):
@@ -285,7 +279,7 @@ class WorkerChannel:
                 await self.send(TrajectoryBatch(self._worker_id, self._next_batch_id, batch))
 
     def _take_ready(self) -> tuple[Trajectory, ...]:
-        """As much of what is ready as goes in one message."""
+        """Take as many ready trajectories as fit into a message."""
         batch: list[Trajectory] = []
         num_bytes = 0
         while self._ready and len(batch) < _BATCH_TRAJECTORIES:
@@ -310,13 +304,13 @@ class WorkerChannel:
 
 
 class _OnlyThis:
-    """Credentials provider that admits one client key."""
+    """A credentials provider that admits a single client key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """True for the key of this run's workers. The signature is pyzmq's."""
+        """Return True for the key of this run's workers. pyzmq sets the signature."""
         return key == self._public
 
 
@@ -331,16 +325,3 @@ def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyn
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
-
-
-def _statistics(counts: dict[str, int], *, unacknowledged: int, resent: int) -> ChannelStatistics:
-    return ChannelStatistics(
-        messages_in=counts["in"],
-        messages_out=counts["out"],
-        bytes_in=counts["bytes_in"],
-        bytes_out=counts["bytes_out"],
-        refused=counts["refused"],
-        unroutable=counts["unroutable"],
-        unacknowledged=unacknowledged,
-        resent=resent,
-    )

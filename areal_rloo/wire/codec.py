@@ -1,6 +1,6 @@
-"""Messages to frames and back. Bytes from outside are checked here, once; behind this line messages are trusted.
+"""Messages to frames and back. Bytes from outside are checked here, once; the rest of the code trusts messages.
 
-A message is a list of frames: a header (wire version, message), and for a TrajectoryBatch three columns of raw
+A message is a list of frames: a header (wire version, message), and for a TrajectoryBatch four columns of raw
 little-endian numbers (`columns`).
 """
 
@@ -51,7 +51,7 @@ _learner_decoder = msgspec.msgpack.Decoder(_LearnerHeader)
 
 
 def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
-    """The frames of a message."""
+    """Encode a message as frames."""
     if not isinstance(message, TrajectoryBatch):
         return [_encoder.encode((WIRE_VERSION, message))]
     headers, columns = encode_columns(message.trajectories)
@@ -60,11 +60,11 @@ def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
 
 
 def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
-    """What a worker sent.
+    """Decode a message of a worker.
 
     Raises:
-        WireVersionError: it speaks another wire version.
-        DecodeError: anything else is wrong with it; says which field and why. No other exception, whatever the bytes.
+        WireVersionError: the worker speaks another wire version.
+        DecodeError: anything else is wrong; names the field and the reason. No bytes raise any other exception.
     """
     header = _header(frames, limits, _worker_decoder)
     if isinstance(header, _BatchHeader):
@@ -75,7 +75,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
 
 
 def decode_learner(frames: Sequence[Frame], limits: Limits) -> LearnerMessage:
-    """What the learner sent; raises as `decode_worker`."""
+    """Decode a message of the learner; raises as `decode_worker` does."""
     header = _header(frames, limits, _learner_decoder)
     _require(len(frames) == 1, "message", f"expected 1 frame, got {len(frames)}")
     return header  # type: ignore[no-any-return]

@@ -1,48 +1,43 @@
-"""The protocol, whole: every message between the learner (ROUTER) and a rollout worker (DEALER).
+"""The whole protocol: every message between the learner (ROUTER) and a rollout worker (DEALER).
 
     worker                                   learner
-    Hello (capacity, what it holds)     ─►   registers it, reconciles the ledger
+    Hello (capacity, held samples)      ─►   register the worker, reconcile the ledger
                                         ◄─   Welcome
                                         ◄─   Leases              whenever admission and the capacity allow
-    TrajectoryBatch (what is ready)     ─►   ledger
+    TrajectoryBatch (all that is ready) ─►   ledger
                                         ◄─   TrajectoryAck       the worker may forget them
     SampleFailed                        ─►   ledger: dropped with a reason
     Heartbeat                           ─►
                                         ◄─   HeartbeatReply      how many Leases were sent: a gap means some were lost
                                         ◄─   WeightsNotice       opaque to the wire; the weights package reads it
     WeightsReceived | WeightsFailed     ─►
-                                        ◄─   Abort               samples nobody wants any more
-                                        ◄─   Drain               finish what runs, push it, say Goodbye
+                                        ◄─   Abort               samples to discard
+                                        ◄─   Drain               push finished samples, say Goodbye
     Goodbye                             ─►
 
-Nobody waits for an answer in lock step. Every message can come twice, and some can be lost with a connection: a
-repeated trajectory is acknowledged and ignored, an unacknowledged one is sent again, a lost lease is found by its
-missing number.
+No side waits for an answer in lock step. Every message can come twice, and some can be lost with a connection: the
+learner acknowledges and ignores a repeated trajectory, the worker sends unacknowledged trajectories again, and a gap in
+the sequence reveals lost leases.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from areal_rloo.trajectory import Item, SampleId, Trajectory
+from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 
-WIRE_VERSION = 3
-
-Purpose = Literal["train", "eval"]
+WIRE_VERSION = 4
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """The right and duty to generate `sample_indices` of one group. Made by the learner's intake for one worker.
+    """The right and duty to generate `sample_indices` of a group, granted by the learner's intake to a worker.
 
     Attributes:
-        group_id: names the group; evaluation groups have negative ids.
-        sample_indices: which samples of the group; all of them at first, the missing ones after a loss.
+        group_id: names the group, and says whether it is for training or evaluation.
+        sample_indices: which samples of the group: all at first, the missing ones after a loss.
         prompt_tokens: token ids of the prompt.
-        item: what the prompt is made of, and what its completions are worth.
-        purpose: evaluation is sampled as its set says, pinned to one version, and is outside the ledger.
-        min_version: generation starts with the weights of this policy version or a newer one.
+        item: the item behind the prompt, as rewards need it.
+        min_version: oldest policy version that may start the generation.
         seed: seeds sample i of the group with `seed + i`.
     """
 
@@ -50,9 +45,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     sample_indices: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
     item: Item
-    purpose: Purpose
     min_version: int
     seed: int
+
+    @property
+    def purpose(self) -> Purpose:
+        return purpose_of(self.group_id)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -61,9 +59,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     Attributes:
         worker_id: stable over restarts of the worker, e.g. `rollout-0`.
         incarnation: differs at every start of the process.
-        capacity_samples: how many unfinished samples the worker wants to hold, train and eval together.
-        policy_version: version of the weights its engine runs; None while it can take none, for it is being started.
-        held: samples it holds or has not had acknowledged; others the learner leased to it are lost.
+        capacity_samples: number of unfinished samples the worker accepts, train and eval together.
+        policy_version: version of the weights in the engine; None while the engine starts.
+        held: running or unacknowledged samples; all other samples leased to this worker are lost.
     """
 
     worker_id: str
@@ -74,24 +72,25 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Worker to learner, every `wire.heartbeat_s`. Times are seconds since the engine's start, counts likewise.
+    """Worker to learner, every `wire.heartbeat_s`.
 
-    `policy_version` as in Hello.
+    Attributes:
+        worker_id: of the sender.
+        policy_version: as in Hello.
+        idle_s: seconds without work since the engine started.
+        generated_tokens: tokens sampled since the engine started.
     """
 
     worker_id: str
     policy_version: int | None
     idle_s: float
-    elapsed_s: float
     generated_tokens: int
-    num_running: int
-    num_waiting: int
 
 
 class TrajectoryBatch(msgspec.Struct, frozen=True):
-    """Worker to learner: whatever is ready, in one message. `batch_id` counts per worker incarnation.
+    """Worker to learner: all ready trajectories. `batch_id` counts per worker incarnation.
 
-    Encoded by the codec: the arrays travel as columns of raw little-endian numbers.
+    The codec encodes the arrays as columns of raw little-endian numbers.
     """
 
     worker_id: str
@@ -102,7 +101,7 @@ class TrajectoryBatch(msgspec.Struct, frozen=True):
 class SampleFailed(msgspec.Struct, frozen=True, tag="sample_failed"):
     """Worker to learner: this sample will never be finished (a reward that raised, an episode that failed).
 
-    The first line of `detail` says what happened, a traceback may stand below it; `completion` is the text there was.
+    The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far.
     """
 
     worker_id: str
@@ -114,7 +113,7 @@ class SampleFailed(msgspec.Struct, frozen=True, tag="sample_failed"):
 
 
 class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
-    """Worker to learner: its engine runs this version, and the bytes had this checksum."""
+    """Worker to learner: the engine runs this version, and the received bytes had this checksum."""
 
     worker_id: str
     policy_version: int
@@ -122,7 +121,7 @@ class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
 
 
 class WeightsFailed(msgspec.Struct, frozen=True, tag="weights_failed"):
-    """Worker to learner: this broadcast did not arrive whole; its engine keeps the weights it had."""
+    """Worker to learner: this broadcast did not arrive whole; the engine keeps the weights from before."""
 
     worker_id: str
     policy_version: int
@@ -130,20 +129,20 @@ class WeightsFailed(msgspec.Struct, frozen=True, tag="weights_failed"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """Worker to learner: it holds nothing any more and stops."""
+    """Worker to learner: the worker holds no sample and stops."""
 
     worker_id: str
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Learner to worker, in answer to every Hello. `learner_id` differs at every start of the learner."""
+    """Learner to worker: the answer to a Hello. `learner_id` differs at every start of the learner."""
 
     learner_id: str
     policy_version: int
 
 
 class Leases(msgspec.Struct, frozen=True, tag="leases"):
-    """Learner to worker: start on all of these together. `sequence` counts the Leases sent to this worker from 1."""
+    """Learner to worker: start all of these together. `sequence` counts the Leases sent to this worker, from 1."""
 
     sequence: int
     leases: tuple[Lease, ...]
@@ -156,7 +155,7 @@ class TrajectoryAck(msgspec.Struct, frozen=True, tag="trajectory_ack"):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
-    """Learner to worker. `lease_sequence` is that of the last Leases sent to this worker since its Hello."""
+    """Learner to worker. `lease_sequence` is that of the last Leases sent since the Hello; -1: say Hello."""
 
     learner_id: str
     policy_version: int
@@ -164,26 +163,24 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
 
 
 class WeightsNotice(msgspec.Struct, frozen=True, tag="weights_notice"):
-    """Learner to worker: a version is on offer. `body` is encoded and read by `areal_rloo.weights` alone."""
+    """Learner to worker: a version is on offer. Only `areal_rloo.weights` encodes and reads `body`."""
 
     policy_version: int
     body: bytes
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Learner to worker: stop these samples and send nothing for them."""
+    """Learner to worker: cancel these samples and discard the results."""
 
     sample_ids: tuple[SampleId, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Learner to worker: finish what runs, or drop it with `abort_running`, push what is done, say Goodbye, stop."""
-
-    abort_running: bool
+    """Learner to worker: cancel running samples, push finished ones, say Goodbye, stop."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Learner to worker: a message of yours could not be read or was not allowed; says why and what to do."""
+    """Learner to worker: a message was unreadable or not allowed; `detail` says why and how to mend this."""
 
     detail: str
 

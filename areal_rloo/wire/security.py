@@ -1,6 +1,6 @@
-"""CURVE keys: made per run by the launcher, readable by their owner alone, one pair for each end.
+"""CURVE keys: the launcher makes a pair for each end of a run, readable by the owner alone.
 
-The learner admits only the client key it was given; a peer without it never gets a byte through.
+The learner admits a single client key and rejects all other peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_rloo.errors import PreflightError
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One end's own pair, and the public key of the other end."""
+    """The key pair of an end, and the public key of the other end."""
 
     public: bytes
     secret: bytes
@@ -37,10 +37,10 @@ def make_keys(folder: Path) -> None:
 
 
 def load_keys(folder: Path, *, end: str) -> CurveKeys:
-    """The keys of one end, `learner` or `worker`.
+    """Load the keys of an end, `learner` or `worker`.
 
     Raises:
-        PreflightError: a key file is missing, or others than its owner can read the secret one.
+        PreflightError: a key file is missing, or other users can read the secret key.
     """
     other = {"learner": "worker", "worker": "learner"}[end]
     secret = folder / f"{end}.secret"

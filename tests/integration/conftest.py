@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import REPO, Run, gone
+from support.local_runs import REPO, Run, gone
 
 
 @pytest.fixture

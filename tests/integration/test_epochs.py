@@ -46,24 +46,28 @@ def _steps(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_goes_on_with_other_workers_and_trains_on_every_prompt_of_the_mixture_once(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def _stop(run: "subprocess.Popen[str]", folder: Path, number: signal.Signals) -> None:
+    """Send the signal after 4 more steps, in the middle of the epoch."""
+    before = _steps(folder)
+    while _steps(folder) < before + 4 and run.poll() is None:
+        time.sleep(0.05)
+    run.send_signal(number)
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == (0 if number == signal.SIGTERM else -number), out
+    assert _steps(folder) < sum(SIZES.values()) // 3, "the epoch ended before the signal"
+
+
+def test_a_run_stopped_twice_trains_on_every_prompt_of_the_mixture_once(tmp_path: Path) -> None:
+    """With other numbers of workers after each stop."""
     (tmp_path / "score.py").write_text(REWARD)
     for name, size in SIZES.items():
         rows = [{"prompt": f"{name} {index}", "level": index % 2} for index in range(size)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first = _start(tmp_path, "rollout.num_workers=2")
-    while _steps(tmp_path) < 5 and first.poll() is None:
-        time.sleep(0.05)
-    first.send_signal(number)
-    out, _ = first.communicate(timeout=120)
-    assert first.returncode == (0 if number == signal.SIGTERM else -number), out
-    assert _steps(tmp_path) < sum(SIZES.values()) // 3, "it was to be stopped in the middle"
-    second = _start(tmp_path, "rollout.num_workers=1", "--resume")
-    out, _ = second.communicate(timeout=200)
-    assert second.returncode == 0, out
+    _stop(_start(tmp_path, "rollout.num_workers=2"), tmp_path, signal.SIGTERM)
+    _stop(_start(tmp_path, "rollout.num_workers=1", "--resume"), tmp_path, signal.SIGKILL)
+    last = _start(tmp_path, "rollout.num_workers=2", "--resume")
+    out, _ = last.communicate(timeout=200)
+    assert last.returncode == 0, out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["exit_reason"] == "end_of_data"
     trained = [t for t in read_trajectories(tmp_path / "run" / FILE_NAME) if t.dropped is None]

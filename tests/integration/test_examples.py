@@ -15,10 +15,10 @@ from areal_rloo.telemetry.records import TrainRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 
 REPO = Path(__file__).resolve().parents[2]
+TINY = ["model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2"]
 SHORT = [
-    "model.tiny.warm_start=null",
-    "model.tiny.hidden_size=48",
-    "model.tiny.num_layers=2",
+    *TINY,
+    "rollout.sampling.max_new_tokens=48",
     "data.eval.num_prompts=4",
     "algorithm.group_size=4",
     "learner.groups_per_step=4",
@@ -97,8 +97,9 @@ def test_custom_task(tmp_path: Path) -> None:
 def test_multi_turn(tmp_path: Path) -> None:
     stops = [
         # A random model hardly ever ends a turn by itself; this one is taught to.
-        "model.tiny.warm_start={until_accuracy: 0.01, max_steps: 60}",
+        "model.tiny.warm_start={until_accuracy: 0.01, max_steps: 40}",
         "model.tiny.hidden_size=96",
+        "learner.num_train_steps=2",
     ]
     run("multi_turn.py", f"run.folder={tmp_path}", *SHORT, *stops)
     several = [t for t in trajectories(tmp_path) if t.spans]
@@ -111,7 +112,8 @@ def test_multi_turn(tmp_path: Path) -> None:
 def test_tool_use(tmp_path: Path) -> None:
     run("tool_use.py", f"run.folder={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}",
         "--demonstrations=150", "learner.num_train_steps=2", "learner.groups_per_step=2", "algorithm.group_size=4",
-        "data.eval.num_prompts=2", "model.tiny.hidden_size=96", "model.tiny.warm_start.max_steps=60",
+        "data.eval.num_prompts=2", "model.tiny.hidden_size=96", "model.tiny.num_layers=2", "model.tiny.warm_start=null",
+        "rollout.sampling.max_new_tokens=48",
     )  # fmt: skip
     assert len(records(tmp_path / "run")) == 2
     written = trajectories(tmp_path / "run")
@@ -132,7 +134,9 @@ def test_openai_agent(tmp_path: Path) -> None:
 
 
 def test_one_file_rloo() -> None:
-    out = run("one_file_rloo.py", "--num-steps=1", "--groups-per-step=2", "--group-size=2", "--num-eval-prompts=2")
+    out = run("one_file_rloo.py", "--num-steps=1", "--groups-per-step=2", "--group-size=2", "--num-eval-prompts=2",
+        *TINY, "rollout.sampling.max_new_tokens=24",
+    )  # fmt: skip
     assert "greedy accuracy after" in out
 
 

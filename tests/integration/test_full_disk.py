@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import eventually
+from support.patience import eventually
+from support.processes import children_with
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [
@@ -38,7 +39,7 @@ exit $code
 pytestmark = pytest.mark.slow
 
 
-def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare(1) here, so no file system of one's own")
     (tmp_path / "disk").mkdir()
@@ -73,5 +74,5 @@ def test_a_full_disk_is_said_training_goes_on_and_with_room_again_nothing_is_los
 
 def _interrupt(run: "subprocess.Popen[str]") -> None:
     """Ctrl-C for the launcher, which is a child of the shell."""
-    (launcher,) = [p for p in psutil.Process(run.pid).children() if "areal_rloo.launcher.local" in p.cmdline()]
+    (launcher,) = children_with("areal_rloo.launcher.local", psutil.Process(run.pid))
     launcher.send_signal(signal.SIGINT)

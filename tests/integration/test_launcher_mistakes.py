@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
         ),
         (
             ["--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.arguments.port=1"],
-            "rollout.sglang.arguments.port: not an option here: it is a free one",
+            "rollout.sglang.arguments.port: not an option here: the worker takes a free port",
         ),
         (
             ["--config", "quickstart.yaml", "rollout.tensor_parallel=2"],

@@ -1,5 +1,6 @@
 """Whole runs whose learner has several ranks, and runs that go on to the bit, under the local launcher."""
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from local_runs import Run
 from safetensors.torch import load_file
+from support.local_runs import Run
 from torch import equal
 
 from areal_rloo.telemetry.records import TrainRecord
@@ -20,6 +21,7 @@ NUM_STEPS = 12
 TO_THE_BIT = (
     "algorithm.max_staleness=0",
     "rollout.num_slots=1",
+    "rollout.sampling.max_new_tokens=12",
     f"learner.num_train_steps={NUM_STEPS}",
     "learner.num_minibatches=2",
     "learner.optimizer={schedule: cosine, warmup_steps: 3, learning_rate: 1e-3}",
@@ -41,7 +43,8 @@ def _assert_same_end(one: Run, other: Run) -> None:
     assert all(equal(weights[name], expected[name]) for name in expected)
 
 
-def _resumed(run: Run, *arguments: str) -> None:
+def _resume(run: Run, *arguments: str) -> None:
+    """Start the launcher again on the folder of this run, and wait for the end."""
     again = Run(run.folder, *arguments, "--resume")
     code, output = again.wait()
     assert again.process.stdout is not None
@@ -50,52 +53,60 @@ def _resumed(run: Run, *arguments: str) -> None:
     assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_was_stopped_or_killed_goes_on_to_the_bit(start: Callable[..., Run], num_ranks: int) -> None:
-    arguments = (*TO_THE_BIT, f"learner.num_ranks={num_ranks}", "checkpoint.every_n_steps=2")
-    whole = start(*arguments, name="whole")
-    code, output = whole.wait()
+def _whole(start: Callable[..., Run], *arguments: str, name: str = "whole") -> Run:
+    run = start(*arguments, name=name)
+    code, output = run.wait()
     assert code == 0, output
-    killed = start(*arguments, name="killed")
-    killed.wait_for_checkpoint(2)
-    killed.children("areal_rloo.learner")[0].kill()
-    assert killed.wait()[0] != 0
-    _resumed(killed, *arguments)
-    _assert_same_end(killed, whole)
-    if num_ranks == 1:
-        stopped = start(*arguments, name="stopped")
-        stopped.wait_for(lambda: len(stopped.records()) >= 3)
-        stopped.process.send_signal(signal.SIGTERM)
-        assert stopped.wait()[0] == 0
-        assert len(stopped.records()) < NUM_STEPS
-        _resumed(stopped, *arguments)
-        _assert_same_end(stopped, whole)
+    return run
 
 
-def test_two_ranks_train_as_one_does_and_any_number_goes_on_from_their_checkpoint(start: Callable[..., Run]) -> None:
-    arguments = (*TO_THE_BIT, "checkpoint.every_n_steps=3")
-    alone = start(*arguments, name="alone")
-    code, output = alone.wait()
-    assert code == 0, output
-    run = start(*arguments, "learner.num_ranks=2", "learner.gradient_checkpointing=true")
-    run.wait_for_checkpoint(3)
+def test_a_run_that_is_stopped_then_killed_goes_on_to_the_bit(start: Callable[..., Run]) -> None:
+    arguments = (*TO_THE_BIT, "checkpoint.every_n_steps=2")
+    whole = _whole(start, *arguments)
+    run = start(*arguments)
+    run.wait_for(lambda: len(run.records()) >= 2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 0
-    saved = run.folder / "checkpoints" / f"step-{run.saved_steps():06d}"
-    assert len(list((saved / "shards").glob("*.distcp"))) == 2
-    _resumed(run, *arguments, "learner.num_ranks=3")
-    first, expected = run.records()[0], alone.records()[0]
+    saved = run.saved_steps()
+    assert 2 <= saved == len(run.records()) < NUM_STEPS - 4, "there is no room for a second stop"
+    again = start(*arguments, "--resume")
+    again.wait_for_checkpoint(saved + 1)
+    again.children("areal_rloo.learner")[0].kill()
+    assert again.wait()[0] != 0
+    _resume(run, *arguments)
+    _assert_same_end(run, whole)
+
+
+def test_two_ranks_train_as_one_and_three_ranks_and_go_on_to_the_bit(start: Callable[..., Run], tmp_path: Path) -> None:
+    alone = _whole(start, *TO_THE_BIT, "learner.num_train_steps=1", name="alone")
+    arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true", "checkpoint.every_n_steps=2")
+    two_ranks = (*arguments, "learner.num_ranks=2")
+    whole = _whole(start, *two_ranks)
+    first, expected = whole.records()[0], alone.records()[0]
     assert first.trained_tokens == expected.trained_tokens
     assert first.loss == pytest.approx(expected.loss, rel=1e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-    assert [record.num_train_steps for record in run.records()] == list(range(1, NUM_STEPS + 1))
     assert {"waiting", "proximal", "forward", "backward", "optimizer", "gather", "broadcast"} <= first.times_s.keys()
+
+    killed = start(*two_ranks, name="killed")
+    killed.wait_for_checkpoint(2)
+    killed.children("areal_rloo.learner")[0].kill()
+    assert killed.wait()[0] != 0
+    saved = killed.folder / "checkpoints" / f"step-{killed.saved_steps():06d}"
+    assert len(list((saved / "shards").glob("*.distcp"))) == 2
+    shutil.copytree(killed.folder, tmp_path / "before")
+    _resume(killed, *two_ranks)
+    _assert_same_end(killed, whole)
+    shutil.rmtree(killed.folder)
+    (tmp_path / "before").rename(killed.folder)
+    _resume(killed, *arguments, "learner.num_ranks=3")
+    assert [record.num_train_steps for record in killed.records()] == list(range(1, NUM_STEPS + 1))
 
 
 def test_a_rank_that_dies_ends_the_run_and_is_named_with_how_to_go_on(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=1000", "learner.num_ranks=2", "checkpoint.every_n_steps=2")
     run.wait_for_checkpoint(2)
-    follower = next(p for p in run.children("areal_rloo.learner") if "--rank=1" in p.cmdline())
+    follower = run.rank(1)
     follower.kill()
     code, output = run.wait()
     assert code != 0

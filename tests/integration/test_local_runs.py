@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_runs import Run, assert_drained, balanced, gone
+from support.local_runs import Run, assert_drained, balanced, gone
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.algorithm.kl import adapted_coefficient
@@ -19,10 +19,51 @@ from areal_rloo.config import AdaptiveKLConfig
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_ends_balanced_within_its_bound_and_leaves_nothing_behind(start: Callable[..., Run]) -> None:
-    run = start("algorithm.max_staleness=2", "learner.num_train_steps=6")
-    code, output = run.wait()
+def test_a_run_ends_balanced_beside_a_run_with_a_script(start: Callable[..., Run], tmp_path: Path) -> None:
+    """One run has a reference policy. The other has an entry script and a group filter."""
+    script = tmp_path / "my_rl.py"
+    script.write_text(
+        "import os, sys\n"
+        "from areal_rloo.rollout.episode import SingleTurn\n"
+        "with open(os.path.join(os.path.dirname(__file__), 'imported'), 'a') as file:\n"
+        "    print(*(word for word in sys.argv if word.startswith(('--worker-id', '--rank'))), file=file)\n"
+        "def brevity(completion_ids):\n"
+        "    return 1 - len(completion_ids) / 24\n"
+        "class Mine(SingleTurn):\n"
+        "    def __init__(self, config):\n"
+        "        pass\n"
+    )
+    (tmp_path / "mine.py").write_text("def even(group):\n    return group.group_id % 2 == 0\n")
+    plain = start(
+        *("algorithm.max_staleness=2", "learner.num_train_steps=6"),
+        *("algorithm.kl.coefficient=0.1", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"),
+        name="plain",
+    )
+    with_script = start(
+        "data.train.rewards=[{task: arithmetic}, {function: 'entry:brevity', weight: 0.5}]",
+        "rollout.episode.type=entry:Mine",
+        f"algorithm.group_filter={tmp_path / 'mine.py'}:even",
+        name="with_script",
+        entry=script,
+    )
+    code, output = plain.wait()
     assert code == 0, output
+    _assert_ends_balanced(plain, output)
+    first = plain.records()[0]
+    assert 0 <= first.reference_kl_k3 < 1e-4  # sampled by the engine with the weights that the reference has
+
+    code, output = with_script.wait()
+    assert code == 0, output
+    assert all("brevity" in record.reward_parts for record in with_script.records())
+    assert {"--rank=0", "--worker-id=rollout-0"} <= set((tmp_path / "imported").read_text().splitlines())
+    ledger = with_script.summary()["ledger"]
+    assert balanced(ledger)
+    assert ledger["trained"] == 5 * 16
+    assert ledger["dropped"]["group_filter"] >= 5 * 16 - 4
+
+
+def _assert_ends_balanced(run: Run, output: str) -> None:
+    """Check a run of 6 steps with a bound of 2."""
     summary = run.summary()
     assert summary["exit_reason"] == "completed"
     assert summary["num_train_steps"] == summary["policy_version"] == 6
@@ -38,7 +79,7 @@ def test_a_run_ends_balanced_within_its_bound_and_leaves_nothing_behind(start: C
     assert run.children("areal_rloo.rollout") == []
 
 
-def test_with_staleness_zero_every_token_is_fresh_and_two_runs_are_the_same(start: Callable[..., Run]) -> None:
+def test_staleness_zero_gives_fresh_tokens_and_repeatable_runs(start: Callable[..., Run]) -> None:
     losses = []
     for name in ("one", "two"):
         run = start("algorithm.max_staleness=0", name=name)
@@ -50,18 +91,7 @@ def test_with_staleness_zero_every_token_is_fresh_and_two_runs_are_the_same(star
     assert len(set(losses[0])) == 5
 
 
-def test_a_reference_policy_is_the_initial_one_and_its_divergence_is_reported(start: Callable[..., Run]) -> None:
-    run = start("algorithm.kl.coefficient=0.1", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3")
-    code, output = run.wait()
-    assert code == 0, output
-    first = run.records()[0]
-    assert 0 <= first.reference_kl_k3 < 1e-4  # sampled by the engine with the weights that the reference has
-    assert run.summary()["num_train_steps"] == 5
-
-
-def test_a_reference_of_another_vocabulary_is_refused_before_the_first_step(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_reference_with_another_vocabulary_is_refused(start: Callable[..., Run], tmp_path: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path / "other")
     run = start("algorithm.kl.coefficient=0.1", f"model.reference.path={tmp_path / 'other'}")
@@ -92,7 +122,7 @@ def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..
     code, output = run.wait()
     assert code == 0, output
     assert "the learner ended with code 137" in output
-    assert re.search(r"it begins anew from step-0000\d\d \(restart 1 of 1\)", output)
+    assert re.search(r"the learner restarts from step-0000\d\d \(restart 1 of 1\)", output)
     assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
     assert len(output.splitlines()) == len(set(output.splitlines())), "nothing is said twice, evaluations included"
     ledger = run.summary()["ledger"]
@@ -108,7 +138,7 @@ def _wait_for_steps(run: Run, num: int) -> None:
     run.wait_for(lambda: len(run.records()) >= at + num)
 
 
-def test_a_killed_learner_fails_the_job_and_resume_goes_on_with_the_kl_coefficient_and_the_reference_it_had(
+def test_resume_after_a_killed_learner_restores_kl_and_reference(
     start: Callable[..., Run],
 ) -> None:
     """Every step's coefficient follows from the one before it and that step's divergence, over the kill as well."""
@@ -146,18 +176,7 @@ def test_a_killed_learner_fails_the_job_and_resume_goes_on_with_the_kl_coefficie
     assert (ledger["trained"], run.summary()["num_train_steps"]) == (last * 16, last)
 
 
-def test_groups_that_a_filter_refuses_are_replaced_and_counted(start: Callable[..., Run], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def even(group):\n    return group.group_id % 2 == 0\n")
-    run = start(f"algorithm.group_filter={tmp_path / 'mine.py'}:even")
-    code, output = run.wait()
-    assert code == 0, output
-    ledger = run.summary()["ledger"]
-    assert balanced(ledger)
-    assert ledger["trained"] == 5 * 16
-    assert ledger["dropped"]["group_filter"] >= 5 * 16 - 4
-
-
-def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_code(start: Callable[..., Run]) -> None:
+def test_a_disk_without_room_for_checkpoints_costs_only_the_exit_code(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
     run.wait_for((run.folder / "config.yaml").exists)
     (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
@@ -169,25 +188,6 @@ def test_a_disk_that_takes_no_checkpoint_is_said_and_costs_no_step_but_the_exit_
     assert (summary["num_train_steps"], summary["failed_checkpoints"]) == (8, 2)
     assert summary["exit_reason"] == "failed"
     assert balanced(summary["ledger"])
-
-
-def test_every_process_serves_its_metrics_and_sigterm_drains_to_a_checkpoint_and_exit_code_zero(
-    start: Callable[..., Run],
-) -> None:
-    run = start("learner.num_train_steps=10000")
-    run.wait_for(lambda: len(run.records()) >= 2)
-    for process, metric in (
-        ("learner", "areal_rloo_train_steps_total"),
-        ("rollout-0", "areal_rloo_rollout_generated_tokens_total"),
-    ):
-        log = (run.folder / "logs" / f"{process}.log").read_text()
-        found = re.search(r"metrics on http://127.0.0.1:(\d+)/metrics", log)
-        assert found is not None, log
-        run.wait_for(lambda p=int(found[1]), m=metric: _scraped(p, m) > 0)  # type: ignore[misc]
-    run.process.send_signal(signal.SIGTERM)
-    code, output = run.wait()
-    assert code == 0, output
-    assert_drained(run)
 
 
 def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
@@ -202,7 +202,7 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     assert code == 137, output
 
 
-def test_a_run_that_is_alive_is_not_resumed_and_a_killed_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
+def test_a_live_run_is_not_resumed_and_a_killed_launcher_has_no_orphan(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000", "wire.curve=true")
     run.wait_for(lambda: len(run.records()) >= 1)
     before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
@@ -218,17 +218,25 @@ def test_a_run_that_is_alive_is_not_resumed_and_a_killed_launcher_leaves_no_orph
     assert gone(run)
 
 
-def test_two_workers_over_gloo_with_curve_train_together(start: Callable[..., Run]) -> None:
+def test_two_workers_over_gloo_and_curve_train_serve_metrics_and_drain(start: Callable[..., Run]) -> None:
     run = start(
         *("rollout.num_workers=2", "weights.transport=collective", "wire.curve=true", "learner.num_train_steps=10000")
     )
     run.wait_for(lambda: any(record.num_workers == 2 for record in run.records()))
     both_since = len(run.records())
     run.wait_for(lambda: len(run.records()) > both_since + 5)
+    for process, metric in (
+        ("learner", "areal_rloo_num_train_steps_total"),
+        ("rollout-0", "areal_rloo_engine_generated_tokens_total"),
+    ):
+        log = (run.folder / "logs" / f"{process}.log").read_text()
+        found = re.search(r"metrics on http://127.0.0.1:(\d+)/metrics", log)
+        assert found is not None, log
+        run.wait_for(lambda p=int(found[1]), m=metric: _scraped(p, m) > 0)  # type: ignore[misc]
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
-    assert balanced(run.summary()["ledger"])
+    assert_drained(run)
     for name in ("rollout-0", "rollout-1"):
         assert "done" in (run.folder / "logs" / f"{name}.log").read_text()
     assert {record.num_workers for record in run.records()[both_since : both_since + 5]} == {2}
@@ -259,7 +267,7 @@ def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folde
     assert balanced(run.summary()["ledger"])
 
 
-def test_every_prompt_of_an_epoch_is_trained_once_and_the_last_batch_may_be_small(start: Callable[..., Run]) -> None:
+def test_an_epoch_trains_every_prompt_once_with_a_small_last_batch(start: Callable[..., Run]) -> None:
     run = start("data.num_epochs=1", "data.train.num_prompts=10", "learner.num_train_steps=100")
     code, output = run.wait()
     assert code == 0, output
@@ -267,29 +275,3 @@ def test_every_prompt_of_an_epoch_is_trained_once_and_the_last_batch_may_be_smal
     assert summary["exit_reason"] == "end_of_data"
     assert summary["num_train_steps"] == 3
     assert summary["ledger"] == {"admitted": 40, "trained": 40, "dropped": {}, "buffered": 0, "in_flight": 0}
-
-
-def test_two_runs_side_by_side_do_not_collide_and_an_entry_script_is_imported_by_every_process(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
-    script = tmp_path / "my_rl.py"
-    script.write_text(
-        "import os, sys\n"
-        "from areal_rloo.rollout.episode import SingleTurn\n"
-        "with open(os.path.join(os.path.dirname(__file__), 'imported'), 'a') as file:\n"
-        "    print(*(word for word in sys.argv if word.startswith(('--worker-id', '--rank'))), file=file)\n"
-        "def brevity(completion_ids):\n"
-        "    return 1 - len(completion_ids) / 24\n"
-        "class Mine(SingleTurn):\n"
-        "    def __init__(self, config):\n"
-        "        pass\n"
-    )
-    mine = "data.train.rewards=[{task: arithmetic}, {function: 'entry:brevity', weight: 0.5}]"
-    one = start(mine, "rollout.episode.type=entry:Mine", name="one", entry=script)
-    other = start(name="other")
-    for run in (one, other):
-        code, output = run.wait()
-        assert code == 0, output
-        assert balanced(run.summary()["ledger"])
-    assert all("brevity" in record.reward_parts for record in one.records())
-    assert {"--rank=0", "--worker-id=rollout-0"} <= set((tmp_path / "imported").read_text().splitlines())

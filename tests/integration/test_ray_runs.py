@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_runs import REPO, SMALL, Run, assert_drained, assert_kills_cost_nothing, gone
+from support.local_runs import REPO, SMALL, Run, assert_drained, assert_kills_cost_nothing, gone
 
 pytest.importorskip("ray", reason="Ray is not installed here: make extras")
 
-from ray_cluster import RayCluster, ray_cluster
+from support.ray_cluster import RayCluster, ray_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 ON_TWO_NODES = ("launcher.num_hosts=2", "rollout.num_workers=2", "learner.num_ranks=2", "launcher.cores_per_host=2")
 
 
@@ -72,9 +72,7 @@ def test_without_a_cluster_one_is_started_and_ctrl_c_drains_and_ends_it(start: C
     assert run.children("areal_rloo.rollout") == []
 
 
-def test_a_submitted_job_runs_from_its_working_folder_and_stopping_it_drains(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_submitted_job_runs_in_its_working_folder_and_drains(cluster: RayCluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     wait = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
     submit = ["ray", "job", "submit", "--address", cluster.dashboard, "--runtime-env-json", wait, "--no-wait"]

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from areal_rloo.config import load_config
@@ -17,6 +18,7 @@ from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, Tur
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, SampleId, Trajectory
+from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
@@ -28,9 +30,12 @@ from areal_rloo.wire.messages import (
     Lease,
     Leases,
     SampleFailed,
+    TrajectoryAck,
     TrajectoryBatch,
     Welcome,
 )
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 LIMITS = Limits()
 
@@ -60,7 +65,7 @@ class _Learner:
             if isinstance(message, TrajectoryBatch):
                 self.finished += [trajectory.sample_id for trajectory in message.trajectories]
                 if self.acknowledges:
-                    self.channel.acknowledge(self.peer, [message.batch_id])
+                    self.channel.send(self.peer, TrajectoryAck((message.batch_id,)))
             elif isinstance(message, SampleFailed):
                 self.failed.append(message)
             elif isinstance(message, Hello | Goodbye):
@@ -68,7 +73,7 @@ class _Learner:
                 return
 
     def lease(self, *, sequence: int, min_version: int = 0) -> None:
-        lease = Lease(7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), "train", min_version, 3)
+        lease = Lease(7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), min_version, 3)
         self.channel.send(self.peer, Leases(sequence, (lease,)))
 
 
@@ -93,12 +98,19 @@ def _play(
             worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None,
         )  # fmt: skip
         rewards: Rewards = _Right()
+        receiver = Receiver(
+            worker_id="w",
+            policy_version=lambda: engine.statistics().policy_version,
+            load_weights=engine.load_weights,
+            device=torch.device("cpu"),
+        )
         worker = RolloutWorker(
             config,
             worker_id="w",
             incarnation="1",
             channel=channel,
             engine=engine,
+            receiver=receiver,
             episode=episode,
             rewards=rewards,
             chat=ChatFormat(load_tokenizer(str(folder)), config.data),
@@ -110,7 +122,7 @@ def _play(
                 await learner.until(lambda: False)  # Hello
                 learner.channel.send(learner.peer, Welcome("learner", 0))
                 await scenario(learner)
-                learner.channel.send(learner.peer, Drain(abort_running=True))
+                learner.channel.send(learner.peer, Drain())
                 await asyncio.wait([running])
         finally:
             running.cancel()
@@ -123,7 +135,7 @@ def _play(
     return asyncio.run(main())
 
 
-def test_samples_that_are_aborted_and_leased_again_in_one_go_are_generated(tiny_folders: dict[str, Path]) -> None:
+def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: dict[str, Path]) -> None:
     """So it is for a worker that was taken for dead and comes back."""
 
     async def scenario(learner: _Learner) -> None:
@@ -165,7 +177,7 @@ async def _unsendable(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory
     return trajectories
 
 
-def test_an_episode_that_goes_wrong_drops_its_sample_with_a_reason_and_no_other(tiny_folders: dict[str, Path]) -> None:
+def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) -> None:
     for wrong, words in ((_cancelled, "cancelled itself"), (_crashed, "no such thing"), (_unsendable, "can be sent")):
 
         async def scenario(learner: _Learner, words: str = words) -> None:
@@ -179,7 +191,7 @@ def test_an_episode_that_goes_wrong_drops_its_sample_with_a_reason_and_no_other(
         assert _play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
 
 
-def test_a_worker_that_can_send_no_more_ends_with_the_reason(tiny_folders: dict[str, Path]) -> None:
+def test_a_worker_that_cannot_send_ends_with_the_reason(tiny_folders: dict[str, Path]) -> None:
     sending: list[asyncio.Task[object]] = []
     broke = asyncio.Event()
 
@@ -201,7 +213,7 @@ def test_a_worker_that_can_send_no_more_ends_with_the_reason(tiny_folders: dict[
     assert isinstance(error, AttributeError)
 
 
-def test_a_learner_that_went_back_to_an_earlier_version_ends_the_worker_which_starts_anew(
+def test_a_learner_with_an_older_version_ends_the_worker(
     tiny_folders: dict[str, Path],
 ) -> None:
     """Tokens of our version 57 would count as fresh under its own, later and different, version 57."""
@@ -215,7 +227,7 @@ def test_a_learner_that_went_back_to_an_earlier_version_ends_the_worker_which_st
     assert "went back to version 50" in str(error)
 
 
-def test_a_learner_that_only_reconnects_changes_nothing(tiny_folders: dict[str, Path]) -> None:
+def test_a_reconnect_of_the_learner_changes_nothing(tiny_folders: dict[str, Path]) -> None:
     async def scenario(learner: _Learner) -> None:
         learner.channel.send(learner.peer, Welcome("learner", 0))
         learner.channel.send(learner.peer, Welcome("another, further on", 60))
@@ -225,7 +237,7 @@ def test_a_learner_that_only_reconnects_changes_nothing(tiny_folders: dict[str, 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
 
 
-def test_a_learner_that_went_back_gets_no_hello_and_so_leases_nothing_that_would_be_lost(
+def test_a_learner_with_an_older_version_gets_no_hello(
     tiny_folders: dict[str, Path],
 ) -> None:
     """It hears of the worker by heartbeats that were sent to the one before, and answers each."""
@@ -240,7 +252,7 @@ def test_a_learner_that_went_back_gets_no_hello_and_so_leases_nothing_that_would
     assert isinstance(error, WentBackError)
 
 
-def test_another_learner_gets_one_hello_and_nothing_that_the_one_before_had_leased(
+def test_another_learner_gets_one_hello_and_no_old_samples(
     tiny_folders: dict[str, Path],
 ) -> None:
     """Its group 7 may be of another prompt. Each Hello more would cost the leases that are on their way."""

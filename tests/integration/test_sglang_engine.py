@@ -1,6 +1,5 @@
 """The SGLang engine on a real server: requests, logprobs, new weights through files, aborts."""
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -8,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_versions import cached_logprobs, model_of
-from patience import PATIENCE_S
-from sglang_support import (
+from support.model_versions import cached_logprobs, model_of
+from support.patience import PATIENCE_S
+from support.sglang_support import (
     PROMPT,
     after,
     assert_close,
@@ -23,6 +22,8 @@ from sglang_support import (
 
 from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.errors import EngineError
+
+pytestmark = pytest.mark.full
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def _load(engine: SGLangEngine, factor: float, folder: Path) -> int:
-    """The next version; gives it."""
+    """Load the next version and return its number."""
     version = engine.statistics().policy_version + 1
     model = model_of(folder, factor=factor)
     assert engine.load_weights(version, model.named_parameters()).result(timeout=PATIENCE_S) == version
@@ -55,7 +56,7 @@ def test_logprobs_agree_with_transformers(engine: SGLangEngine, folder: Path) ->
         assert_close(completion, cached_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
 
 
-def test_greedy_tokens_are_those_of_transformers_and_stop_tokens_end_them(engine: SGLangEngine, folder: Path) -> None:
+def test_greedy_tokens_and_stops_agree_with_transformers(engine: SGLangEngine, folder: Path) -> None:
     (free,) = results(engine.submit([request("g", greedy=True)]))
     expected = model_of(folder).generate(
         torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -86,7 +87,7 @@ def test_more_requests_than_slots_wait_in_the_client(engine: SGLangEngine) -> No
     assert all(len(completion.tokens) == 100 for completion in results(futures))
 
 
-def test_what_cannot_be_served_is_refused_by_name(engine: SGLangEngine) -> None:
+def test_a_bad_request_is_refused_by_name(engine: SGLangEngine) -> None:
     with pytest.raises(EngineError, match="request long: needs 5005 tokens, the context holds 1200"):
         engine.submit([request("long", max_new_tokens=5000)])
     with pytest.raises(EngineError, match="request strange: a prompt: expected token ids from 0 to"):
@@ -94,7 +95,7 @@ def test_what_cannot_be_served_is_refused_by_name(engine: SGLangEngine) -> None:
     assert engine.statistics().num_waiting == 0
 
 
-def test_an_abort_gives_what_there_is_and_leaves_its_neighbours_alone(engine: SGLangEngine) -> None:
+def test_an_abort_returns_the_tokens_so_far_and_spares_others(engine: SGLangEngine) -> None:
     futures = engine.submit([request(name, max_new_tokens=800) for name in ("n1", "n10", "n11")])
     after(0.5, engine)
     engine.abort(["n1", "unknown"])
@@ -104,7 +105,7 @@ def test_an_abort_gives_what_there_is_and_leaves_its_neighbours_alone(engine: SG
     assert [len(completion.tokens) for completion in results(futures[1:])] == [800, 800]
 
 
-def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engine: SGLangEngine, folder: Path) -> None:
+def test_an_update_in_flight_tags_tokens_with_their_weights(engine: SGLangEngine, folder: Path) -> None:
     before = engine.statistics()
     version = before.policy_version + 1
     models = {before.policy_version: model_of(folder), version: model_of(folder, factor=1.02)}
@@ -120,7 +121,7 @@ def test_an_update_in_flight_tags_every_token_with_the_weights_that_made_it(engi
     assert 0 < after_it.swap_s - before.swap_s == pytest.approx(engine.server_statistics().last_pause_s)
 
 
-def test_a_prompt_read_by_earlier_weights_is_read_again(engine: SGLangEngine, folder: Path) -> None:
+def test_a_prompt_cached_by_earlier_weights_is_computed_again(engine: SGLangEngine, folder: Path) -> None:
     prompt = tuple(range(3, 200))
     results(engine.submit([request("r1", prompt=prompt)]))
     version = _load(engine, 0.9, folder)
@@ -129,7 +130,7 @@ def test_a_prompt_read_by_earlier_weights_is_read_again(engine: SGLangEngine, fo
     assert_close(completion, fresh_logprobs({version: model_of(folder, factor=0.9)}, prompt, completion))
 
 
-def test_a_request_waits_for_its_version_without_holding_up_others(engine: SGLangEngine, folder: Path) -> None:
+def test_a_request_waits_for_its_version_without_blocking_others(engine: SGLangEngine, folder: Path) -> None:
     version = engine.statistics().policy_version + 1
     (early,) = engine.submit([request("m1", min_version=version)])
     (other,) = engine.submit([request("m2")])
@@ -146,7 +147,7 @@ def test_an_earlier_version_is_not_loaded(engine: SGLangEngine, folder: Path) ->
     assert_close(completion, fresh_logprobs({version: model_of(folder)}, PROMPT, completion))
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: SGLangEngine, folder: Path) -> None:
+def test_weights_that_do_not_fit_change_nothing(engine: SGLangEngine, folder: Path) -> None:
     version = _load(engine, 1.0, folder)
     weights = dict(model_of(folder, factor=2.0).named_parameters())
     name = next(iter(weights))
@@ -162,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: SGLangE
     assert_close(completion, fresh_logprobs({version: model_of(folder)}, PROMPT, completion))
 
 
-def test_the_dashboard_asks_for_metrics_that_a_server_has(engine: SGLangEngine) -> None:
+def test_the_dashboard_uses_metrics_of_the_server(engine: SGLangEngine) -> None:
     dashboard = json.loads((REPO / "launcher" / "monitoring" / "grafana" / "dashboard.json").read_text())
     asked = {
         name
@@ -170,6 +171,6 @@ def test_the_dashboard_asks_for_metrics_that_a_server_has(engine: SGLangEngine) 
         for target in panel["targets"]
         for name in re.findall(r"sglang:\w+", target["expr"])
     }
-    said = set(re.findall(r"^(sglang:\w+)", asyncio.run(engine.metrics_text()), flags=re.MULTILINE))
+    said = set(re.findall(r"^(sglang:\w+)", engine.metrics_text(), flags=re.MULTILINE))
     assert asked
     assert asked <= said

@@ -1,4 +1,4 @@
-"""The SGLang engine on a server that is not ours: its key, its unknown weights, its absences; and one without tags."""
+"""The SGLang engine on an external server: key, unknown weights, absences, and a server without version tags."""
 
 import dataclasses
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_versions import cached_logprobs, model_of
-from patience import PATIENCE_S, eventually
-from sglang_support import (
+from support.model_versions import cached_logprobs, model_of
+from support.patience import PATIENCE_S, eventually
+from support.sglang_support import (
     CAPABILITIES,
     PROMPT,
     after,
@@ -29,6 +29,8 @@ from sglang_support import (
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError
+
+pytestmark = pytest.mark.full
 
 KEY = "AREAL_RLOO_TEST_SGLANG_KEY"
 UNTAGGED = dataclasses.replace(
@@ -49,7 +51,7 @@ def folder(tiny_folders: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    plan = ServerPlan(folder, 4096, "cpu", "float32", 1, 8, 1200, 1)
+    plan = ServerPlan(folder, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
     os.environ[KEY] = process.api_key
     yield process
@@ -62,7 +64,7 @@ def _options(server: ServerProcess, **changes: Any) -> dict[str, Any]:
     return {**options, "health_timeout_s": 20.0, **changes}
 
 
-def test_nothing_is_generated_before_the_learners_weights_are_there(
+def test_nothing_is_generated_before_the_learners_weights_load(
     server: ServerProcess, folder: Path, tmp_path: Path
 ) -> None:
     with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
@@ -77,13 +79,10 @@ def test_nothing_is_generated_before_the_learners_weights_are_there(
     assert server.exit_code() is None, "it is not ours to end"
 
 
-def test_a_server_that_was_away_and_kept_its_weights_goes_on(
+def test_a_server_with_its_weights_continues_after_an_absence(
     server: ServerProcess, folder: Path, tmp_path: Path
 ) -> None:
-    lost: list[str] = []
-    with running_engine(
-        folder, tmp_path / "no.log", on_weights_lost=lambda: lost.append("lost"), **_options(server)
-    ) as engine:
+    with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
         assert engine.load_weights(3, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 3
         futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(10)])
         after(0.8, engine)
@@ -95,11 +94,11 @@ def test_a_server_that_was_away_and_kept_its_weights_goes_on(
             assert version_runs(completion) == [3]
             assert_close(completion, cached_logprobs({3: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
-    assert not lost
+        assert engine.server_statistics().weights_lost == 0
     assert server.exit_code() is None
 
 
-def test_a_server_that_does_not_tag_its_tokens_is_updated_with_nothing_under_way(
+def test_a_server_without_tags_is_updated_with_nothing_under_way(
     server: ServerProcess, folder: Path, tmp_path: Path
 ) -> None:
     models = {v: model_of(folder, factor=f) for v, f in ((5, 1.0), (6, 1.02), (7, 0.98))}
@@ -118,7 +117,7 @@ def test_a_server_that_does_not_tag_its_tokens_is_updated_with_nothing_under_way
         assert engine.server_statistics().resumed > 0
 
 
-def test_a_wrong_key_is_refused_with_the_option_to_mend(
+def test_a_wrong_key_is_refused_with_the_option_to_fix(
     server: ServerProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREAL_RLOO_TEST_WRONG_KEY", "wrong")

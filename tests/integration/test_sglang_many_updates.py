@@ -1,4 +1,4 @@
-"""Two hundred versions in a row, from the learner's own end of the weights, into a server that generates meanwhile."""
+"""Broadcast 200 versions in a row, with the learner's own sender, into a server that generates meanwhile."""
 
 import itertools
 import random
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_versions import cached_logprobs, model_of
-from patience import eventually
-from sglang_support import (
+from support.broadcasting import Broadcasting, Receiving
+from support.model_versions import cached_logprobs, model_of
+from support.patience import eventually
+from support.sglang_support import (
     assert_close,
     request,
     running_engine,
@@ -25,24 +26,22 @@ from transformers import PreTrainedModel
 from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
-from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
-from areal_rloo.weights.receive import Receiver
 
 NUM_VERSIONS = 200
-NUM_AT_A_TIME = 12  # more than the engine's 8 slots, so that some always wait
+NUM_AT_A_TIME = 12  # more than the engine's 8 slots, so that some requests always wait
 NEW_TOKENS = 80
 STEADY_FROM = 20  # versions
 MOST_GROWTH_BYTES = 100 * 2**20  # 180 copies of the weights would be more
 NUM_RECOMPUTED = 40
 CPU = torch.device("cpu")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
 class Models(Mapping[int, PreTrainedModel]):
-    """The weights of every version: neighbours differ enough for a wrong tag to show, and no version is a trend."""
+    """The weights of every version. Neighbours differ enough to reveal a wrong tag, and there is no trend."""
 
     def __init__(self, folder: Path) -> None:
         self._by_factor = {step: model_of(folder, factor=1 + step / 50) for step in range(11)}
@@ -58,7 +57,7 @@ class Models(Mapping[int, PreTrainedModel]):
 
 
 class Load:
-    """Requests without end, so many at a time; every one that was made comes back here."""
+    """An endless load with a fixed number of requests at a time; collects every completion."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
@@ -67,7 +66,7 @@ class Load:
         self.done: list[tuple[tuple[int, ...], Completion]] = []
 
     def pump(self) -> None:
-        """Take what is done, and ask for as much again."""
+        """Collect finished completions, and submit as many new requests."""
         for _ in range(len(self._under_way)):
             prompt, future = self._under_way.popleft()
             if future.done():
@@ -76,7 +75,7 @@ class Load:
                 self._under_way.append((prompt, future))
         while len(self._under_way) < NUM_AT_A_TIME:
             number = next(self._names)
-            prompt = tuple(range(3 + number % 5, 12 + number % 7))  # some prompts come again, in other versions too
+            prompt = tuple(range(3 + number % 5, 12 + number % 7))  # some prompts repeat, in other versions too
             asked = request(str(number), prompt=prompt, max_new_tokens=NEW_TOKENS)
             self._under_way.append((prompt, self._engine.submit([asked])[0]))
 
@@ -86,7 +85,7 @@ class Load:
             self.done.append((prompt, future.result(timeout=120)))
 
 
-def test_two_hundred_updates_under_load_lose_nothing_and_tag_every_token_right(
+def test_200_updates_under_load_lose_nothing_and_tag_tokens_right(
     tiny_folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder, log = tiny_folders["qwen2"], tmp_path / "server.log"
@@ -110,18 +109,18 @@ def test_two_hundred_updates_under_load_lose_nothing_and_tag_every_token_right(
 
 
 def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
-    """Every version through a broadcaster and a receiver, as learner and worker have them; a size after each."""
+    """Send every version through a real broadcaster and receiver; return the memory size after each."""
     manifest = build_manifest(models[0].named_parameters(), bucket_bytes=100_000)
     assert manifest.num_buckets > 2, "an update is of several buckets"
     bodies: list[bytes] = []
-    broadcaster = Broadcaster(
+    broadcaster = Broadcasting(
         manifest=manifest,
         transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=30),
         timeout_s=30,
         send_notice=lambda worker_id, version, body: bodies.append(body),
     )
     failures: list[str] = []
-    receiver = Receiver(
+    receiver = Receiving(
         worker_id="w",
         policy_version=lambda: engine.statistics().policy_version,
         load_weights=engine.load_weights,
@@ -153,6 +152,6 @@ def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Call
 
 
 def _resident_bytes(log: Path) -> int:
-    """Without pages of files, which the kernel takes away and brings back as it likes."""
+    """Return memory without file pages, which the kernel evicts at will."""
     infos = [process.memory_info() for process in server_processes(log)]
     return sum(info.rss - info.shared for info in infos)

@@ -1,4 +1,4 @@
-"""Whole runs with SGLang servers: on GSM8K with one of our own, and one run after the other on one that goes on."""
+"""Whole runs with SGLang servers: GSM8K with a managed server, and two runs in a row on an external server."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import server_processes, sglang_python
+from support.sglang_support import server_processes, sglang_python
 
 from areal_rloo.config import SGLangConfig, load_config
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.export import write_model
+from areal_rloo.learner.checkpoint import write_model
 from areal_rloo.learner.team import Team
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.telemetry.metrics import read_records
@@ -23,12 +23,12 @@ from areal_rloo.telemetry.records import TrainRecord
 REPO = Path(__file__).resolve().parents[2]
 KEY = "AREAL_RLOO_TEST_SERVERS_KEY"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
 def exported(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A model as a checkpoint has it."""
+    """Make a model in the form of a checkpoint."""
     folder = str(tiny_folders["qwen2"])
     rank = build_rank(load_config("quickstart.yaml"), model_path=folder, device=torch.device("cpu"))
     weights = Team(rank).whole_weights()
@@ -38,7 +38,7 @@ def exported(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(exported: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    plan = ServerPlan(exported, 4096, "cpu", "float32", 1, 8, 256, 1)
+    plan = ServerPlan(exported, "cpu", "float32", 1, 8, 256, 1, model_context_tokens=4096)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path / "server.log")
     yield process
     process.kill()
@@ -49,7 +49,7 @@ def _run(config: str, folder: Path, *arguments: str, **environment: str) -> subp
         *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", config, f"run.folder={folder}"),
         *("rollout.engine=sglang", "rollout.num_slots=8", "rollout.sampling.max_new_tokens=16"),
         *("algorithm.group_size=2", "learner.groups_per_step=4", "learner.num_train_steps=4"),
-        "learner.optimizer.learning_rate=0.01",  # so that versions differ, and a mistaken one shows
+        "learner.optimizer.learning_rate=0.01",  # so that versions differ enough to reveal a wrong version
         *arguments,
     ]
     return subprocess.run(
@@ -66,8 +66,8 @@ def _train_records(folder: Path) -> list[TrainRecord]:
     return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
 
 
-def test_runs_follow_each_other_on_a_server_that_goes_on(server: ServerProcess, exported: Path, tmp_path: Path) -> None:
-    """The second run finds the weights and the prompt cache of the first one's last version, and uses neither."""
+def test_two_runs_share_a_server_one_after_the_other(server: ServerProcess, exported: Path, tmp_path: Path) -> None:
+    """The second run finds the last weights and the prompt cache of the first run, and uses neither."""
     for name in ("first", "second"):
         done = _run_at(server, exported, tmp_path / name)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_runs_follow_each_other_on_a_server_that_goes_on(server: ServerProcess, 
     assert "expected a server with tp_size 2, as rollout.tensor_parallel says, got 1" in wrong.stdout + wrong.stderr
 
 
-def test_gsm8k_trains_on_a_server_of_our_own(gsm8k_folder: Path, tmp_path: Path) -> None:
+def test_gsm8k_trains_on_a_managed_server(gsm8k_folder: Path, tmp_path: Path) -> None:
     done = _run(
         "gsm8k_rloo.yaml",
         tmp_path / "run",

@@ -5,13 +5,13 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from local_runs import Run, assert_drained, assert_kills_cost_nothing, gone
-from networks import CAN_MAKE_NETWORKS, two_networks
-from slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+from support.local_runs import Run, assert_drained, assert_kills_cost_nothing, gone
+from support.networks import CAN_MAKE_NETWORKS, two_networks
+from support.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 
 MISSING = missing_programs()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}"),
     pytest.mark.skipif(not CAN_MAKE_NETWORKS, reason="only root, with ip and nsenter, can make networks"),
 ]
@@ -39,7 +39,7 @@ def submit(start: Callable[..., Run], cluster: SlurmCluster) -> Iterator[Callabl
     cluster.run("scancel", "--user=root")
 
 
-def test_over_two_networks_with_curve_a_killed_worker_and_a_killed_learner_are_replaced(
+def test_killed_worker_and_learner_are_replaced_over_two_networks(
     submit: Callable[..., Run],
 ) -> None:
     run = submit(*ON_TWO_NODES, "--wait", "learner.num_train_steps=32", "launcher.max_learner_restarts=1")
@@ -77,9 +77,7 @@ def test_ctrl_c_drains_the_job_that_is_waited_for(submit: Callable[..., Run], cl
     assert all(job.restarts == 0 for job in cluster.jobs())
 
 
-def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_that_resumes_until_scancel_drains_it(
-    submit: Callable[..., Run], cluster: SlurmCluster
-) -> None:
+def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
     """And `--wait` stays over the requeue."""
     run = submit(
         *(*ON_ONE_NODE, "--wait"),
@@ -108,7 +106,7 @@ def test_the_signal_before_the_time_limit_leads_to_a_checkpoint_and_a_requeue_th
     job_id = int(submitted[1])
     assert [(j.state, j.restarts) for j in cluster.settled_jobs() if j.job_id == job_id] == [("CANCELLED", 1)]
     assert output.count("run folder: ") == 2, "of both of its lives"
-    assert "back into the queue" in (run.folder / "logs" / "launcher.log").read_text()
+    assert "requeueing the job" in (run.folder / "logs" / "launcher.log").read_text()
 
 
 def test_an_array_runs_each_seed_in_a_folder_of_its_own(submit: Callable[..., Run]) -> None:

@@ -34,9 +34,7 @@ def _run(folder: Path, function: str, *arguments: str) -> subprocess.CompletedPr
         ("{folder}/mine.py", "expected module:function or path/to/file.py:function"),
     ],
 )
-def test_a_reward_that_does_not_import_is_told_in_one_line_before_anything_starts(
-    tmp_path: Path, name: str, words: str
-) -> None:
+def test_a_reward_that_does_not_import_is_one_line_before_the_start(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
     done = _run(tmp_path / "run", name.format(folder=tmp_path))
     assert done.returncode == 2
@@ -69,7 +67,7 @@ def test_bad_data_is_told_in_one_line_before_anything_starts(tmp_path: Path, con
         assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_never_works_ends_the_run_with_the_first_traceback_and_what_was_dropped_can_be_seen(
+def test_a_reward_that_always_fails_ends_the_run_with_a_traceback(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text("def score(completion):\n    return {}['no such key']\n")

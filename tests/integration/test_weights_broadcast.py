@@ -1,11 +1,14 @@
 """Broadcasts between real processes, over both transports, with receivers that die, stop, and come late."""
 
+import asyncio
 import contextlib
-import multiprocessing
+import gc
 import os
 import queue
 import signal
+import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,19 +19,22 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE_S, eventually
+from support.broadcasting import Broadcasting, Receiving
+from support.patience import PATIENCE_S, eventually
+from support.processes import quickly_started
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
-from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 2.0  # where somebody is killed or stopped
 START_ANEW = b"start anew"  # instead of an offer: the engine is back at its first weights
-spawn = multiprocessing.get_context("spawn")
+processes = quickly_started()
 
 
 def _tensors(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -53,7 +59,7 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
         future.set_result(version)
         return future
 
-    receiver = Receiver(
+    receiver = Receiving(
         worker_id=worker_id,
         policy_version=lambda: running[0],
         load_weights=load,
@@ -81,7 +87,7 @@ class Cluster:
         self.silent: set[str] = set()  # killed or stopped: no heartbeat comes from there
         self.device = device
         manifest = build_manifest(_tensors(0), bucket_bytes=100_000)
-        self.broadcaster = Broadcaster(
+        self.broadcaster = Broadcasting(
             manifest=manifest, transport=transport(manifest), timeout_s=timeout_s, send_notice=self.send
         )
 
@@ -89,10 +95,10 @@ class Cluster:
         self.offers[worker_id].put(body)
 
     def start(self, worker_id: str) -> None:
-        self.offers[worker_id] = spawn.Queue()
-        self.answers[worker_id] = spawn.Queue()
+        self.offers[worker_id] = processes.Queue()
+        self.answers[worker_id] = processes.Queue()
         arguments = (worker_id, self.offers[worker_id], self.answers[worker_id], self.device)
-        self.processes[worker_id] = spawn.Process(target=_receive, args=arguments, daemon=True)
+        self.processes[worker_id] = processes.Process(target=_receive, args=arguments, daemon=True)
         self.processes[worker_id].start()
         assert self.answers[worker_id].get(timeout=60) == ("ready", worker_id)
         self.broadcaster.join(worker_id, 0)
@@ -201,7 +207,7 @@ def test_an_engine_that_started_anew_gets_the_version_it_had_again(cluster: Clus
     assert cluster.torn == []
 
 
-def test_a_worker_whose_engine_is_being_started_is_offered_nothing_until_it_is_there(cluster: Cluster) -> None:
+def test_a_worker_with_a_starting_engine_is_offered_no_weights(cluster: Cluster) -> None:
     for worker_id in ("a", "b"):
         cluster.start(worker_id)
     cluster.broadcaster.publish(1, _fill(1))
@@ -265,7 +271,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     failures: list[str] = []
     tensors = _tensors(1)
     manifest = build_manifest(tensors, bucket_bytes=100_000)
-    broadcaster = Broadcaster(
+    broadcaster = Broadcasting(
         manifest=manifest,
         transport=SharedMemorySender(manifest, tmp_path / "segments"),
         timeout_s=TIMEOUT_S,
@@ -278,7 +284,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
         future.set_result(version)
         return future
 
-    receiver = Receiver(
+    receiver = Receiving(
         worker_id="a",
         policy_version=lambda: max(loaded, default=0),
         load_weights=load,
@@ -304,16 +310,16 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     broadcaster.heard("a", 0)  # its next heartbeat
     eventually(lambda: bodies, "no offer came")
     receiver.offer(bodies.pop()[1])
-    assert broadcaster.flush(10)
+    eventually(lambda: broadcaster.statistics().versions == {"a": 1}, "the good bytes were not taken")
     assert loaded == [1]
     receiver.close()
     broadcaster.close()
 
 
-def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seldom(tmp_path: Path) -> None:
+def test_offers_to_a_worker_that_keeps_failing_back_off(tmp_path: Path) -> None:
     offers: list[int] = []
     manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
-    broadcaster = Broadcaster(
+    broadcaster = Broadcasting(
         manifest=manifest,
         transport=SharedMemorySender(manifest, tmp_path / "segments"),
         timeout_s=TIMEOUT_S,
@@ -339,33 +345,81 @@ def test_a_worker_that_fails_again_and_again_is_offered_a_version_ever_more_seld
     broadcaster.close()
 
 
-def test_a_worker_that_outlives_its_learner_reads_what_the_next_one_wrote(tmp_path: Path) -> None:
-    """It has the segments of the first mapped, by their names."""
+def test_a_reader_reads_the_segments_of_a_restarted_learner(tmp_path: Path) -> None:
+    """The reader maps the segments of the first learner under their names."""
     manifest = build_manifest(_tensors(0), bucket_bytes=100_000)
     reader = SharedMemoryReader()
     for version in (1, 2):
         sender = SharedMemorySender(manifest, tmp_path / "segments")
-        buckets = sender.stage()
+        buckets = asyncio.run(sender.stage())
         gather(manifest, _tensors(version), buckets)
-        taken = reader.take(sender.offer(buckets, ["w"]), manifest)
+        taken = reader.take(asyncio.run(sender.offer(buckets, ["w"])), manifest)
         assert all(torch.equal(one, other) for one, other in zip(taken, buckets, strict=True))
 
 
-def test_a_member_lost_while_its_epoch_is_formed_makes_no_group_of_one() -> None:
+def test_a_member_lost_during_setup_leaves_no_group_of_one_rank() -> None:
     manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
     sender = CollectiveSender(manifest, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0)
-    buckets = sender.stage()
-    offer = sender.offer(buckets, ["a"])
-    sender.lost("a")
-    assert offer.world_size == 2
-    with pytest.raises(WeightsError):
-        sender.send(buckets)
+
+    async def scenario() -> None:
+        buckets = await sender.stage()
+        offer = await sender.offer(buckets, ["a"])
+        sender.lost("a")
+        assert offer.world_size == 2
+        with pytest.raises(WeightsError):
+            await sender.send(buckets)
+
+    asyncio.run(scenario())
     sender.close()
 
 
 def test_a_worker_of_several_devices_has_as_many_ranks() -> None:
     manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
     sender = CollectiveSender(manifest, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0, ranks_per_worker=2)
-    offer = sender.offer(sender.stage(), ["b", "a"])
+    offer = asyncio.run(sender.offer([], ["b", "a"]))
     assert (offer.ranks, offer.world_size) == ({"a": 1, "b": 3}, 5)
+    sender.close()
+
+
+def test_a_failed_broadcast_closes_its_store_at_once() -> None:
+    """Other ranks wait in the store until it closes; the garbage collector may come much later."""
+    manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
+    sender = CollectiveSender(manifest, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0)
+
+    async def fail() -> int:
+        buckets = await sender.stage()
+        offer = await sender.offer(buckets, ["a"])
+        with pytest.raises(WeightsError):
+            await sender.send(buckets)
+        return offer.port
+
+    gc.disable()
+    try:
+        port = asyncio.run(fail())
+
+        def is_closed() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            except OSError:
+                return True
+            return False
+
+        eventually(is_closed, "the store still listens")
+    finally:
+        gc.enable()
+    sender.close()
+
+
+def test_a_segment_given_up_is_unmapped_before_the_next_offer(tmp_path: Path) -> None:
+    manifest = build_manifest(_tensors(1), bucket_bytes=100_000)
+    sender = SharedMemorySender(manifest, tmp_path / "segments")
+
+    async def give_up() -> "weakref.ref[torch.Tensor]":
+        buckets = await sender.stage()
+        await sender.offer(buckets, ["w"])
+        sender.lost("w")
+        sender.release(buckets)
+        return weakref.ref(buckets[0])
+
+    assert asyncio.run(give_up())() is None
     sender.close()

@@ -14,8 +14,10 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Refusal, TrajectoryBatch, Welcome
+from areal_rloo.wire.messages import Drain, Goodbye, Refusal, TrajectoryAck, TrajectoryBatch, Welcome
 from areal_rloo.wire.security import CurveKeys, load_keys, make_keys
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 LIMITS = Limits(max_message_bytes=2**22)
 
@@ -28,6 +30,12 @@ def _trajectory(group_id: int, index: int = 0) -> Trajectory:
 def _worker(port: int, **options: object) -> WorkerChannel:
     values = {"worker_id": "w", "incarnation": "1", "limits": LIMITS, "max_unacked": 100, "keys": None, **options}
     return WorkerChannel(f"tcp://127.0.0.1:{port}", **values)  # type: ignore[arg-type]
+
+
+async def _all_acknowledged(worker: WorkerChannel) -> None:
+    """Wait until the learner has acknowledged everything; another task must receive meanwhile."""
+    while worker.statistics().unacknowledged:  # noqa: ASYNC110 - the timeout is the scenario's
+        await asyncio.sleep(0.01)
 
 
 def _run(scenario: Callable[[LearnerChannel], Awaitable[None]], keys: CurveKeys | None = None) -> None:
@@ -67,10 +75,10 @@ def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
             assert isinstance(message, TrajectoryBatch)
             received += [t.group_id for t in message.trajectories]
             num_messages += 1
-            learner.acknowledge(peer, [message.batch_id])
+            learner.send(peer, TrajectoryAck((message.batch_id,)))
         assert received == list(range(50))
         assert num_messages < 25
-        assert await worker.drain(5)
+        await _all_acknowledged(worker)
         assert worker.unacknowledged() == []
         receiving.cancel()
         await worker.close()
@@ -78,7 +86,7 @@ def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
     _run(scenario)
 
 
-def test_the_trajectories_of_a_sample_travel_in_one_message_however_many_wait() -> None:
+def test_the_trajectories_of_a_sample_travel_in_the_same_message() -> None:
     """So that a learner has all of them or none."""
 
     async def scenario(learner: LearnerChannel) -> None:
@@ -94,9 +102,9 @@ def test_the_trajectories_of_a_sample_travel_in_one_message_however_many_wait() 
             groups = [trajectory.group_id for trajectory in message.trajectories]
             assert not counts.keys() & set(groups)
             counts |= {group: groups.count(group) for group in groups}
-            learner.acknowledge(peer, [message.batch_id])
+            learner.send(peer, TrajectoryAck((message.batch_id,)))
         assert counts == {index: 1 + index % 7 for index in range(60)}
-        assert await worker.drain(5)
+        await _all_acknowledged(worker)
         receiving.cancel()
         await worker.close()
 
@@ -123,7 +131,7 @@ def test_messages_in_flight_are_bounded_and_what_waits_goes_together() -> None:
             await worker.push(_trajectory(index))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(receive_one(), 0.2)
-        learner.acknowledge(last[0], [1])
+        learner.send(last[0], TrajectoryAck((1,)))
         await receive_one()
         assert sizes == [1] * 16 + [24]
         assert len(worker.unacknowledged()) == 39
@@ -160,7 +168,7 @@ def test_push_waits_while_too_much_is_unacknowledged() -> None:
         assert not blocked.done()
         peer, message = await learner.receive()
         assert isinstance(message, TrajectoryBatch)
-        learner.acknowledge(peer, [message.batch_id])
+        learner.send(peer, TrajectoryAck((message.batch_id,)))
         await blocked
         receiving.cancel()
         await worker.close()
@@ -168,7 +176,7 @@ def test_push_waits_while_too_much_is_unacknowledged() -> None:
     _run(scenario)
 
 
-def test_a_learner_that_comes_back_gets_everything_that_was_not_acknowledged() -> None:
+def test_a_restarted_learner_gets_all_unacknowledged_trajectories() -> None:
     async def main() -> None:
         first = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
         port = first.port
@@ -188,8 +196,8 @@ def test_a_learner_that_comes_back_gets_everything_that_was_not_acknowledged() -
                 peer, message = await second.receive()
                 assert isinstance(message, TrajectoryBatch)
                 seen |= {t.group_id for t in message.trajectories}
-                second.acknowledge(peer, [message.batch_id])
-        assert await worker.drain(5)
+                second.send(peer, TrajectoryAck((message.batch_id,)))
+        await _all_acknowledged(worker)
         assert worker.statistics().resent > 0
         receiving.cancel()
         await worker.close()
@@ -208,7 +216,7 @@ def _push_for_ever(port: int) -> None:
     asyncio.run(main())
 
 
-def test_a_worker_killed_in_mid_stream_leaves_whole_messages_and_its_successor_goes_on() -> None:
+def test_a_worker_killed_while_sending_leaves_whole_messages() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         process = multiprocessing.get_context("spawn").Process(target=_push_for_ever, args=(learner.port,))
         process.start()
@@ -259,7 +267,7 @@ async def _ignored(learner: LearnerChannel) -> None:
 
 def test_a_message_to_a_peer_that_is_gone_is_counted_and_nothing_more() -> None:
     async def scenario(learner: LearnerChannel) -> None:
-        assert not learner.send(b"nobody".hex(), Drain(True))
+        assert not learner.send(b"nobody".hex(), Drain())
         assert learner.statistics().unroutable == 1
 
     _run(scenario)
@@ -312,11 +320,11 @@ def test_an_open_address_without_keys_and_a_taken_port_are_refused() -> None:
 def test_a_message_the_learner_cannot_read_is_answered_with_why() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)
-        await worker._socket.send_multipart([b"\x92\x04\x80"])  # wire version 4
+        await worker._socket.send_multipart([b"\x92\x05\x80"])  # wire version 5
         receiving = asyncio.create_task(_ignored_for_ever(learner))
         message = await worker.receive()
         assert isinstance(message, Refusal)
-        assert "wire version 4" in message.detail
+        assert "wire version 5" in message.detail
         receiving.cancel()
         await worker.close()
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the config: presets as they are, option names that exist, no option left out."""
+"""Check docs/algorithms.md against the config: the presets, and the name of every option."""
 
 import re
 import typing
@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from support.metric_names import metric_names
 
 from areal_rloo.config import PRESETS, Config
-from areal_rloo.telemetry.tables import metric_names
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
@@ -37,7 +37,7 @@ def _floats(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_rloo_with_the_changes_its_section_writes(name: str) -> None:
+def test_a_preset_is_rloo_with_the_changes_of_its_section(name: str) -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", _section(f"`{name}`"), re.DOTALL)
     changes = _floats(yaml.safe_load(block))
     expected = changes if name == "rloo" else _laid_over(PRESETS["rloo"], changes)
@@ -45,7 +45,7 @@ def test_a_preset_is_rloo_with_the_changes_its_section_writes(name: str) -> None
 
 
 def _hint(path: str) -> Any:
-    """The type of an option, or None where there is none of that name."""
+    """Return the type of an option, or None for an unknown name."""
     hint: Any = Config
     for key in path.split("."):
         struct = next((o for o in (hint, *typing.get_args(hint)) if isinstance(o, type)), None)
@@ -61,12 +61,12 @@ def _options() -> Iterator[str]:
             yield row.split("|")[1].strip().strip("`")
 
 
-def test_the_table_of_option_names_is_there() -> None:
+def test_the_table_of_option_names_is_complete() -> None:
     assert len(list(_options())) > 50
 
 
 @pytest.mark.parametrize("option", list(_options()))
-def test_an_option_of_the_table_exists_and_takes_the_value_it_is_given(option: str) -> None:
+def test_an_option_of_the_table_exists_and_takes_its_value(option: str) -> None:
     key, equals, value = option.partition("=")
     hint = _hint(key)
     assert hint is not None, f"no option {key}"
@@ -75,7 +75,7 @@ def test_an_option_of_the_table_exists_and_takes_the_value_it_is_given(option: s
 
 
 @pytest.mark.parametrize("system", ["AReaL", "verl", "TRL", "ms-swift"])
-def test_every_row_says_something_of_every_system(system: str) -> None:
+def test_every_row_has_a_cell_for_every_system(system: str) -> None:
     header, _, *rows = [line for line in _section("Option names").splitlines() if line.startswith("|")]
     column = [cell.strip() for cell in header.split("|")].index(system)
     assert all(row.split("|")[column].strip() for row in rows)
@@ -91,17 +91,17 @@ def _leaves(struct: Any, prefix: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", list(_leaves(_hint("algorithm"), "algorithm.")))
-def test_every_option_of_the_algorithm_is_in_the_document_by_its_whole_name(path: str) -> None:
-    of_the_other_norm = path.replace("reward_norm", "adv_norm")  # the document says that they have the same keys
+def test_every_option_of_the_algorithm_is_in_the_document(path: str) -> None:
+    of_the_other_norm = path.replace("reward_norm", "adv_norm")  # both norms have the same keys
     assert re.search(rf"`({re.escape(path)}|{re.escape(of_the_other_norm)})[`=:]", DOCUMENT), path
 
 
-def test_the_metrics_it_names_exist() -> None:
-    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", _section("What a step says of itself"), re.M)))
+def test_the_named_metrics_exist() -> None:
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", _section("Metrics of a step"), re.M)))
     assert len(names) > 20
-    assert {f"areal_rloo_{name}" for name in names} <= set(metric_names())
+    assert {f"areal_rloo_{name}" for name in names} <= metric_names()
 
 
-def test_the_files_it_names_exist() -> None:
+def test_the_named_files_exist() -> None:
     for file in re.findall(r"`(areal_rloo/[\w/]+\.py)`", DOCUMENT):
         assert (Path(__file__).resolve().parents[2] / file).is_file(), file

@@ -1,4 +1,4 @@
-"""The shipped configs load, say what they promise, and travel in the wheel."""
+"""The shipped configs load, match their description, and are part of the wheel."""
 
 import tomllib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.config import Config, NormConfig, SourceConfig, dump_config, load_config
-from areal_rloo.tasks.gsm8k import Gsm8kTask
+from areal_rloo.tasks.word_problems import Gsm8kTask
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md that were measured, against the files they were measured into."""
+"""Compare the tables of docs/measured.md with the result files of the benchmarks."""
 
 import json
 import re
@@ -9,11 +9,11 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
-DOCUMENT = (REPO / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCUMENT = (REPO / "docs" / "measured.md").read_text(encoding="utf-8")
 
 
 def _table(title: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without its header."""
+    """Return the cells of the first table under a heading, without the header."""
     section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
     assert section, title
     rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
@@ -26,9 +26,9 @@ def _result(name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("title", "file"),
-    [("What staleness costs", "staleness.json"), ("What a mixture of staleness costs", "staleness_mixed.json")],
+    [("The cost of staleness", "staleness.json"), ("The cost of mixed staleness", "staleness_mixed.json")],
 )
-def test_the_staleness_tables_are_what_was_measured(title: str, file: str) -> None:
+def test_the_staleness_tables_equal_the_result_files(title: str, file: str) -> None:
     measured = {(row["correction"], row["eta"]): row for row in _result(file)["table"]}
     cells = _table(title)
     assert [int(row[0]) for row in cells] == [0, 1, 2, 4, 8, 16]
@@ -39,7 +39,7 @@ def test_the_staleness_tables_are_what_was_measured(title: str, file: str) -> No
             assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_std']:.3f}"
 
 
-def test_the_table_of_algorithms_is_what_was_measured() -> None:
+def test_the_table_of_algorithms_equals_the_result_file() -> None:
     measured = [
         [
             row["algorithm"],

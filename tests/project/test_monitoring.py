@@ -1,6 +1,7 @@
 """Dashboards and alert rules name only metrics that exist, and are well-formed."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.metric_names import all_metrics, metric_names
 
-from areal_rloo.telemetry.tables import PREFIX, all_metrics, metric_names
+from areal_rloo.telemetry.metric import PREFIX
 
 MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
 RULES = MONITORING / "prometheus" / "alerts.yml"
@@ -26,7 +28,7 @@ def expressions() -> list[str]:
 def test_an_expression_names_only_metrics_that_exist(expression: str) -> None:
     named = set(re.findall(rf"\b{PREFIX}\w+", expression))
     assert named or re.search(r"\bsglang:", expression)  # those a real server is asked for, in the tests of SGLang
-    assert named <= set(metric_names())
+    assert named <= metric_names()
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -36,12 +38,34 @@ def test_only_a_counter_has_a_rate(expression: str) -> None:
 
 
 def test_labels_in_expressions_are_labels_of_the_metric() -> None:
-    labels = {PREFIX + metric.name: metric.label for metric in all_metrics()}
+    labels = {declared.name: declared.labels for declared in all_metrics()}
     for expression in expressions():
         for grouped, name in re.findall(rf"by \((\w+)\) \(\w+\(({PREFIX}\w+)", expression):
-            assert grouped == labels[name]
+            assert grouped in labels[name]
         for name, matched in re.findall(rf"({PREFIX}\w+)\{{(\w+)", expression):
-            assert matched == labels[name]
+            assert matched in labels[name]
+
+
+def _alerts() -> dict[str, str]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def test_every_healthy_range_has_an_alert_at_its_end() -> None:
+    for declared in all_metrics():
+        if declared.metric.healthy is not None:
+            low, high = declared.metric.healthy
+            alerts = [expr for expr in _alerts().values() if re.search(rf"\b{declared.name}\b", expr)]
+            ends = {f"> {high:g}", f"!= {high:g}"} if high < math.inf else {f"== {low - 1:g}"}
+            assert any(expr.endswith(tuple(ends)) for expr in alerts), declared.name
+
+
+def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
+    """Alerts on drops by reason and on steps that do not come are of rates that no single number has."""
+    healthy = {declared.name for declared in all_metrics() if declared.metric.healthy is not None}
+    for alert, expr in _alerts().items():
+        if alert not in {"NoTrainStep", "SamplesDropped"}:
+            assert set(re.findall(rf"{PREFIX}\w+", expr)) <= healthy, alert
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:

@@ -6,12 +6,14 @@ from typing import get_args
 
 import pytest
 import yaml
+from support.metric_names import metric_names
 
 from areal_rloo.config import load_config
+from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import FunctionReward
 from areal_rloo.rewards.request import FailureReason, RewardRequest
 from areal_rloo.tasks import check_data
-from areal_rloo.telemetry.tables import PREFIX, metric_names
+from areal_rloo.telemetry.metric import PREFIX
 from areal_rloo.trajectory import Item
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -22,18 +24,19 @@ def _block(language: str) -> str:
     return block
 
 
-def test_its_config_passes_the_checks_with_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_s_config_passes_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(_block("python"))
     (tmp_path / "my.jsonl").write_text('{"prompt": "1+1"}\n')
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({**yaml.safe_load(_block("yaml")), "model": {"path": "tiny"}}))
     monkeypatch.chdir(tmp_path)
     config = load_config("my.yaml", ["data.eval=null"])
+    check_rewards(config.data)
     check_data(config.data)
     labels = [reward.label for reward in config.data.train_sources[0].rewards]
     assert labels == ["exact", "judge", "gsm8k", "service", "preference"]
 
 
-def test_its_functions_give_rewards(tmp_path: Path) -> None:
+def test_the_document_s_functions_return_rewards(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(_block("python"))
     request = RewardRequest(
         purpose="train",
@@ -53,8 +56,8 @@ def test_its_functions_give_rewards(tmp_path: Path) -> None:
     assert [name for name, function in functions.items() if function.is_async] == ["judged"]
 
 
-def test_its_reasons_and_metrics_are_those_there_are() -> None:
+def test_the_document_lists_all_reasons_and_real_metrics() -> None:
     assert set(re.findall(r"^\| `(reward_\w+)`", TEXT, re.MULTILINE)) == set(get_args(FailureReason))
-    named = {PREFIX + name for name in re.findall(r"`(\w+_total|reward_part_mean)`", TEXT)}
+    named = {PREFIX + name for name in re.findall(r"`(\w+_total|reward_parts)`", TEXT)}
     assert len(named) == 5
-    assert named <= set(metric_names())
+    assert named <= metric_names()

@@ -1,4 +1,4 @@
-"""docs/tasks.md is right: its configs load, its tables are those of the code, its commands are understood."""
+"""docs/tasks.md matches the code: configs load, tables agree, commands parse, links exist."""
 
 import re
 import shlex
@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from areal_rloo.config import load_config
-from areal_rloo.config.episode import BUILT_IN
-from areal_rloo.inspect.options import parse_arguments
-from areal_rloo.tasks.registry import TASKS
+from areal_rloo.config.rollout import BUILT_IN
+from areal_rloo.inspect.__main__ import parse_arguments
+from areal_rloo.tasks.loading import TASKS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -22,18 +22,18 @@ def _first_column(heading: str) -> set[str]:
 
 
 @pytest.mark.parametrize("block", [text for kind, text in BLOCKS if kind == "yaml"])
-def test_its_configs_load(block: str, tmp_path: Path) -> None:
+def test_configs_in_the_document_load(block: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(block), "learner": {"microbatch_tokens": 16384}}))
     assert load_config(str(path)).data.train_sources
 
 
-def test_its_tables_are_those_of_the_code() -> None:
+def test_tables_in_the_document_match_the_code() -> None:
     assert _first_column("Task") == {*TASKS, "file.py:Class"}
     assert _first_column("Type") == {*BUILT_IN, "file.py:Class"}
 
 
-def test_its_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_the_document_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "latest").mkdir(parents=True)
     for name in ("config.yaml", "trajectories.jsonl"):
@@ -45,6 +45,6 @@ def test_its_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         parse_arguments(shlex.split(arguments))
 
 
-def test_what_it_links_to_is_there() -> None:
+def test_links_in_the_document_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (Path(__file__).resolve().parents[2] / "docs" / target).exists(), target

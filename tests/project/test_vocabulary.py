@@ -1,4 +1,4 @@
-"""One word for each idea: no identifier of the package uses a word the glossary of CONTRIBUTING.md rules out."""
+"""Check that no identifier of the package uses a word from the `never` column of CONTRIBUTING.md's glossary."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "areal_rloo"
 
-# A word counts where it stands whole between underscores: `age` is not in `message`, `mb` not in `number`.
-RULED_OUT = {
+# A word matches only between underscores: `age` does not match `message`, and `mb` does not match `number`.
+FORBIDDEN = {
     "old": "behaviour (it sampled the token) or proximal (it anchors the clip)",
     "prox": "proximal",
     "new_logprobs": "current_logprobs",
@@ -46,30 +46,30 @@ RULED_OUT = {
     "sync": "broadcast (the learner) or receive (a worker)",
 }
 
-# Ruled out for one idea and right for others, so that only a reader can tell.
+# These words are forbidden for some ideas and correct for others, so only a reader can decide.
 AMBIGUOUS = {"new", "target", "step", "update"}
 
 
-# Names of HTTP, of OpenAI's protocol and of Ray, right where these are spoken and nowhere else.
+# Names of HTTP, OpenAI's protocol and Ray are allowed in the files that use these protocols.
 HTTP_NAMES = {"Response", "StreamResponse", "json_response", "response_format"}
-THEIRS = {
+EXTERNAL_NAMES = {
     "rollout/chat_api.py": HTTP_NAMES,
     "rollout/chat_server.py": HTTP_NAMES,
-    "launcher/ray_owner.py": {"was_current_actor_reconstructed"},
+    "launcher/ray/owner.py": {"was_current_actor_reconstructed"},
 }
 
 
 def words_of(identifier: str) -> str:
-    """An identifier in snake_case between underscores: `TrainRecord` is `_train_record_`."""
+    """Return an identifier in snake_case between underscores: `TrainRecord` becomes `_train_record_`."""
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', identifier).lower().strip('_')}_"
 
 
-def ruled_out(identifier: str) -> list[str]:
-    return [word for word in RULED_OUT if f"_{word}_" in words_of(identifier)]
+def forbidden_words(identifier: str) -> list[str]:
+    return [word for word in FORBIDDEN if f"_{word}_" in words_of(identifier)]
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names that this file chooses or uses: variables, arguments, attributes, functions, classes, imported names."""
+    """Yield the line and name of variables, arguments, attributes, functions, classes and imports."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
@@ -83,12 +83,12 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_identifier_uses_a_word_that_is_ruled_out(path: Path) -> None:
+def test_no_identifier_uses_a_forbidden_word(path: Path) -> None:
     found = [
-        f"{path.name}:{line}: {name}: say {RULED_OUT[word]}"
+        f"{path.name}:{line}: {name}: say {FORBIDDEN[word]}"
         for line, name in identifiers(ast.parse(path.read_text(encoding="utf-8")))
-        if name not in THEIRS.get(str(path.relative_to(PACKAGE)), ())
-        for word in ruled_out(name)
+        if name not in EXTERNAL_NAMES.get(str(path.relative_to(PACKAGE)), ())
+        for word in forbidden_words(name)
     ]
     assert not found, "\n".join(sorted(set(found)))
 
@@ -96,19 +96,20 @@ def test_no_identifier_uses_a_word_that_is_ruled_out(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["old_logprobs", "OldPolicy", "log_probs", "_prox", "numLag", "n_samples", "SyncWeights"]
 )
-def test_a_word_is_found_wherever_it_stands_whole(name: str) -> None:
-    assert ruled_out(name)
+def test_a_whole_word_is_found(name: str) -> None:
+    assert forbidden_words(name)
 
 
 @pytest.mark.parametrize("name", ["message", "number", "fold", "max_new_tokens", "asyncio", "approx", "policy_version"])
-def test_a_word_inside_another_is_left_alone(name: str) -> None:
-    assert not ruled_out(name)
+def test_a_word_inside_another_word_is_ignored(name: str) -> None:
+    assert not forbidden_words(name)
 
 
-def test_every_word_the_glossary_rules_out_is_looked_for() -> None:
+def test_every_forbidden_word_of_the_glossary_is_checked() -> None:
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    _, _, glossary = text.partition("\n## Glossary")
+    rows = [line.split("|")[1:-1] for line in glossary.splitlines() if line.startswith("| ")]
     assert rows[0][-1].strip() == "never"
     never = {word for row in rows[1:] for word in re.findall(r"\w+", row[-1])}
     assert never
-    assert never - set(RULED_OUT) <= AMBIGUOUS
+    assert never - set(FORBIDDEN) <= AMBIGUOUS

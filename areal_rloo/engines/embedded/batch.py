@@ -1,10 +1,10 @@
-"""Completions decoded together under one set of weights.
+"""Decode many completions together under the same weights.
 
-    launch: one token for every row, on the device  ─►  collect: its tokens on the host, and who ended with it
+    launch: compute one token for every row on the device  ─►  collect: copy tokens to the host, find ended requests
 
-What a launch needs is on the device already and moved on there, until the rows change. On a GPU the next step is
-launched before the tokens of the last are looked at (`steps_ahead`): the host waits for no token, and a row that turns
-out to have ended has made one more, which is thrown away.
+All inputs of a launch are on the device and are updated there until the rows change. On a GPU the next step is launched
+before the host reads the tokens of the last step (`steps_ahead`), so the host never waits for a token. An ended row
+makes one more token meanwhile; `collect` discards this token.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from torch import Tensor
 
 from areal_rloo.engines.embedded.cache import Cache, RowKind
 from areal_rloo.engines.embedded.parameters import Parameters
-from areal_rloo.engines.embedded.running import Running
+from areal_rloo.engines.embedded.requests import PlacedRequest, WaitingRequest
 from areal_rloo.engines.embedded.sampling import Shaping, choose, uniforms
 from areal_rloo.engines.embedded.transformer import Rotations, Rows, decode
 from areal_rloo.trajectory import FinishReason
 
+Ending = list[tuple[PlacedRequest, FinishReason]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What steps need until the rows change; `counters` are all numbers that a step moves on by one.
+    """The inputs of all steps until the rows change. A step increases all `counters` by 1.
 
-    It holds while the cache has made no more than `num_moves`.
+    The plan is valid while the cache's `num_moves` is unchanged.
     """
 
     num_moves: int
@@ -44,7 +46,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way to the host. `arrivals` tell a slot's request from one that had the slot before."""
+    """A launched step. `arrivals` distinguish the request in a slot from an earlier request in the same slot."""
 
     slots: npt.NDArray[np.int64]
     arrivals: npt.NDArray[np.int64]
@@ -54,13 +56,12 @@ class _Launched:
 
 
 class DecodeBatch:
-    """Up to `num_slots` requests.
+    """Up to `num_slots` placed requests under the same weights, in prefill or decoded.
 
     Attributes:
-        parameters: the weights.
-        kind: of the rows it decodes.
-        running: by slot, those that are decoded.
-        num_generated: tokens that requests got, since somebody last took the count.
+        kind: of the decoded rows.
+        running: the decoded requests, by slot.
+        num_generated: tokens collected since the scheduler last reset this count.
     """
 
     def __init__(
@@ -69,97 +70,127 @@ class DecodeBatch:
         cache: Cache,
         rope: Tensor,
         *,
+        policy_version: int,
         kind: RowKind,
         num_slots: int,
         context_tokens: int,
         steps_ahead: int,
     ) -> None:
-        device = parameters.embedding.device
+        device = self._device = parameters.embedding.device
         self.parameters = parameters
+        self.policy_version = policy_version
         self.kind = kind
-        self.running: dict[int, Running] = {}
+        self.prefilling: list[PlacedRequest] = []
+        self.running: dict[int, PlacedRequest] = {}
         self.num_generated = 0
         self._cache = cache
-        self._device = device
         self._steps_ahead = steps_ahead
+        self._num_slots = num_slots
         self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._plan: _Plan | None = None
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._table_tokens = context_tokens + steps_ahead  # a row makes so many more before it is known to have ended
+        self._table_tokens = context_tokens + steps_ahead  # an ended row makes `steps_ahead` more tokens
         self._uniforms = torch.zeros(num_slots, self._table_tokens, device=device)
         self._out_tokens = np.zeros((num_slots, context_tokens), dtype=np.int32)
         self._out_logprobs = np.zeros((num_slots, context_tokens), dtype=np.float32)
         self._arrivals = np.full(num_slots, -1, dtype=np.int64)
-        self._positions = np.zeros(num_slots, dtype=np.int64)
-        self._capacities = np.zeros(num_slots, dtype=np.int64)
-        self._made = np.zeros(num_slots, dtype=np.int64)  # launched
-        self._collected = np.zeros(num_slots, dtype=np.int64)  # of these, on the host
-        self._limits = np.zeros(num_slots, dtype=np.int64)
-        self._minimums = np.zeros(num_slots, dtype=np.int64)
+        self._positions, self._capacities, self._limits, self._minimums = np.zeros((4, num_slots), dtype=np.int64)
+        self._made, self._collected = np.zeros((2, num_slots), dtype=np.int64)  # tokens launched, and on the host
         self._stops = np.zeros((num_slots, parameters.architecture.vocab_size), dtype=np.bool_)
 
-    def begin(self, running: Running, policy_version: int) -> None:
-        """Decode a request whose row holds all known tokens but the last; there must be a free slot."""
-        assert running.row is not None, "a request is decoded in a row"
+    @property
+    def num_requests(self) -> int:
+        return len(self.prefilling) + len(self.running)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return self.num_requests < self._num_slots
+
+    def requests(self) -> list[PlacedRequest]:
+        return [*self.prefilling, *self.running.values()]
+
+    def begin(self, placed: PlacedRequest) -> None:
+        """Decode a request after the prefill: the row holds all known tokens but the last."""
         self._drop_plan()
-        slot, sampling, known = self._free_slots.pop(), running.request.sampling, running.known_tokens
-        num_made = len(running.tokens)
-        running.spans.append((policy_version, num_made))
-        running.row.slot = slot
-        self.running[slot] = running
-        self._arrivals[slot] = running.arrival
-        self._tokens[slot] = int(known[-1])
-        self._positions[slot] = len(known) - 1
+        self.prefilling.remove(placed)
+        slot, before, sampling = self._free_slots.pop(), placed.before, placed.submission.request.sampling
+        num_made = len(before.tokens)
+        placed.spans.append((self.policy_version, num_made))
+        placed.row.slot = slot
+        self.running[slot] = placed
+        self._arrivals[slot] = placed.arrival
+        self._tokens[slot] = int(before.known_tokens[-1])
+        self._positions[slot] = len(before.known_tokens) - 1
         self._made[slot] = self._collected[slot] = num_made
-        self._out_tokens[slot, :num_made] = running.tokens
-        self._out_logprobs[slot, :num_made] = running.logprobs
+        self._out_tokens[slot, :num_made] = before.tokens
+        self._out_logprobs[slot, :num_made] = before.logprobs
         self._limits[slot] = sampling.max_new_tokens
         self._minimums[slot] = sampling.min_new_tokens
         self._stops[slot] = False
         self._stops[slot, list(sampling.stop_token_ids)] = True
         if not sampling.greedy:
-            self._uniforms[slot, : sampling.max_new_tokens] = uniforms(running.seed, sampling.max_new_tokens)
+            self._uniforms[slot, : sampling.max_new_tokens] = uniforms(placed.submission.seed, sampling.max_new_tokens)
 
-    def full(self) -> list[Running]:
-        """Those whose next token has no room in their row, the first submitted first."""
+    def full(self) -> list[PlacedRequest]:
+        """Return the requests whose row has no room for the next token."""
         slots = np.fromiter(self.running, dtype=np.int64, count=len(self.running))
-        full = slots[self._positions[slots] >= self._capacities_of(slots)]
-        return sorted((self.running[slot] for slot in full.tolist()), key=lambda running: running.arrival)
+        if self._current_plan() is None:
+            self._capacities[slots] = [placed.row.capacity for placed in self.running.values()]
+        full = slots[self._positions[slots] >= self._capacities[slots]]
+        return [self.running[slot] for slot in full.tolist()]
 
-    def num_written(self, running: Running) -> int:
-        """Tokens whose keys and values are in its row."""
-        assert running.row is not None, "a request is decoded in a row"
-        return int(self._positions[running.row.slot])
+    def num_written(self, placed: PlacedRequest) -> int:
+        """Return the number of tokens whose keys and values are in the row."""
+        return int(self._positions[placed.row.slot])
 
-    def step(self) -> list[tuple[Running, FinishReason]]:
-        """One token for every row; gives the requests that are known to have ended."""
+    def step(self) -> Ending:
+        """Make one token for every row; return the requests known to have ended."""
         if any(self._made[slot] < self._limits[slot] for slot in self.running):
             self._launch()
-            return self._collect(self._steps_ahead)
-        return self.drain()
+            return self.collect(self._steps_ahead)
+        return self.collect()
 
-    def drain(self) -> list[tuple[Running, FinishReason]]:
-        """Wait for all that was launched; gives the requests that ended."""
-        return self._collect(0)
+    def collect(self, num_left: int = 0) -> Ending:
+        """Wait for all launched steps but the last `num_left`; return the requests that ended."""
+        ended: Ending = []
+        while len(self._launched) > num_left:
+            launched = self._launched.popleft()
+            if launched.done is not None:
+                launched.done.synchronize()
+            alive = self._arrivals[launched.slots] == launched.arrivals
+            slots, tokens = launched.slots[alive], launched.tokens.numpy()[alive]
+            at = self._collected[slots]
+            self._out_tokens[slots, at] = tokens
+            self._out_logprobs[slots, at] = launched.logprobs.numpy()[alive]
+            self._collected[slots] += 1
+            self.num_generated += len(slots)
+            stopped = self._stops[slots, tokens]
+            for index in np.flatnonzero(stopped | (at + 1 >= self._limits[slots])).tolist():
+                ended.append((self.running[int(slots[index])], "stop" if stopped[index] else "length"))
+                self._arrivals[slots[index]] = -1
+        return ended
 
     def new_version(self, policy_version: int) -> None:
-        """The weights were exchanged: tokens from here on are tagged with this version."""
-        for slot, running in self.running.items():
-            running.spans.append((policy_version, int(self._made[slot])))
+        """Tag tokens with this version from now on: the weights were swapped."""
+        self.policy_version = policy_version
+        for slot, placed in self.running.items():
+            placed.spans.append((policy_version, int(self._made[slot])))
 
-    def leave(self, running: Running) -> None:
-        """Give the slot back; the request keeps what was collected."""
-        assert running.row is not None, "a request is decoded in a row"
+    def leave(self, placed: PlacedRequest) -> WaitingRequest:
+        """Free the slot; return the request with all collected tokens."""
+        if placed in self.prefilling:
+            self.prefilling.remove(placed)
+            return placed.before
         self._drop_plan()
-        slot = running.row.slot
+        slot = placed.row.slot
         num = self._collected[slot]
-        running.keep_made(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
-        running.row.slot = -1
+        placed.row.slot = -1
         del self.running[slot]
         self._arrivals[slot] = -1
         self._free_slots.append(slot)
+        return placed.without_row(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
 
     def _current_plan(self) -> _Plan | None:
         if self._plan is not None and self._plan.num_moves != self._cache.num_moves:
@@ -167,18 +198,10 @@ class DecodeBatch:
         return self._plan
 
     def _drop_plan(self) -> None:
-        """The next launch looks again which rows there are, and where."""
+        """Let the next launch read again which rows exist, and where."""
         if self._plan is not None:
             self._tokens.index_copy_(0, self._plan.slots_on_device, self._plan.rows.tokens)
             self._plan = None
-
-    def _capacities_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if self._current_plan() is None:
-            for slot in slots.tolist():
-                row = self.running[slot].row
-                assert row is not None, "a request is decoded in a row"
-                self._capacities[slot] = row.capacity
-        return self._capacities[slots]
 
     def _launch(self) -> None:
         plan = self._current_plan() or self._make_plan()
@@ -193,36 +216,13 @@ class DecodeBatch:
         self._positions[slots] += 1
         self._made[slots] += 1
         if (self._made[slots] == self._minimums[slots]).any():
-            self._drop_plan()  # their stop tokens are allowed from here on
+            self._drop_plan()  # stop tokens of these rows are allowed from now on
         done = None
         if self._device.type == "cuda":
             tokens, logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
             done = torch.cuda.Event()
             done.record()
         self._launched.append(_Launched(slots, self._arrivals[slots], tokens, logprobs, done))
-
-    def _collect(self, num_left: int) -> list[tuple[Running, FinishReason]]:
-        ended: list[tuple[Running, FinishReason]] = []
-        while len(self._launched) > num_left:
-            launched = self._launched.popleft()
-            if launched.done is not None:
-                launched.done.synchronize()
-            tokens = launched.tokens.numpy()
-            alive = self._arrivals[launched.slots] == launched.arrivals
-            slots = launched.slots
-            if not alive.all():
-                slots, tokens = slots[alive], tokens[alive]
-            at = self._collected[slots]
-            self._out_tokens[slots, at] = tokens
-            self._out_logprobs[slots, at] = launched.logprobs.numpy()[alive]
-            self._collected[slots] += 1
-            self.num_generated += len(slots)
-            stopped = self._stops[slots, tokens]
-            for index in np.flatnonzero(stopped | (at + 1 >= self._limits[slots])).tolist():
-                running = self.running[int(slots[index])]
-                ended.append((running, "stop" if stopped[index] else "length"))
-                self._arrivals[slots[index]] = -1
-        return ended
 
     def _make_plan(self) -> _Plan:
         blocks = self._cache.blocks(self.kind)
@@ -242,7 +242,7 @@ class DecodeBatch:
         ends = np.cumsum([0] + [len(block.rows) for block in blocks])
         longest = [int(positions[begin:end].max()) + 1 for begin, end in itertools.pairwise(ends)]
         tokens = self._tokens.index_select(0, on_device[0])
-        sampled = [self.running[slot].request.sampling for slot in slots.tolist()]
+        sampled = [self.running[slot].submission.request.sampling for slot in slots.tolist()]
         early = self._made[slots] < self._minimums[slots]
         self._plan = _Plan(
             num_moves=self._cache.num_moves,

@@ -1,12 +1,12 @@
-"""The engine's thread: takes requests, aborts and weights between decode steps, and gives completions.
+"""The engine's thread: take requests, aborts and weights between decode steps, and return completions.
 
-    between two steps: swap staged weights ─► aborts ─► waiting requests into rows ─► a chunk of their prompts
-                       ─► room for the next tokens ─► one step of each batch
+    each turn: swap staged weights ─► end aborted requests ─► place waiting requests in rows ─► prefill a chunk
+               ─► make room for the next tokens ─► one decode step of each batch
 
-Two batches: the running policy's, and for pinned requests (evaluation) one with a private copy of the weights it began
-with. Both make a step in turn, so neither waits for the other, and both have their rows in one arena, so that an
-evaluation takes no more memory for keys and values; what it needs beside is its copy of the weights. Callers wait for
-nothing but their futures: no lock is held while weights are copied or tokens computed.
+There are two batches: the running policy's, and a batch for pinned requests (evaluation) with a private copy of the
+weights. Both decode in turn, so neither waits for the other. Both share one cache, so an evaluation needs extra memory
+for the copy of the weights only. Callers wait only for their futures: no lock is held while weights are copied or
+tokens are computed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from areal_rloo.config.engines import EmbeddedConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest
+from areal_rloo.config import EmbeddedConfig
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests
 from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
-from areal_rloo.engines.embedded.running import Running
-from areal_rloo.engines.embedded.scheduler import Admitted, Ended, Scheduler
-from areal_rloo.engines.embedded.transformer import signed
-from areal_rloo.engines.embedded.waiting import Waiting
-from areal_rloo.engines.requests import check_requests
+from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
+from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
@@ -44,7 +41,7 @@ _Staged = tuple[int, Iterable[tuple[str, Tensor]], Future[int]]
 
 
 class EmbeddedEngine:
-    """Implements `areal_rloo.engines.base.Engine`; see there for what each method promises."""
+    """Implements `areal_rloo.engines.base.Engine`, which documents the methods."""
 
     def __init__(
         self,
@@ -60,46 +57,32 @@ class EmbeddedEngine:
     ) -> None:
         """
         Args:
-            model_path: a Hugging Face folder.
-            device: where to compute.
+            model_path: a Hugging Face folder with the weights of `policy_version`.
             dtype: of the matrices and of the cache; everything else is float32.
-            num_slots: completions decoded together.
-            context_tokens: longest prompt and completion together.
-            policy_version: of the weights in the folder.
-            options: `rollout.embedded`.
-            steps_ahead: steps launched before the host looks at the tokens of the last; None: 1 on a GPU, where the
-                launch overlaps the computation, and 0 on a CPU, where there is nothing to overlap.
+            steps_ahead: steps launched before the host reads the tokens of the last step. None: 1 on a GPU, where the
+                launch overlaps the computation; 0 on a CPU.
         """
         options = options or EmbeddedConfig()
         self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
-        table_tokens = context_tokens + self._steps_ahead  # a row that has ended is decoded until that is known
-        parameters, cos, sin = load_checkpoint(model_path, context_tokens=table_tokens, device=device, dtype=dtype)
-        self._rope = torch.stack([cos, signed(sin)])
-        self._vocab_size = parameters.architecture.vocab_size
+        table_tokens = context_tokens + self._steps_ahead  # an ended row is decoded a few steps more
+        parameters, self._rope = load_checkpoint(model_path, context_tokens=table_tokens, device=device, dtype=dtype)
+        architecture = parameters.architecture
+        self._vocab_size = architecture.vocab_size
         self._context_tokens = context_tokens
         self._num_slots = num_slots
         self._policy_version = policy_version
-        architecture = parameters.architecture
-        num_tokens = options.cache_tokens or tokens_for(
-            num_slots, context_tokens, architecture, device=device, dtype=dtype
-        )
-        self._cache = Cache(
-            architecture,
-            num_tokens=num_tokens,
-            context_tokens=min(context_tokens, num_tokens),
-            device=device,
-            dtype=dtype,
-        )
+        wanted = options.cache_tokens or tokens_for(num_slots, context_tokens, architecture, device=device, dtype=dtype)
+        fitting = min(context_tokens, wanted)
+        self._cache = Cache(architecture, num_tokens=wanted, context_tokens=fitting, device=device, dtype=dtype)
         self._scheduler = Scheduler(self._cache, self._rope, prefill_chunk_tokens=options.prefill_chunk_tokens)
-        self._running = self._admitted(parameters, RowKind.RUNNING)
-        self._waiting = Waiting()
+        self._running = self._make_batch(parameters, RowKind.RUNNING)
+        self._waiting = WaitingQueue()
         self._staged: deque[_Staged] = deque()
-        self._aborts: set[Running] = set()
-        self._live: dict[str, Running] = {}
+        self._aborts: set[Submission] = set()
+        self._live: dict[str, Submission] = {}
         self._num_submitted = 0
         self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
-        self._idle_s = 0.0
-        self._idle_since_s: float | None = time.monotonic()
+        self._idle = IdleClock()
         self._swap_s = 0.0
         self._closing = False
         self._death: EngineError | None = None
@@ -115,9 +98,9 @@ class EmbeddedEngine:
             self._check(requests)
             for request, future in zip(requests, futures, strict=True):
                 seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-                running = Running(request, future, seed, self._num_submitted)
-                self._live[request.request_id] = running
-                self._waiting.add(running)
+                submission = Submission(request, future, seed, self._num_submitted)
+                self._live[request.request_id] = submission
+                self._waiting.add(WaitingRequest.of(submission))
                 self._num_submitted += 1
             self._changed.notify()
         return futures
@@ -138,9 +121,6 @@ class EmbeddedEngine:
 
     def statistics(self) -> EngineStatistics:
         with self._changed:
-            idle_s = self._idle_s
-            if self._idle_since_s is not None:
-                idle_s += time.monotonic() - self._idle_since_s
             return EngineStatistics(
                 policy_version=self._policy_version,
                 num_running=len(self._live) - len(self._waiting),
@@ -152,7 +132,7 @@ class EmbeddedEngine:
                 cached_tokens=self._scheduler.cached_tokens,
                 decode_steps=self._counts["steps"],
                 weight_updates=self._counts["updates"],
-                idle_s=idle_s,
+                idle_s=self._idle.total_s(),
                 swap_s=self._swap_s,
             )
 
@@ -172,19 +152,18 @@ class EmbeddedEngine:
                     f"{self._cache.capacities[-1]}; raise rollout.embedded.cache_tokens"
                 )
 
-    def _admitted(self, parameters: Parameters, kind: RowKind) -> Admitted:
-        batch = DecodeBatch(
+    def _make_batch(self, parameters: Parameters, kind: RowKind) -> DecodeBatch:
+        batch = self._scheduler.batches[kind] = DecodeBatch(
             parameters,
             self._cache,
             self._rope,
+            policy_version=self._policy_version,
             kind=kind,
             num_slots=self._num_slots,
             context_tokens=self._context_tokens,
             steps_ahead=self._steps_ahead,
         )
-        admitted = Admitted(batch, self._policy_version, num_slots=self._num_slots)
-        self._scheduler.batches[kind] = admitted
-        return admitted
+        return batch
 
     def _run(self) -> None:
         try:
@@ -196,7 +175,7 @@ class EmbeddedEngine:
             self._die(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
-        """Everything between two steps, then a step; False at the end."""
+        """Do all work between two steps, then a step; return False at the end."""
         with self._changed:
             self._changed.wait_for(self._has_work)
             closing = self._closing
@@ -208,51 +187,36 @@ class EmbeddedEngine:
         self._renew_pinned()
         with self._changed:
             self._scheduler.admit(self._waiting, self._policy_version)
-            self._note_idle(self._scheduler.num_admitted == 0)
-        for admitted in list(self._scheduler.batches.values()):
-            self._scheduler.prefill(admitted)
-        self._make_room()
-        for admitted in list(self._scheduler.batches.values()):
-            if admitted.batch.running:
-                self._give(self._scheduler.step(admitted), num_steps=1)
+            self._idle.note(self._scheduler.num_placed == 0)
+        for batch in list(self._scheduler.batches.values()):
+            self._scheduler.prefill(batch)
+        ended, preempted = self._scheduler.make_room()
+        self._give(ended)
+        with self._changed:
+            for waiting in preempted:
+                self._waiting.add(waiting)
+        for batch in list(self._scheduler.batches.values()):
+            if batch.running:
+                self._give(self._scheduler.step(batch), num_steps=1)
         return True
 
     def _has_work(self) -> bool:
-        if self._closing or self._staged or self._aborts or self._scheduler.num_admitted:
+        if self._closing or self._staged or self._aborts or self._scheduler.num_placed:
             return True
-        self._note_idle(True)
+        self._idle.note(True)
         return self._waiting.any_for(self._policy_version)
 
-    def _note_idle(self, idle: bool) -> None:
-        now_s = time.monotonic()
-        if idle and self._idle_since_s is None:
-            self._idle_since_s = now_s
-        elif not idle and self._idle_since_s is not None:
-            self._idle_s += now_s - self._idle_since_s
-            self._idle_since_s = None
-
-    def _make_room(self) -> None:
-        ended, preempted = self._scheduler.make_room()
-        if ended:
-            self._give(ended)
-        if preempted:
-            with self._changed:
-                for running in preempted:
-                    self._waiting.add(running)
-
     def _give(self, ended: Ended, num_steps: int = 0) -> None:
-        """Completions to those who wait for them."""
-        completions = [(running.future, running.completion(reason)) for running, reason in ended]
         with self._changed:
             self._counts["steps"] += num_steps
-            self._counts["finished"] += sum(reason != "abort" for _, reason in ended)
-            for running, _ in ended:
-                del self._live[running.request.request_id]
-        for future, completion in completions:
-            future.set_result(completion)
+            self._counts["finished"] += sum(completion.finish_reason != "abort" for _, completion in ended)
+            for submission, _ in ended:
+                del self._live[submission.request.request_id]
+        for submission, completion in ended:
+            submission.future.set_result(completion)
 
     def _swap_staged(self) -> None:
-        while self._staged:  # only this thread takes them out, each when it is done with it
+        while self._staged:  # only this thread removes an update, after handling it
             policy_version, weights, future = self._staged[0]
             started_s = time.perf_counter()
             taken = policy_version > self._policy_version
@@ -270,13 +234,13 @@ class EmbeddedEngine:
                 future.set_exception(error)
 
     def _take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> EngineError | None:
-        """Gives what is wrong with them, and then none was copied; an error while they are copied ends the engine."""
-        parameters = self._running.batch.parameters
+        """Check and copy weights. Return the error if the check fails; an error while copying ends the engine."""
+        parameters = self._running.parameters
         try:
             fitting = parameters.fitting(weights)
         except EngineError as error:
             return error
-        except Exception as error:  # the caller's own iterable raised it
+        except Exception as error:  # raised by the caller's iterable
             logger.exception("weights could not be read")
             return EngineError(f"weights could not be read: {type(error).__name__}: {error}")
         parameters.copy_from(fitting)
@@ -288,14 +252,14 @@ class EmbeddedEngine:
             if not aborts:
                 return
             waiting = self._waiting.take(aborts)
-        self._give([*self._scheduler.abort(aborts), *((running, "abort") for running in waiting)])
+        self._give([*self._scheduler.abort(aborts), *((one.submission, one.completion("abort")) for one in waiting)])
 
     def _renew_pinned(self) -> None:
-        """Drop a pinned batch of older weights that nobody needs any more; make one where somebody waits for it."""
+        """Remove the pinned batch when it is empty and outdated; make a batch when a pinned request waits."""
         batches, newest = self._scheduler.batches, self._policy_version
         pinned = batches.get(RowKind.PINNED)
         with self._changed:
-            outdated = pinned is not None and pinned.num == 0 and pinned.policy_version != newest
+            outdated = pinned is not None and pinned.num_requests == 0 and pinned.policy_version != newest
             outdated = outdated and not self._waiting.holds_weights
             wanted = pinned is None or outdated
             wanted = wanted and self._waiting.first(RowKind.PINNED, newest, newest) is not None
@@ -303,31 +267,28 @@ class EmbeddedEngine:
             del batches[RowKind.PINNED]
             self._scheduler.forget_unused_versions()
         if wanted:
-            self._admitted(self._running.batch.parameters.clone(), RowKind.PINNED)
+            self._make_batch(self._running.parameters.clone(), RowKind.PINNED)
 
     def _end_all(self) -> None:
-        error = EngineError("the engine was closed")
         with self._changed:
-            self._death = error
+            self._death = error = EngineError("the engine was closed")
             self._aborts = set(self._live.values())
         self._end_aborted()
-        self._fail_staged(error)
+        for _, _, update in self._staged:
+            update.set_exception(error)
 
     def _die(self, error: EngineError) -> None:
         with self._changed:
             self._death = error
             unfinished, self._live = self._live, {}
-        for running in unfinished.values():
-            running.future.set_exception(error)
-        self._fail_staged(error)
-
-    def _fail_staged(self, error: EngineError) -> None:
-        for _, _, future in self._staged:
-            future.set_exception(error)
+        for submission in unfinished.values():
+            submission.future.set_exception(error)
+        for _, _, update in self._staged:
+            update.set_exception(error)
 
 
 def _started_future() -> Future[_Result]:
-    """One that its holder cannot cancel: ending a request early is what `abort` is for."""
+    """Return a future that the holder cannot cancel; `abort` ends a request early."""
     future: Future[_Result] = Future()
     future.set_running_or_notify_cancel()
     return future

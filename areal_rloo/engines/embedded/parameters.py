@@ -1,7 +1,7 @@
-"""A checkpoint as this engine holds it: its architecture, and its weights with projections fused.
+"""A checkpoint in the engine's form: the architecture, and the weights with fused projections.
 
-In: a Hugging Face folder (Qwen2, Qwen3, Llama). Out: tensors that `transformer.py` multiplies with. New weights come by
-Hugging Face name and are checked whole before the first is copied.
+In: a Hugging Face folder (Qwen2, Qwen3, Llama). Out: the tensors that `transformer.py` uses. New weights come by
+Hugging Face name; all are checked before the first is copied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import EngineError, ModelError
-from areal_rloo.models.layout import head_dim
+from areal_rloo.models.attention import head_dim
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
 _WAY_OUT = "use rollout.engine=sglang"
 
 
@@ -48,11 +48,11 @@ class Architecture:
         """Read a transformers config.
 
         Raises:
-            ModelError: this engine cannot serve it; says why.
+            ModelError: the engine does not support the model.
         """
         if config.model_type not in SUPPORTED:
             raise ModelError(
-                f"{path}: architecture {config.model_type!r} is not served by the embedded engine, which knows "
+                f"{path}: architecture {config.model_type!r} is not served by the embedded engine, only "
                 f"{', '.join(SUPPORTED)}; {_WAY_OUT}"
             )
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
@@ -96,42 +96,54 @@ class Layer:
 
 
 class Parameters:
-    """All weights of a model, and where each Hugging Face parameter lies in them."""
+    """All weights of a model, and a view for each Hugging Face parameter."""
 
     def __init__(self, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> None:
         a = self.architecture = architecture
-        heads, kv, dim = a.num_heads, a.num_kv_heads, a.head_dim
+        heads, kv, hidden, mlp = (
+            a.num_heads * a.head_dim,
+            a.num_kv_heads * a.head_dim,
+            a.hidden_size,
+            a.intermediate_size,
+        )
+        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        gate_up, down = {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, {"mlp.down_proj": hidden}
+        output = {"self_attn.o_proj": hidden}
+        self._places: dict[str, Tensor] = {}
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, device=device, dtype=dtype)
+        def fused(prefix: str, sizes: dict[str, int], *inputs: int, norm: bool = False) -> Tensor:
+            """Make a tensor of several parameters, [sum of sizes, *inputs]."""
+            # Norms are float32, as in the learner under autocast.
+            tensor = torch.empty(sum(sizes.values()), *inputs, device=device, dtype=torch.float32 if norm else dtype)
+            kind = "weight" if inputs or norm else "bias"
+            names = (f"{prefix}{name}.{kind}" for name in sizes)
+            self._places |= zip(names, tensor.split(list(sizes.values())), strict=True)
+            return tensor
 
-        def empty_norm(*shape: int) -> Tensor:  # float32, as the learner's under autocast
-            return torch.empty(*shape, device=device, dtype=torch.float32)
+        def layer(prefix: str) -> Layer:
+            heads_of = {"self_attn.q_norm": a.num_heads, "self_attn.k_norm": a.num_kv_heads}
+            return Layer(
+                input_norm=fused(prefix, {"input_layernorm": hidden}, norm=True),
+                qkv=fused(prefix, qkv, hidden),
+                qkv_bias=fused(prefix, qkv) if a.qkv_bias else None,
+                qk_norm=fused(prefix, heads_of, a.head_dim, norm=True) if a.qk_norm else None,
+                output=fused(prefix, output, heads),
+                output_bias=fused(prefix, output) if a.output_bias else None,
+                mlp_norm=fused(prefix, {"post_attention_layernorm": hidden}, norm=True),
+                gate_up=fused(prefix, gate_up, hidden),
+                gate_up_bias=fused(prefix, gate_up) if a.mlp_bias else None,
+                down=fused(prefix, down, mlp),
+                down_bias=fused(prefix, down) if a.mlp_bias else None,
+            )
 
         self.norm_eps = torch.tensor(a.norm_eps, device=device)
-        self.embedding = empty(a.vocab_size, a.hidden_size)
-        self.final_norm = empty_norm(a.hidden_size)
-        self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden_size)
-        self.layers = [
-            Layer(
-                input_norm=empty_norm(a.hidden_size),
-                qkv=empty((heads + 2 * kv) * dim, a.hidden_size),
-                qkv_bias=empty((heads + 2 * kv) * dim) if a.qkv_bias else None,
-                qk_norm=empty_norm(heads + kv, dim) if a.qk_norm else None,
-                output=empty(a.hidden_size, heads * dim),
-                output_bias=empty(a.hidden_size) if a.output_bias else None,
-                mlp_norm=empty_norm(a.hidden_size),
-                gate_up=empty(2 * a.intermediate_size, a.hidden_size),
-                gate_up_bias=empty(2 * a.intermediate_size) if a.mlp_bias else None,
-                down=empty(a.hidden_size, a.intermediate_size),
-                down_bias=empty(a.hidden_size) if a.mlp_bias else None,
-            )
-            for _ in range(a.num_layers)
-        ]
-        self._places = dict(self._named_places())
+        self.embedding = fused("model.", {"embed_tokens": a.vocab_size}, hidden)
+        self.final_norm = fused("model.", {"norm": hidden}, norm=True)
+        self.head = self.embedding if a.tied else fused("", {"lm_head": a.vocab_size}, hidden)
+        self.layers = [layer(f"model.layers.{index}.") for index in range(a.num_layers)]
 
     def fitting(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """New weights by Hugging Face name, if all of them fit.
+        """Check new weights, and return them by Hugging Face name.
 
         Raises:
             EngineError: a name is unknown or missing, or a shape differs.
@@ -152,57 +164,24 @@ class Parameters:
         return given
 
     def copy_from(self, fitting: dict[str, Tensor]) -> None:
-        """Take weights that `fitting` gave."""
         for name, tensor in fitting.items():
             self._places[name].copy_(tensor)
 
     def clone(self) -> Parameters:
-        """A private copy."""
         copy = Parameters(self.architecture, device=self.embedding.device, dtype=self.embedding.dtype)
-        for name, place in self._places.items():
-            copy._places[name].copy_(place)
+        copy.copy_from(self._places)
         return copy
-
-    def _named_places(self) -> Iterator[tuple[str, Tensor]]:
-        a = self.architecture
-        yield "model.embed_tokens.weight", self.embedding
-        yield "model.norm.weight", self.final_norm
-        if not a.tied:
-            yield "lm_head.weight", self.head
-        sizes = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim]
-        for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
-            yield prefix + "input_layernorm.weight", layer.input_norm
-            yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
-            for letter, place in zip("qkv", layer.qkv.split(sizes), strict=True):
-                yield f"{prefix}self_attn.{letter}_proj.weight", place
-            if layer.qkv_bias is not None:
-                for letter, place in zip("qkv", layer.qkv_bias.split(sizes), strict=True):
-                    yield f"{prefix}self_attn.{letter}_proj.bias", place
-            if layer.qk_norm is not None:
-                yield prefix + "self_attn.q_norm.weight", layer.qk_norm[: a.num_heads]
-                yield prefix + "self_attn.k_norm.weight", layer.qk_norm[a.num_heads :]
-            yield prefix + "self_attn.o_proj.weight", layer.output
-            if layer.output_bias is not None:
-                yield prefix + "self_attn.o_proj.bias", layer.output_bias
-            gate, up = layer.gate_up.chunk(2)
-            yield prefix + "mlp.gate_proj.weight", gate
-            yield prefix + "mlp.up_proj.weight", up
-            yield prefix + "mlp.down_proj.weight", layer.down
-            if layer.gate_up_bias is not None and layer.down_bias is not None:
-                gate, up = layer.gate_up_bias.chunk(2)
-                yield prefix + "mlp.gate_proj.bias", gate
-                yield prefix + "mlp.up_proj.bias", up
-                yield prefix + "mlp.down_proj.bias", layer.down_bias
 
 
 def load_checkpoint(
     path: Path, *, context_tokens: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Parameters, Tensor, Tensor]:
-    """Weights, and the rotary tables cos and sin of shape [context_tokens, head_dim] float32.
+) -> tuple[Parameters, Tensor]:
+    """Load the weights; compute the rotary tables cos and signed sin, [2, context_tokens, head_dim] float32.
+
+    The first half of the signed sin is negated, so that a rotation needs no negation.
 
     Raises:
-        ModelError: the folder cannot be read or served.
+        ModelError: the folder cannot be read, or the engine does not support the model.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -214,8 +193,7 @@ def load_checkpoint(
         parameters.copy_from(parameters.fitting(_stored_tensors(path)))
     except (OSError, EngineError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
-    cos, sin = _rotary_tables(config, architecture, context_tokens, path)
-    return parameters, cos.to(device), sin.to(device)
+    return parameters, _rotary_tables(config, architecture, context_tokens, path).to(device)
 
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -229,9 +207,7 @@ def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield key, file.get_tensor(key)
 
 
-def _rotary_tables(
-    config: PretrainedConfig, architecture: Architecture, context_tokens: int, path: Path
-) -> tuple[Tensor, Tensor]:
+def _rotary_tables(config: PretrainedConfig, architecture: Architecture, context_tokens: int, path: Path) -> Tensor:
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
@@ -243,5 +219,5 @@ def _rotary_tables(
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     angles = torch.arange(context_tokens, dtype=torch.float32)[:, None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos() * scale, angles.sin() * scale
+    cos, sin = angles.cos(), angles.sin()
+    return scale * torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])

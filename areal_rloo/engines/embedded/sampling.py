@@ -1,7 +1,7 @@
-"""From logits to tokens and their logprobs, many rows at once, without a random number drawn in the loop.
+"""Choose tokens and logprobs from logits, for many rows at once, without drawing random numbers in the loop.
 
-A row's uniform numbers are drawn when it starts, from its own seed; a token is chosen by inverting the cumulated
-distribution. So a completion does not depend on which others it was decoded with.
+A row's uniform numbers are drawn when the row starts, from the row's seed. Inverting the cumulative distribution gives
+the token. So a completion does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from areal_rloo.engines.base import SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What is done to the logits of some rows before a token is chosen; None where no row asks for it.
+    """How the logits of rows change before a token is chosen; None if no row needs the change.
 
     Attributes:
-        greedy: [num_rows] bool, rows that take the most likely token, of the untempered distribution.
+        greedy: [num_rows] bool, rows that take the most likely token at temperature 1.
         temperatures: [num_rows, 1] float32.
         banned: [num_rows, vocab_size] bool, stop tokens of rows that may not end yet.
         top_k: [num_rows] int64; 0 keeps all.
@@ -39,8 +39,7 @@ class Shaping:
     def of(
         cls, rows: Sequence[SamplingParameters], banned: npt.NDArray[np.bool_] | None, device: torch.device
     ) -> Shaping:
-        """From the parameters of each row."""
-        if banned is None and not any(map(_shapes, rows)):
+        if banned is None and not any(r.greedy or r.temperature != 1 or r.top_p < 1 or r.top_k > 0 for r in rows):
             return cls(None, None, None, None, None)
         greedy = torch.tensor([row.greedy for row in rows])
         temperatures = torch.tensor([1.0 if row.greedy else row.temperature for row in rows])
@@ -56,7 +55,7 @@ class Shaping:
         )
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[num_rows, vocab_size] float32 in and out."""
+        """Change logits [num_rows, vocab_size] float32."""
         if self.temperatures is not None:
             logits = logits / self.temperatures
         if self.banned is not None:
@@ -66,26 +65,17 @@ class Shaping:
         return logits
 
 
-def _shapes(row: SamplingParameters) -> bool:
-    return row.greedy or row.temperature != 1 or row.top_p < 1 or row.top_k > 0
-
-
 def uniforms(seed: int, num: int) -> Tensor:
-    """[num] float32 in [0, 1), a function of the seed."""
+    """Return [num] float32 in [0, 1), a function of the seed."""
     bits = np.random.Philox(key=seed & (2**64 - 1))
     return torch.from_numpy(np.random.Generator(bits).random(num, dtype=np.float32))
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k most likely tokens, and of those the fewest that hold top_p of the probability.
+    """Keep the top_k most likely tokens, and of these the fewest with a total probability of top_p.
 
-    Args:
-        logits: [num_rows, vocab_size] float32, tempered.
-        top_k: [num_rows] int64; 0 keeps all.
-        top_p: [num_rows] float32; 1 keeps all.
-
-    Returns:
-        The logits, -inf where a token was cut; the most likely token always stays.
+    The logits, [num_rows, vocab_size] float32, are tempered; `Shaping` describes the limits. The result is -inf for a
+    cut token; the most likely token always stays.
     """
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -99,39 +89,34 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def rising(cumulated: Tensor, probabilities: Tensor) -> Tensor:
-    """Cumulated probabilities that never fall, and do not rise where a token has none; [num_rows, vocab_size]."""
+    """Return cumulative probabilities that never fall, and stay equal at a token of probability 0.
+
+    Both arguments and the result: [num_rows, vocab_size].
+    """
     return cumulated.masked_fill(probabilities == 0, 0).cummax(dim=-1).values
 
 
 def inverted(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulated probability is above the row's uniform number, [num_rows, 1] int64.
+    """Return the first token with a cumulative probability above the uniform number, [num_rows, 1] int64.
 
-    Args:
-        cumulated: [num_rows, vocab_size] float32, rising.
-        uniform: [num_rows] float32 in [0, 1).
+    `cumulated` is [num_rows, vocab_size] float32 and rises; `uniform` is [num_rows] float32 in [0, 1).
     """
     total = cumulated[:, -1:]
-    # Strictly below the total, so that rounding cannot choose a token of probability 0 behind the last real one.
+    # Strictly below the total, so that rounding cannot choose a last token of probability 0.
     threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, threshold, right=True)
 
 
 def choose(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A token a row, and its logprob.
+    """Choose a token for each row; return tokens [num_rows] int64 and logprobs [num_rows] float32.
 
-    Args:
-        logits: [num_rows, vocab_size] float32, tempered, masked and truncated as wanted.
-        uniform: [num_rows] float32 in [0, 1).
-        greedy: [num_rows] bool, rows that take the most likely token; None if no row does.
-
-    Returns:
-        Tokens [num_rows] int64 and logprobs [num_rows] float32.
+    `Shaping` has changed the logits, [num_rows, vocab_size] float32; `uniform` is [num_rows] float32 in [0, 1).
     """
     logprobs = logits.log_softmax(dim=-1)
     probabilities = logprobs.exp()
-    if probabilities.is_cuda:  # sums of parts that were rounded on their own
+    if probabilities.is_cuda:  # a GPU sums parts, each with its own rounding
         cumulated = rising(probabilities.cumsum(dim=-1), probabilities)
-    else:  # a CPU adds one after the other, in float64; in place, a quarter of the time less at 150,000 tokens
+    else:  # a CPU sums in order, in float64; in place takes a quarter less time at 150,000 tokens
         cumulated = probabilities.cumsum_(dim=-1)
     tokens = inverted(cumulated, uniform)
     if greedy is not None:

@@ -1,20 +1,14 @@
 """The engine that drives an SGLang server: `from areal_rloo.engines.sglang import SGLangEngine`.
 
-| file | what it is |
-|---|---|
-| engine.py | the face: threads, futures, what the rollout worker calls |
-| flight.py, flight_queue.py | one completion on its way; who waits and who is under way |
-| sending.py | requests to the server and back |
-| updates.py, swapping.py | the calls of an update; what holds after it |
-| supervision.py | a server that died or hangs |
-| server.py, process.py, client.py, capabilities.py | ours or somebody else's; its process; its HTTP; what it can do |
-| model_folder.py | files of weights |
-| state.py | what these know together |
+`engine` is the public class: threads and futures. `flights` holds each completion in progress and the queue. `sending`
+exchanges requests and answers with the server, and holds the shared state. `updates` loads new weights.
+`server` opens a managed or an external server, and restarts a crashed or hung server. `process` starts the process,
+`client` speaks HTTP and checks the server's features. `model_folder` reads and writes weight files.
 """
 
-from areal_rloo.engines.sglang.capabilities import Capabilities
+from areal_rloo.engines.sglang.client import Capabilities
 from areal_rloo.engines.sglang.engine import SGLangEngine, SGLangStatistics
-from areal_rloo.engines.sglang.process import find_python
+from areal_rloo.engines.sglang.process import ServerPlan, find_python
 from areal_rloo.engines.sglang.server import find_api_key
 from areal_rloo.engines.sglang.updates import BucketLayout, UpdateGroup
 
@@ -23,6 +17,7 @@ __all__ = [
     "Capabilities",
     "SGLangEngine",
     "SGLangStatistics",
+    "ServerPlan",
     "UpdateGroup",
     "find_api_key",
     "find_python",

@@ -1,15 +1,15 @@
-"""Drives one SGLang server as an engine: requests, weights in between, and a server that may die or hang at any moment.
+"""Drive an SGLang server as an engine: submit requests, load weights in between, survive a server crash or hang.
 
     submit ─► queue ─► gate ─► POST /generate, at most num_slots ─► segment ─► completion, or back to the queue
                         ▲
-    open while the server is healthy, not paused, and its weights are known and no older than they were
+    open while the server is healthy and not paused, with known weights not older than before
 
-One thread with an event loop of its own does everything; callers wait for nothing but their futures. The queue gives
-every flight one way out, so nothing is lost and nothing doubled, whatever the server does. SGLang holds one set of
-weights, so `pinned` cannot be honoured: what a completion was made by, its versions say.
+A thread with a separate event loop does all the work; callers wait only for their futures. Every flight leaves the
+queue exactly once, so a server failure neither loses nor doubles a completion. SGLang holds a single set of weights, so
+`pinned` has no effect; the versions of a completion tell which weights made each token.
 
-With `pause: in_place` a token is tagged with the version that sampled it, over a cache that earlier versions filled. A
-prompt read before an update whose first token came after it is tagged with the later version alone.
+With `pause: in_place` a token is tagged with the version that sampled it, over a cache that earlier versions filled. If
+an update came between a prompt and its first token, the token is tagged with the later version.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import msgspec
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
-from areal_rloo.engines.sglang.capabilities import Capabilities
-from areal_rloo.engines.sglang.flight_queue import FlightQueue
+from areal_rloo.engines.sglang.client import Capabilities
+from areal_rloo.engines.sglang.flights import FlightQueue
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
 from areal_rloo.engines.sglang.process import ServerPlan
-from areal_rloo.engines.sglang.sending import Sending
-from areal_rloo.engines.sglang.server import make_server
-from areal_rloo.engines.sglang.state import ServerState
-from areal_rloo.engines.sglang.supervision import Supervision
-from areal_rloo.engines.sglang.swapping import Staged, Swapping
-from areal_rloo.engines.sglang.updates import BucketLayout, ServerUpdates, UpdateGroup
+from areal_rloo.engines.sglang.sending import Sending, ServerState
+from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Server, Supervision
+from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Staged, Swapping, UpdateGroup
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
 
 logger = get_logger(__name__)
@@ -47,77 +47,57 @@ _LAST_CALLS_TIMEOUT_S = 2.0
 
 
 class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of the server behind the engine; counts are since the engine's start.
+    """A snapshot of the server behind the engine; counts are since the engine's start."""
 
-    `resumed` counts flights that went back to wait, `retractions` those the server put off for want of cache.
-    """
+    metrics_prefix: ClassVar[str] = "engine_server_"
 
-    restarts: int
-    health_failures: int
-    resumed: int
-    retractions: int
-    weights_lost: int
-    last_pause_s: float
+    restarts: Annotated[int, Metric("Times a failed server was started or found again", kind="counter", healthy=(0, 2))]
+    health_failures: Annotated[int, Metric("Times the server missed its health timeout", kind="counter")]
+    resumed: Annotated[int, Metric("Requests that came back unfinished and were sent again", kind="counter")]
+    retractions: Annotated[int, Metric("Requests the server preempted because its cache was full", kind="counter")]
+    weights_lost: Annotated[int, Metric("Times the server was found with earlier or unknown weights", kind="counter")]
+    last_pause_s: Annotated[float, Metric("Time that the last update of the weights paused the server", "s")]
 
 
 class SGLangEngine:
-    """Implements `areal_rloo.engines.base.Engine`; see there for what each method promises."""
+    """Implements `areal_rloo.engines.base.Engine`, which documents the methods."""
 
     def __init__(
         self,
-        model_path: Path,
+        plan: ServerPlan,
         *,
         config: SGLangConfig,
         url: str | None,
-        device: str,
-        dtype: str,
-        tensor_parallel: int,
-        num_slots: int,
-        context_tokens: int,
-        num_threads: int,
         update_timeout_s: float,
         log: Path,
-        on_weights_lost: Callable[[], None],
         capabilities: Capabilities | None = None,
     ) -> None:
-        """Begin to start the server, or to connect to the one at `url`; returns at once.
+        """Start a managed server, or connect to the server at `url`, in the background; return at once.
 
         Args:
-            model_path: folder of the weights that are version 0.
+            plan: settings of a managed server; an external server must fit them.
             config: rollout.sglang.
-            url: of a server that runs already; None: one of our own, on this device, its output going to `log`.
-            device: cpu or cuda.
-            dtype: float32 or bfloat16.
-            tensor_parallel: devices of the server.
-            num_slots: completions under way at a time.
-            context_tokens: longest prompt and completion together.
-            num_threads: CPU threads; 0 leaves it to torch.
+            url: of an external server; None for a managed server.
             update_timeout_s: of loading weights through files.
-            log: a file.
-            on_weights_lost: called on the engine's thread when the server turns out to have earlier or unknown weights.
-                Nothing is generated before it was given those it had, or later ones.
-            capabilities: what the server can do; None asks it.
+            log: file for the output of a managed server.
         """
-        self.ready: Future[None] = Future()  # the server answers; a UserError says why it never will
-        self._facts = facts = read_model(model_path)
+        self.ready: Future[None] = Future()  # done when the server answers; fails with a UserError
+        self._facts = facts = read_model(plan.model_path)
         self._update_timeout_s = update_timeout_s
-        plan = ServerPlan(
-            model_path=model_path,
-            model_context_tokens=facts.context_tokens,
-            device=device,
-            dtype=dtype,
-            tensor_parallel=tensor_parallel,
-            num_slots=num_slots,
-            context_tokens=context_tokens,
-            num_threads=num_threads,
+        plan = replace(plan, model_context_tokens=facts.context_tokens)
+        self._server: Server = (
+            ManagedServer(config, plan, capabilities, log)
+            if url is None
+            else ExternalServer(config, plan, capabilities, url)
         )
-        self._server = make_server(config, url, plan, log, capabilities)
-        self._queue = FlightQueue(num_slots=num_slots, context_tokens=context_tokens, vocab_size=facts.vocab_size)
+        self._queue = FlightQueue(
+            num_slots=plan.num_slots, context_tokens=plan.context_tokens, vocab_size=facts.vocab_size
+        )
         self._folder: WeightsFolder | None = None
         self._death: EngineError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._state = ServerState(on_weights_lost)
+        self._state = ServerState()
         self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
@@ -131,47 +111,47 @@ class SGLangEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for flight in self._queue.abort(request_ids):
-            with suppress(RuntimeError):  # the loop is closed: everything has ended
+            with suppress(RuntimeError):  # the loop is closed: all requests have ended
                 asyncio.run_coroutine_threadsafe(self._sending.abort(flight), self._loop)
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
-        """Through files: written while generation goes on, read by the server in the pause."""
-        written: list[Path] = []
+        """Load weights through files, written while generation continues and read by the server in the pause."""
 
-        async def prepare(_: ServerUpdates) -> None:
-            if self._folder is None:
-                self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
-            written.append(await asyncio.to_thread(self._folder.write, policy_version, weights))
+        async def prepare(updates: ServerUpdates) -> Load:
+            folder = self._folder
+            if folder is None:
+                folder = self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
+            written = await asyncio.to_thread(folder.write, policy_version, weights)
 
-        async def load(updates: ServerUpdates) -> None:
-            try:
-                await updates.load_folder(policy_version, written[0], timeout_s=self._update_timeout_s)
-            finally:
-                assert self._folder is not None, "it was written to"
-                await asyncio.to_thread(self._folder.remove, written[0])
+            async def load() -> None:
+                try:
+                    await updates.load_folder(policy_version, written, timeout_s=self._update_timeout_s)
+                finally:
+                    await asyncio.to_thread(folder.remove, written)
 
-        return self._stage(policy_version, prepare, load, in_group=False, timeout_s=self._update_timeout_s)
+            return load
+
+        return self._stage(policy_version, prepare, in_group=False, timeout_s=self._update_timeout_s)
 
     def update_from_group(
         self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout]
     ) -> Future[int]:
-        """Through a process group: the server receives each bucket from the sender itself.
+        """Load weights through a process group: the server receives each bucket from the sender.
 
-        The version the server has is received again, since all of a group must take part; an earlier one is not.
+        The server's present version is received again, because all members of a group must take part. An earlier
+        version is not received.
 
         Raises (through the future):
             EngineError: a parameter does not fit the model, the sender did not come, or the update failed.
         """
         shapes = {n: shape for bucket in buckets for n, shape in zip(bucket.names, bucket.shapes, strict=True)}
 
-        async def prepare(updates: ServerUpdates) -> None:
+        async def prepare(updates: ServerUpdates) -> Load:
             check_shapes(self._facts, shapes)
             await updates.join(group)
+            return lambda: updates.load_buckets(policy_version, group, buckets)
 
-        async def load(updates: ServerUpdates) -> None:
-            await updates.load_buckets(policy_version, group, buckets)
-
-        return self._stage(policy_version, prepare, load, in_group=True, timeout_s=group.timeout_s)
+        return self._stage(policy_version, prepare, in_group=True, timeout_s=group.timeout_s)
 
     def statistics(self) -> EngineStatistics:
         state = self._state
@@ -183,7 +163,6 @@ class SGLangEngine:
         )
 
     def server_statistics(self) -> SGLangStatistics:
-        """Of the server behind it."""
         state = self._state
         return SGLangStatistics(
             restarts=state.restarts,
@@ -194,13 +173,14 @@ class SGLangEngine:
             last_pause_s=state.last_pause_s,
         )
 
-    async def metrics_text(self) -> str:
-        """What the server says at /metrics; empty while it does not answer. For any event loop."""
-        try:
-            asked = asyncio.run_coroutine_threadsafe(self._metrics_text(), self._loop)
-        except RuntimeError:  # the loop is closed
-            return ""
-        return await asyncio.wrap_future(asked)
+    def metrics_text(self) -> str:
+        """Return the server's /metrics; empty if the server does not answer in time. Waits for the engine's thread."""
+        connection = self._state.connection
+        if connection is not None:
+            asked = connection.client.text("/metrics", timeout_s=_METRICS_TIMEOUT_S)
+            with suppress(RuntimeError, EngineError, TimeoutError):  # RuntimeError: the loop is closed
+                return asyncio.run_coroutine_threadsafe(asked, self._loop).result(2 * _METRICS_TIMEOUT_S)
+        return ""
 
     def close(self) -> None:
         self._call_soon(self._closing.set)
@@ -209,8 +189,7 @@ class SGLangEngine:
     def _stage(
         self,
         policy_version: int,
-        prepare: Callable[[ServerUpdates], Awaitable[None]],
-        load: Callable[[ServerUpdates], Awaitable[None]],
+        prepare: Callable[[ServerUpdates], Awaitable[Load]],
         *,
         in_group: bool,
         timeout_s: float,
@@ -218,11 +197,13 @@ class SGLangEngine:
         if self._death is not None:
             raise self._death
         future: Future[int] = Future()
-        self._call_soon(self._swapping.stage, Staged(policy_version, future, in_group, prepare, load, timeout_s))
+        future.set_running_or_notify_cancel()  # a cancelled wait must not cancel the update
+        staged = Staged(policy_version, future, in_group, prepare, timeout_s)
+        self._call_soon(self._swapping.staged.put_nowait, staged)
         return future
 
     def _call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: everything has ended
+        with suppress(RuntimeError):  # the loop is closed: all requests have ended
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self) -> None:
@@ -234,7 +215,7 @@ class SGLangEngine:
             self._loop.close()
 
     async def _main(self) -> None:
-        """Serve until closed, or until there is no hope for the server."""
+        """Serve until the engine is closed, or until the server has failed for good."""
         working = [
             asyncio.create_task(work)
             for work in (self._supervision.run(self.ready), self._sending.run(), self._swapping.run())
@@ -250,7 +231,7 @@ class SGLangEngine:
         await asyncio.gather(*working, closing, return_exceptions=True)
         if self._state.connection is not None:
             if not self._server.managed:
-                with suppress(TimeoutError):  # leave nothing running there
+                with suppress(TimeoutError):  # leave no request running on an external server
                     await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
             await self._sending.take_back()
             await self._state.connection.client.close()
@@ -261,11 +242,3 @@ class SGLangEngine:
         self._swapping.fail_all(self._death)
         if not self.ready.done():
             self.ready.set_exception(error or self._death)
-
-    async def _metrics_text(self) -> str:
-        if self._state.connection is None:
-            return ""
-        try:
-            return await self._state.connection.client.text("/metrics", timeout_s=_METRICS_TIMEOUT_S)
-        except EngineError:
-            return ""

@@ -1,8 +1,7 @@
-"""Files of weights: what the model's folder says about itself, and a private folder that weights are loaded through."""
+"""Weight files: read the facts of a model folder, and write weights to a private folder for the server."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,23 +16,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.files import lock_file
 
 _PREFIX = "areal_rloo-weights-"
 _LOCK = "lock"
 _MEMORY = Path("/dev/shm")
-_ROOM = 2.5  # times the model's files: weights may come in a wider dtype than they are stored in
-_HEAD = "lm_head.weight"  # stored by some although it is the embedding
+_ROOM = 2.5  # times the model's files: new weights may have a wider dtype than the files
+_HEAD = "lm_head.weight"  # some models store this although it equals the embedding
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the files of a model say.
+    """Facts from the files of a model.
 
     Attributes:
-        vocab_size: token ids are below it.
-        context_tokens: the longest context it was made for; None where it does not say.
-        shapes: of its parameters, by name; empty where the weights are not safetensors.
-        num_bytes: of its weights.
+        context_tokens: the model's longest context; None if the config does not tell.
+        shapes: of the parameters, by name; empty if the weights are not safetensors.
+        num_bytes: of the weights.
     """
 
     vocab_size: int
@@ -46,7 +45,7 @@ def read_model(folder: Path) -> ModelFacts:
     """Read config.json and the headers of the weights.
 
     Raises:
-        ModelError: config.json cannot be read or says no vocabulary size.
+        ModelError: config.json cannot be read or has no vocabulary size.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -65,7 +64,7 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> None:
-    """SGLang skips parameters it does not know and keeps those that are missing; we refuse them.
+    """Refuse unknown and missing parameters: SGLang would skip unknown parameters and keep the missing ones.
 
     Raises:
         EngineError: a parameter is unknown, missing, or of another shape.
@@ -83,7 +82,7 @@ def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> Non
 
 
 class WeightsFolder:
-    """An owner-only folder, in memory where it has room. Those of processes that are gone are removed on the way."""
+    """An owner-only folder, in memory if there is room. The constructor removes folders of dead processes."""
 
     def __init__(self, facts: ModelFacts) -> None:
         roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM * facts.num_bytes
@@ -91,19 +90,18 @@ class WeightsFolder:
         for place in {_MEMORY, parent}:
             _remove_abandoned(place)
         self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # owner-only
-        self._lock = (self._path / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # until this process is gone, however it ends
+        self._lock = lock_file(self._path / _LOCK)  # the end of this process releases it, even a crash
         self._facts = facts
 
     def write(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write a version; gives the folder that `remove` takes.
+        """Write a version; return the folder.
 
         Raises:
-            EngineError: a parameter is unknown, missing, or of another shape; or there is no room.
+            EngineError: a parameter is unknown, missing, or of another shape; or the disk is full.
         """
         tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
         check_shapes(self._facts, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for former in self._path.glob("version-*"):  # of an update that never began to load
+        for former in self._path.glob("version-*"):  # of an update that failed before its load
             self.remove(former)
         folder = self._path / f"version-{policy_version}"
         folder.mkdir(mode=0o700)
@@ -119,15 +117,16 @@ class WeightsFolder:
 
     def close(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders that nobody holds the lock of; those of other users are left alone."""
+    """Remove folders whose lock is free; skip folders of other users."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # not ours, held by its process, or gone already
-            if folder.stat().st_uid != os.getuid():
+        with suppress(OSError):  # locked by a live process, or removed meanwhile
+            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
                 continue
-            with (folder / _LOCK).open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (lock := lock_file(folder / _LOCK)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+                lock.release()

@@ -1,7 +1,7 @@
-"""A server of our own: the Python that has SGLang, the command line, and a process that never outlives its engine.
+"""The process of a managed server: find a Python with SGLang, build the command line, start and kill the process.
 
-The server gets a session of its own, so that one signal ends it with its scheduler and detokenizer, stopped ones too.
-Should this process be killed, Linux kills the server, and SGLang its children.
+The server runs in a separate session, so a signal to the session also ends the scheduler and the detokenizer, even if
+these are stopped. If this process is killed, Linux kills the server, and SGLang kills the children.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_rloo.config import SGLangConfig, argument_name
-from areal_rloo.engines.sglang.capabilities import TESTED_VERSION
+from areal_rloo.engines.sglang.client import TESTED_VERSION
 from areal_rloo.errors import ConfigError
+from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.ports import ReservedPorts
 from areal_rloo.telemetry.logs import get_logger
 
@@ -31,59 +32,55 @@ _BESIDE = Path(".venv-sglang/bin/python")
 _VERSION_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
-_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # of the server's log: a line and its traceback
+_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # a log line and the traceback
 _ERROR = re.compile(r"Error|ERROR|error:")
-# Asked of Linux by the server itself, before it becomes SGLang: kill me when the thread that started me is gone.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
-_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of each rank, on CPU
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # CPU cores of each rank
 _CPU: dict[str, str | float | bool | None] = {
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "disable-cuda-graph": True,
     "disable-overlap-schedule": True,
-    "sleep-on-idle": True,  # its loop would otherwise keep a core busy that others need
+    "sleep-on-idle": True,  # without this, an idle server keeps a core busy
     "mem-fraction-static": 0.3,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What a server of ours is started for.
+    """The settings of a managed server.
 
     Attributes:
-        model_path: folder of the weights it starts with, which are version 0.
-        model_context_tokens: the longest context the model was made for; None where its config does not say.
+        model_path: folder of the weights of version 0.
         device: cpu or cuda.
         dtype: float32 or bfloat16.
-        tensor_parallel: devices it runs on.
+        tensor_parallel: number of the server's devices.
         num_slots: completions under way at a time.
         context_tokens: longest prompt and completion together.
-        num_threads: CPU threads; 0 leaves it to torch.
-        radix_cache: False where the cache of two versions cannot be kept apart.
+        num_threads: CPU threads; 0 for torch's default.
+        model_context_tokens: the model's longest context; None if the config does not tell.
+        radix_cache: False if the server cannot separate the cached prompts of two versions.
     """
 
     model_path: Path
-    model_context_tokens: int | None
     device: str
     dtype: str
     tensor_parallel: int
     num_slots: int
     context_tokens: int
     num_threads: int
+    model_context_tokens: int | None = None
     radix_cache: bool = True
 
 
 class ServerProcess:
-    """One run of a server. Everything it prints goes to `log`, behind what is there."""
+    """A run of a server; `log` is appended to."""
 
     def __init__(self, python: str, config: SGLangConfig, plan: ServerPlan, log: Path) -> None:
-        """Start it. The thread that calls this must live as long as the server is to."""
+        """Start the server. The calling thread must live as long as the server."""
         self._reserved = ReservedPorts(1)
         (self.port,) = self._reserved.ports
+        self.url = f"http://127.0.0.1:{self.port}"
         self.api_key = secrets.token_hex(16)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +92,11 @@ class ServerProcess:
         command = [python, "-m", "sglang.launch_server", "--config", name]
         command += command_line(config.arguments, plan, port=self.port)
         log.touch(mode=0o600)
-        log.chmod(0o600)  # SGLang writes its options into it, the key among them
+        log.chmod(0o600)  # SGLang logs all options, with the api key
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                    bound_to_this_process(command, signal.SIGKILL),
                     env={**os.environ, **environment(plan)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -109,41 +106,31 @@ class ServerProcess:
         except BaseException:
             self._clear()
             raise
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while the server runs."""
         return self._process.poll()
 
     def forget_secrets(self) -> None:
-        """Remove the file with the api key, once the server has read it."""
+        """Remove the file with the api key; the server has read it."""
         self._secrets.unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """End the server and its children now."""
         self._clear()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         try:
             self._process.wait(timeout=_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it stands in a call of the kernel, of a GPU's driver say
-            logger.error(
-                "the server (pid %d) was killed and does not end; its device may stay taken", self._process.pid
-            )
+        except subprocess.TimeoutExpired:  # a hung system call, for example of a GPU driver
+            logger.error("the server (pid %d) was killed and does not end; its device may stay in use", self.pid)
 
     def last_words(self) -> str:
-        """The last line this run wrote that says something: an error where there is one."""
+        """Return the last error in this run's log, or the last line if there is no error."""
         with self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
-        # One call of its own fails at every start, before it listens; that is not what it ends of.
+        # SGLang logs this harmless error at every start, before it listens.
         entries = [entry for entry in _ENTRY.split(text) if "freeze_gc failed" not in entry]
         spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
         errors = [line for line in spoken if _ERROR.search(line)]
@@ -155,10 +142,10 @@ class ServerProcess:
 
 
 def find_python(config: SGLangConfig) -> str:
-    """The Python that runs the server.
+    """Return the Python that runs the server.
 
     Raises:
-        ConfigError: there is none, or it has no sglang.
+        ConfigError: there is no such Python, or none with sglang.
     """
     if config.python is None and find_spec("sglang") is not None:
         return sys.executable
@@ -182,7 +169,7 @@ def find_python(config: SGLangConfig) -> str:
 
 
 def command_line(arguments: Mapping[str, str | float | bool | None], plan: ServerPlan, *, port: int) -> list[str]:
-    """The server's options: ours, those of the user over them, and those nobody may change."""
+    """Return the server's options: our defaults, then the user's arguments, then fixed options."""
     chosen: dict[str, str | float | bool | None] = {
         "dtype": plan.dtype,
         "max-running-requests": plan.num_slots,
@@ -190,7 +177,7 @@ def command_line(arguments: Mapping[str, str | float | bool | None], plan: Serve
         "skip-server-warmup": True,
         "disable-radix-cache": not plan.radix_cache,
     }
-    # A little more than is used: SGLang keeps a few tokens of the context to itself.
+    # A little more than needed: SGLang reserves a few tokens of the context.
     context_tokens = plan.context_tokens + 16
     if plan.model_context_tokens is None or context_tokens < plan.model_context_tokens:
         chosen["context-length"] = context_tokens
@@ -216,13 +203,12 @@ def command_line(arguments: Mapping[str, str | float | bool | None], plan: Serve
 
 
 def environment(plan: ServerPlan) -> dict[str, str]:
-    """What the server finds in its environment beside our own."""
     if plan.device != "cpu":
         return {}
     changes = {"CUDA_VISIBLE_DEVICES": ""}
     if plan.num_threads:
         changes["OMP_NUM_THREADS"] = str(plan.num_threads)
-    if plan.tensor_parallel > 1 and _CORES not in os.environ:  # it refuses to start without
+    if plan.tensor_parallel > 1 and _CORES not in os.environ:  # SGLang does not start without this
         cores = sorted(os.sched_getaffinity(0))
         changes[_CORES] = "|".join(str(cores[rank % len(cores)]) for rank in range(plan.tensor_parallel))
     return changes

@@ -1,40 +1,103 @@
-"""Requests on their way to the server and back. The gate decides when; what the server does to them never loses one."""
+"""Send requests to the server and read the answers. A closed gate holds requests back; no server failure loses any.
+
+All of this module runs on the engine's event loop; other threads may read single values of the state.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from areal_rloo.engines.sglang.client import ServerGoneError, ServerRefusedError
-from areal_rloo.engines.sglang.flight import Flight, Output, read_output
-from areal_rloo.engines.sglang.flight_queue import FlightQueue
-from areal_rloo.engines.sglang.state import ServerState
+from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
 from areal_rloo.errors import EngineError, GenerationError
 
-_MOST_FUTILE = 5  # HTTP requests in a row without a token; then a request counts as one that cannot be served
-_ABORT_AGAIN_S = 0.5  # an abort that overtakes its request is lost
+UNKNOWN = -1
+_MAX_FUTILE = 5  # consecutive HTTP requests without a token; after as many, the request fails
+_ABORT_AGAIN_S = 0.5  # the server ignores an abort before its request
 _CALL_TIMEOUT_S = 10.0
 
 
+@dataclass(slots=True)
+class ServerState:
+    """The state of the server behind the engine. All parts of the engine share this object.
+
+    Attributes:
+        connection: to the server; None while the server is away.
+        policy_version: of the server's weights; UNKNOWN if no part of the engine can tell.
+        required_version: send no request under earlier weights: versions never decrease along a completion.
+        epoch: counts how often all output under way became useless; output of an earlier epoch is discarded.
+        updating: an update is under way; the update calls have deadlines, so health checks pause.
+        paused: the server is paused for new weights, or is about to be.
+        suspicious: a connection broke, and no health check has succeeded since.
+        hung: why the connection is given up.
+        changed: set when the gate may have opened.
+        landed: set after a request returned.
+    """
+
+    connection: Connection | None = None
+    policy_version: int = UNKNOWN
+    required_version: int = 0
+    epoch: int = 0
+    updating: bool = False
+    paused: bool = False
+    suspicious: bool = False
+    hung: str | None = None
+    weight_updates: int = 0
+    swap_s: float = 0.0
+    last_pause_s: float = 0.0
+    restarts: int = 0
+    health_failures: int = 0
+    weights_lost: int = 0
+    retractions: int = 0
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def gate_is_open(self) -> bool:
+        return (
+            self.connection is not None
+            and not self.paused
+            and not self.suspicious
+            and self.policy_version >= self.required_version
+        )
+
+    def forget_version(self, connection: Connection) -> None:
+        """Mark the weights of this connection as unknown; `now_has` reports the weights later."""
+        if self.connection is connection:  # else the server has reconnected, and the weights are known
+            self.required_version = max(self.required_version, self.policy_version)
+            self.policy_version = UNKNOWN
+
+    def now_has(self, policy_version: int) -> None:
+        """Record the server's weights. If the server had later weights, count these as lost."""
+        self.required_version = max(self.required_version, self.policy_version)
+        self.policy_version = policy_version
+        if policy_version < max(self.required_version, 0):
+            self.weights_lost += 1
+        self.changed.set()
+
+
 class Sending:
-    """Takes flights from the queue while the gate is open. Used on the engine's event loop."""
+    """Takes flights from the queue while the gate is open, and sends them."""
 
     def __init__(self, state: ServerState, queue: FlightQueue, *, vocab_size: int) -> None:
         self._state = state
         self._queue = queue
         self._vocab_size = vocab_size
-        self._cache_of = secrets.token_hex(4)  # this engine: a server may have served another run's versions
+        self._cache_of = secrets.token_hex(4)  # unique: a server may still cache prompts of another run
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mistake: BaseException | None = None
+        self._bug: BaseException | None = None
 
     async def run(self) -> None:
-        """Send whatever may be sent, whenever something changed. A mistake of ours in one of them ends it."""
+        """Send every flight that may be sent, after each change. An unexpected exception of a flight ends the loop."""
         while True:
             await self._state.changed.wait()
             self._state.changed.clear()
-            if self._mistake is not None:
-                raise self._mistake
+            if self._bug is not None:
+                raise self._bug
             if self._state.gate_is_open:
                 for flight in self._queue.take(self._state.policy_version):
                     task = asyncio.create_task(self._fly(flight))
@@ -44,11 +107,11 @@ class Sending:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._mistake = task.exception()
+            self._bug = task.exception()
             self._state.changed.set()
 
     async def take_back(self) -> None:
-        """The server is gone: everything under way waits again, in its order."""
+        """Requeue everything under way: the server is gone."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -56,25 +119,25 @@ class Sending:
         self._queue.put_back(self._queue.under_way())
 
     async def call_back(self, *, timeout_s: float | None = None) -> None:
-        """Abort everything under way, until all of it is back, to go on later.
+        """Abort everything under way on the server, and wait until all flights are back; they continue later.
 
         Raises:
-            TimeoutError: not all of it came.
+            TimeoutError: a flight did not return.
         """
         async with asyncio.timeout(timeout_s):
             while flights := self._queue.under_way():
                 self._state.landed.clear()
-                await asyncio.gather(*(self._tell(flight) for flight in flights))
+                await asyncio.gather(*(self._abort_once(flight) for flight in flights))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._state.landed.wait(), _ABORT_AGAIN_S)
 
     async def abort(self, flight: Flight) -> None:
-        """Tell the server, until the flight is back."""
+        """Abort a flight on the server, again and again until the flight is back."""
         while not flight.future.done():
-            await self._tell(flight)
+            await self._abort_once(flight)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
-    async def _tell(self, flight: Flight) -> None:
+    async def _abort_once(self, flight: Flight) -> None:
         connection = self._state.connection
         if connection is not None and flight.server_request_id:
             with suppress(EngineError):
@@ -82,51 +145,54 @@ class Sending:
                 await connection.client.post("/abort_request", body, timeout_s=_CALL_TIMEOUT_S)
 
     async def _fly(self, flight: Flight) -> None:
-        """One HTTP request, and what becomes of the flight after it."""
+        """Send an HTTP request, then end or requeue the flight."""
         epoch = self._state.epoch
         try:
             output = await self._output(flight)
         except ServerRefusedError as error:
-            self._queue.fail(flight, _of(flight, str(error)))
+            self._fail(flight, str(error))
         except EngineError as error:
-            self._ask_again(flight, str(error))
+            self._retry(flight, str(error))
         else:
             if output is None or epoch != self._state.epoch or (self._state.updating and not output.tokens):
-                self._queue.put_back([flight])  # no fault of this request
+                self._queue.put_back([flight])  # not the request's fault
             elif output.tokens or flight.end_of(output) is not None:
                 self._queue.landed(flight, output)
             else:
-                self._ask_again(flight, "it comes back without a token, again and again")
+                self._retry(flight, f"no token after {_MAX_FUTILE} tries in a row")
         self._state.landed.set()
         self._state.changed.set()
 
-    def _ask_again(self, flight: Flight, words: str) -> None:
-        """Nothing came of it; often enough in a row, it fails with these words."""
+    def _retry(self, flight: Flight, why: str) -> None:
+        """Requeue a flight without a token; fail the flight after too many tries."""
         flight.futile += 1
-        if flight.futile < _MOST_FUTILE or flight.aborted:
+        if flight.futile < _MAX_FUTILE or flight.aborted:
             self._queue.put_back([flight])
         else:
-            self._queue.fail(flight, _of(flight, words))
+            self._fail(flight, why)
+
+    def _fail(self, flight: Flight, why: str) -> None:
+        self._queue.fail(flight, GenerationError(f"request {flight.request.request_id}: {why}"))
 
     async def _output(self, flight: Flight) -> Output | None:
-        """What came; None where nothing did that can be used, and the request is to be sent again.
+        """Return the output of an HTTP request; None if there is no usable output and the flight must be sent again.
 
         Raises:
             ServerRefusedError: the server will never serve this request.
-            EngineError: what came is no completion.
+            EngineError: the answer is not a completion.
         """
         state = self._state
         connection, version = state.connection, state.policy_version
         if connection is None or flight.aborted or not state.gate_is_open:
-            return None  # something changed between the gate and here
+            return None  # the state changed since the gate was open
         capabilities = connection.capabilities
-        in_place = state.updates is not None and state.updates.mode == "in_place"
+        in_place = connection.update_mode == "in_place"
         body = flight.next_body(capabilities, f"{self._cache_of}-{version}")
         self._queue.count_prompt(len(body["input_ids"]))
         try:
             answer = await connection.client.generate(body)
         except ServerGoneError:
-            state.suspect()
+            state.suspicious = True
             return None
         except ServerRefusedError as error:
             if error.status < 500:
@@ -140,12 +206,8 @@ class Sending:
             vocab_size=self._vocab_size,
         )
         state.retractions += int(answer["meta_info"].get("num_retractions") or 0)
-        # An update overtook the request between our sending it and the server's taking it up, and its prompt came from
-        # a cache under the former version's name. Where the cache does not outlive its weights, there is no such thing.
+        # The update came between sending and the server's prefill, and the prompt was cached under the former version.
+        # In the other modes the cache does not survive an update.
         if in_place and output.overtaken and answer["meta_info"].get("cached_tokens"):
             return None
         return output
-
-
-def _of(flight: Flight, words: str) -> GenerationError:
-    return GenerationError(f"request {flight.request.request_id}: {words}")

@@ -1,6 +1,8 @@
-"""The server behind an engine: one of our own, which we start and may kill, or one of somebody else, which we wait for.
+"""The server behind an engine: managed (we start and kill the process) or external (we wait for it).
 
-`open` gives a connection to a server that answers, and is called again whenever that one has failed.
+`Supervision` opens a connection, notices a crash or a hang, and opens a connection again. A crash of a managed server
+is noticed at once. A hanging server misses the deadline of an update call, or does not pass a health check for
+rollout.sglang.health_timeout_s.
 """
 
 from __future__ import annotations
@@ -8,15 +10,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.capabilities import Capabilities, check_capabilities, too_early
-from areal_rloo.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.sglang.client import (
+    Capabilities,
+    Connection,
+    ServerClient,
+    ServerGoneError,
+    ServerRefusedError,
+    check_capabilities,
+    too_early,
+)
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_python
-from areal_rloo.errors import ConfigError, EngineError
+from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
+from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -24,58 +35,17 @@ logger = get_logger(__name__)
 _POLL_S = 0.2
 _CALL_TIMEOUT_S = 10.0
 _WARN_EVERY_S = 30.0
-_LONGEST_BACKOFF_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A server that answered.
-
-    Attributes:
-        client: of it.
-        capabilities: what it can do.
-        label: what it calls its weights.
-    """
-
-    client: ServerClient
-    capabilities: Capabilities
-    label: str
-
-
-class Server(Protocol):
-    """Where connections come from."""
-
-    managed: bool
-
-    async def open(self) -> Connection:
-        """Wait until it answers.
-
-        Raises:
-            ConfigError: it never will, and what to do about it.
-            EngineError: it did not this time.
-        """
-
-    def ended(self) -> str | None:
-        """Why its process is no more; None while it runs, or where that cannot be seen."""
-
-    def kill(self) -> None:
-        """End it, if it is ours to end."""
-
-
-def make_server(
-    config: SGLangConfig, url: str | None, plan: ServerPlan, log: Path, capabilities: Capabilities | None
-) -> Server:
-    """Somebody else's at `url`, or one of ours. What it can do is asked where `capabilities` is None."""
-    if url is None:
-        return ManagedServer(config, plan, log, capabilities)
-    return ExternalServer(url, config, plan, capabilities)
+_MAX_BACKOFF_S = 5.0
+_WATCH_EVERY_S = 0.1
+_RESTART_BACKOFF_S = (0.0, 2.0, 5.0, 15.0)
+_HEALTHY_PERIOD_S = 300.0  # after this time, earlier restarts are not counted
 
 
 def find_api_key(config: SGLangConfig) -> str | None:
-    """The key of servers that are not ours; None where they have none.
+    """Return the key of external servers; None if they have no key.
 
     Raises:
-        ConfigError: the environment does not have it.
+        ConfigError: the environment variable is not set.
     """
     if config.api_key_env is None:
         return None
@@ -88,32 +58,51 @@ def find_api_key(config: SGLangConfig) -> str | None:
     return key
 
 
-class ManagedServer:
-    """Started by us. `open` must be called on the thread that lives as long as the server is to."""
+class _Server:
+    """The common part. If no capabilities are given, the server is asked."""
+
+    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None) -> None:
+        self._config = config
+        self._plan = plan
+        self._given = capabilities
+
+    async def _checked(
+        self, client: ServerClient, *, label: str, key: str, pause: Literal["in_place", "retract"]
+    ) -> Connection:
+        found, plan = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S), self._plan
+        check_capabilities(
+            found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
+        )
+        return Connection(client, found, label, self._config.pause if found.weight_versions else "abort")
+
+
+class ManagedServer(_Server):
+    """A server that we start. The thread that calls `open` must live as long as the server."""
 
     managed = True
 
-    def __init__(self, config: SGLangConfig, plan: ServerPlan, log: Path, capabilities: Capabilities | None) -> None:
-        self._config = config
-        self._plan = plan
+    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None, log: Path) -> None:
+        super().__init__(config, plan, capabilities)
         self._log = log
-        self._given = capabilities
         self._process: ServerProcess | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     async def open(self) -> Connection:
+        """Start the server, and wait until it answers.
+
+        Raises:
+            ConfigError: the server did not start; the message names a remedy.
+            EngineError: the server failed while answering.
+        """
         connection = await self._start()
         if self._plan.radix_cache and self._config.pause == "in_place" and connection.capabilities.cache_key is None:
-            logger.warning("this SGLang cannot keep the cache of two versions apart; starting it without radix cache")
+            logger.warning("SGLang cannot separate the cached prompts of two versions; restart without radix cache")
             await connection.client.close()
             self._plan = replace(self._plan, radix_cache=False)
             connection = await self._start()
         return connection
 
     def ended(self) -> str | None:
+        """Return why the process ended; None while it runs."""
         process = self._process
         if process is None or process.exit_code() is None:
             return None
@@ -133,13 +122,16 @@ class ManagedServer:
         try:
             await self._until_healthy(client)
             process.forget_secrets()
-            capabilities = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S)
-            self._check(capabilities)
+            return await self._checked(
+                client,
+                label="0",
+                key="rollout.sglang.arguments",
+                pause="retract" if self._plan.radix_cache else self._config.pause,  # `open` handles in_place
+            )
         except BaseException:
             await client.close()
             self.kill()
             raise
-        return Connection(client, capabilities, "0")
 
     async def _until_healthy(self, client: ServerClient) -> None:
         ends_s = time.monotonic() + self._config.start_timeout_s
@@ -148,7 +140,7 @@ class ManagedServer:
             if why is not None:
                 raise ConfigError(f"rollout.sglang: {why}")
             try:
-                await client.get_status("/health", timeout_s=_CALL_TIMEOUT_S)
+                await client.text("/health", timeout_s=_CALL_TIMEOUT_S)
                 return
             except EngineError as error:
                 if time.monotonic() > ends_s:
@@ -158,45 +150,28 @@ class ManagedServer:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
-    def _check(self, capabilities: Capabilities) -> None:
-        check_capabilities(
-            capabilities,
-            key="rollout.sglang.arguments",
-            tensor_parallel=self._plan.tensor_parallel,
-            context_tokens=self._plan.context_tokens,
-            pause="retract" if self._plan.radix_cache else self._config.pause,  # see open
-        )
 
-
-class ExternalServer:
-    """Somebody else's. It is never killed; when it is gone, we wait for it."""
+class ExternalServer(_Server):
+    """A server that runs already, with the methods of `ManagedServer`; a failed server is awaited, never killed."""
 
     managed = False
 
-    def __init__(self, url: str, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None) -> None:
+    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None, url: str) -> None:
+        super().__init__(config, plan, capabilities)
         self._url = url
-        self._config = config
-        self._plan = plan
-        self._given = capabilities
         self._was_open = False
 
     async def open(self) -> Connection:
         client = ServerClient(self._url, api_key=find_api_key(self._config))
         try:
             label = await self._until_it_answers(client)
-            capabilities = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S)
-            check_capabilities(
-                capabilities,
-                key=f"rollout.sglang.urls: {self._url}",
-                tensor_parallel=self._plan.tensor_parallel,
-                context_tokens=self._plan.context_tokens,
-                pause=self._config.pause,
-            )
+            key = f"rollout.sglang.urls: {self._url}"
+            connection = await self._checked(client, label=label, key=key, pause=self._config.pause)
         except BaseException:
             await client.close()
             raise
         self._was_open = True
-        return Connection(client, capabilities, label)
+        return connection
 
     def ended(self) -> str | None:
         return None
@@ -205,22 +180,22 @@ class ExternalServer:
         pass
 
     async def _until_it_answers(self, client: ServerClient) -> str:
-        """Its label, once it is healthy and not paused: whoever paused it may be gone."""
+        """Return the label of the weights once the server is healthy. End a pause left by a former engine."""
         started_s = warned_s = time.monotonic()
         backoff_s = _POLL_S
         while True:
             try:
                 label = str((await client.get("/model_info", timeout_s=_CALL_TIMEOUT_S))["weight_version"])
-                await client.post("/continue_generation", {}, timeout_s=_CALL_TIMEOUT_S)
-                await client.get_status("/health", timeout_s=self._config.health_timeout_s)
+                await client.post("/continue_generation", timeout_s=_CALL_TIMEOUT_S)
+                await client.text("/health", timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
                 if error.status == 404:
-                    raise too_early("of unknown version", "no endpoint /model_info") from error
+                    raise too_early("no endpoint /model_info") from error
                 if error.status in (401, 403):
                     raise ConfigError(
                         f"rollout.sglang.api_key_env: {self._url} refuses the key ({error}); name the environment "
-                        "variable that has the one it was started with"
+                        "variable with the server's key"
                     ) from error
                 trouble: Exception = error
             except (ServerGoneError, KeyError, TypeError) as error:
@@ -235,4 +210,119 @@ class ExternalServer:
                 logger.warning("waiting for %s since %.0f s: %s", self._url, now_s - started_s, trouble)
                 warned_s = now_s
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+
+Server = ManagedServer | ExternalServer
+
+
+class Supervision:
+    """Supervises a server, on the engine's event loop."""
+
+    def __init__(self, state: ServerState, server: Server, sending: Sending, config: SGLangConfig) -> None:
+        self._state = state
+        self._server = server
+        self._sending = sending
+        self._config = config
+        self._num_restarts = 0  # in a row
+
+    async def run(self, ready: Future[None]) -> None:
+        """Supervise until the server has failed for good; set `ready` after the first connection.
+
+        Raises:
+            ConfigError: the server never became ready; the message names a remedy.
+            EngineError: the server crashed too often.
+        """
+        connection = await self._server.open()
+        self._connect(connection)
+        self._state.policy_version = 0 if self._server.managed else UNKNOWN
+        ready.set_result(None)
+        while True:
+            logger.info("ready: SGLang %s at %s", connection.capabilities.version, connection.client.url)
+            self._state.changed.set()
+            opened_s = time.monotonic()
+            why = await self._until_failed(connection.client)
+            logger.warning("%s", why)
+            if time.monotonic() - opened_s > _HEALTHY_PERIOD_S:
+                self._num_restarts = 0
+            await self._disconnect(connection)
+            before = self._state.policy_version
+            connection = await self._reopen(why)
+            self._state.restarts += 1
+            self._connect(connection)
+            if self._server.managed:
+                self._state.now_has(0)
+            elif before == UNKNOWN or connection.label != str(before):
+                self._state.now_has(UNKNOWN)
+
+    def _connect(self, connection: Connection) -> None:
+        self._state.connection = connection
+        self._state.suspicious = False
+        self._state.hung = None
+        self._state.connected.set()
+
+    async def _disconnect(self, connection: Connection) -> None:
+        self._state.connection = None
+        self._state.connected.clear()
+        self._state.epoch += 1
+        await asyncio.to_thread(self._server.kill)
+        await self._sending.take_back()
+        await connection.client.close()
+
+    async def _reopen(self, why: str) -> Connection:
+        managed = self._server.managed
+        while True:
+            if managed:
+                if self._num_restarts >= self._config.max_server_restarts:
+                    raise EngineError(f"gave up after {self._num_restarts} restarts of the server in a row: {why}")
+                await asyncio.sleep(_RESTART_BACKOFF_S[min(self._num_restarts, len(_RESTART_BACKOFF_S) - 1)])
+                self._num_restarts += 1
+            try:
+                return await self._server.open()
+            except ArealRlooError as error:
+                if isinstance(error, ConfigError) and not managed:
+                    raise
+                why = str(error)
+                logger.warning("%s", why)
+                if not managed:
+                    await asyncio.sleep(_RESTART_BACKOFF_S[-1])
+
+    async def _until_failed(self, client: ServerClient) -> str:
+        state = self._state
+        check: asyncio.Task[str | None] | None = None
+        unhealthy_since_s: float | None = None
+        next_check_s = time.monotonic() + self._config.health_every_s
+        try:
+            while True:
+                why = self._server.ended() or state.hung
+                if why is not None:
+                    return why
+                now_s = time.monotonic()
+                if check is None and not state.updating and (state.suspicious or now_s >= next_check_s):
+                    check = asyncio.create_task(self._health_error(client))
+                    unhealthy_since_s = now_s if unhealthy_since_s is None else unhealthy_since_s
+                elif check is not None and check.done():
+                    trouble, check = check.result(), None
+                    if trouble is None:
+                        unhealthy_since_s = None
+                        next_check_s = now_s + self._config.health_every_s
+                        state.suspicious = False
+                        state.changed.set()
+                    elif not state.updating:
+                        state.health_failures += 1
+                        logger.warning("not healthy: %s", trouble)
+                if state.updating:
+                    unhealthy_since_s = None
+                if unhealthy_since_s is not None and now_s - unhealthy_since_s > self._config.health_timeout_s:
+                    return f"the server was not healthy for {self._config.health_timeout_s:g} s"
+                await asyncio.sleep(_WATCH_EVERY_S)
+        finally:
+            if check is not None:
+                check.cancel()
+
+    async def _health_error(self, client: ServerClient) -> str | None:
+        try:
+            await client.text("/health", timeout_s=self._config.health_timeout_s)
+        except EngineError as error:
+            return str(error)
+        return None

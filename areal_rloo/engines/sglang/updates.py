@@ -1,42 +1,51 @@
-"""New weights for a server that generates: the calls of one update, in order, and what is known when one of them fails.
+"""Load new weights into a server that generates: the HTTP calls, and the state after a success or a failure.
 
-    join the sender's group ─► pause ─► begin ─► each bucket ─► end ─► continue
+    prepare ─► close the gate ─► pause ─► begin ─► each bucket ─► end ─► continue, always ─► open the gate
 
-The engine sends no request from before the pause until after the continue, and continues whatever failed in between. A
-call that misses its deadline is a ServerGoneError: the server hangs, and is started again, or waited for.
+`prepare` does the work outside of the pause: writing files, or joining a group. A server joining a new group stands
+still anyway until all members are there. Updates run one after the other, on the engine's event loop. A call past the
+deadline raises ServerGoneError: the server hangs, and is restarted (managed) or awaited (external).
+
+| the update failed               | weights      | flights under way            | gate                             |
+|---------------------------------|--------------|------------------------------|----------------------------------|
+| before anything was loaded      | unchanged    | continue                     | opens                            |
+| when something may be loaded    | unknown      | aborted, output discarded    | closed until an update succeeds  |
+| and the server does not answer  | unknown      | requeued                     | the server is restarted          |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from areal_rloo.engines.sglang.capabilities import Capabilities
-from areal_rloo.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import EngineError
 
-_CALL_TIMEOUT_S = 30.0  # of calls that move no weights
-_NOTHING_LOADED = "Failed to receive weights"  # what SGLang says when a bucket did not even arrive
+_CALL_TIMEOUT_S = 30.0  # of calls without weights
+_NOTHING_LOADED = "Failed to receive weights"  # SGLang's message if a bucket did not arrive at all
 
 
 class WeightsUnknownError(EngineError):
-    """The server says that an update failed, and part of it may have been loaded."""
+    """The server reports a failed update, and part of it may have been loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateGroup:
-    """A process group of the sender (rank 0) and servers. It is joined anew whenever its name changes.
+    """A process group of the sender (rank 0) and servers. A server joins again whenever the name changes.
 
     Attributes:
-        host: of the sender's TCP store; `port` is its port.
-        name: unlike that of every group before it.
+        host, port: of the sender's TCP store.
+        name: unique among all groups.
         rank_offset: rank of this server's first device.
         world_size: the sender and every device of every server.
-        backend: of torch.distributed.
-        timeout_s: of each call that waits for the sender.
+        timeout_s: of each call with the sender.
     """
 
     host: str
@@ -50,12 +59,11 @@ class UpdateGroup:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """One broadcast: a uint8 tensor of these tensors, one behind the other without gaps.
+    """A broadcast: a uint8 tensor of these tensors, adjacent without gaps.
 
     Attributes:
         names: Hugging Face parameter names.
-        dtypes: as torch spells them without its name: bfloat16.
-        shapes: of each.
+        dtypes: torch's names without the prefix: bfloat16.
     """
 
     names: tuple[str, ...]
@@ -64,28 +72,23 @@ class BucketLayout:
 
 
 class ServerUpdates:
-    """The updates of one connection to one server; one at a time. Used on the engine's event loop."""
+    """The update calls of a connection."""
 
-    def __init__(
-        self, client: ServerClient, capabilities: Capabilities, *, pause: Literal["in_place", "retract"]
-    ) -> None:
-        # A server that does not tag its tokens is updated with nothing under way (see flight.read_output).
-        self.mode: Literal["in_place", "retract", "abort"] = pause if capabilities.weight_versions else "abort"
-        self._client = client
-        self._session = capabilities.update_session
-        self._num_ranks = capabilities.tensor_parallel
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._in_place = connection.update_mode == "in_place"
+        self._session = connection.capabilities.update_session
         self._group: str | None = None
         self._group_is_whole = False
 
     async def join(self, group: UpdateGroup) -> None:
-        """Meet the sender, unless this group was joined and nothing failed in it since."""
+        """Join the sender's group, unless the server has joined already and no call in the group failed since."""
         if self._group == group.name and self._group_is_whole:
             return
         if self._group is not None:
             former, self._group = self._group, None
-            with suppress(ServerRefusedError):  # the server does not have it
-                body: dict[str, object] = {"group_name": former}
-                await self._client.post("/destroy_weights_update_group", body, timeout_s=_CALL_TIMEOUT_S)
+            with suppress(ServerRefusedError):  # the server does not have this group
+                await self._post("/destroy_weights_update_group", {"group_name": former})
         body = {
             "master_address": group.host,
             "master_port": group.port,
@@ -94,28 +97,31 @@ class ServerUpdates:
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self._client.post("/init_weights_update_group", body, timeout_s=group.timeout_s)
+        await self._post("/init_weights_update_group", body, group.timeout_s)
         self._group = group.name
         self._group_is_whole = True
 
     async def pause(self, *, timeout_s: float) -> None:
-        """Stand still. In mode abort nothing is under way any more."""
-        await self._client.post("/pause_generation", {"mode": self.mode}, timeout_s=timeout_s)
+        """Stop generation. In mode abort no request is under way afterwards."""
+        await self._post("/pause_generation", {"mode": self.connection.update_mode}, timeout_s)
 
     async def resume(self) -> None:
-        """Go on."""
-        await self._client.post("/continue_generation", {}, timeout_s=_CALL_TIMEOUT_S)
+        await self._post("/continue_generation")
 
     async def load_buckets(self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout]) -> None:
         """Receive every bucket from the sender.
 
         Raises:
-            WeightsUnknownError: part of it may have been loaded.
-            EngineError: nothing was loaded; the weights are those of before.
+            WeightsUnknownError: part of the weights may have been loaded.
+            EngineError: nothing was loaded; the weights are unchanged.
         """
-        self._group_is_whole = False  # until all of it went well
+        self._group_is_whole = False  # until the update succeeds
         if self._session:
-            await self._begin()
+            try:
+                await self._post("/begin_weight_update")
+            except ServerRefusedError:  # an interrupted update left a session open
+                await self._end_if_open()
+                await self._post("/begin_weight_update")
         try:
             for index, bucket in enumerate(buckets):
                 last = index == len(buckets) - 1
@@ -124,61 +130,182 @@ class ServerUpdates:
             raise
         except EngineError:
             if self._session:
-                await self._end_if_it_can()
+                await self._end_if_open()
             raise
         if self._session:
             try:
-                await self._client.post("/end_weight_update", {}, timeout_s=_CALL_TIMEOUT_S)
+                await self._post("/end_weight_update")
             except ServerRefusedError as error:
                 raise WeightsUnknownError(f"the update did not end: {error}") from error
         self._group_is_whole = True
 
     async def load_folder(self, policy_version: int, folder: Path, *, timeout_s: float) -> None:
-        """Read the safetensors files of a folder. SGLang rolls a failed load back to the very folder that failed.
+        """Read the safetensors files of a folder. After a failed load, SGLang "rolls back" to the failed folder.
 
         Raises:
-            WeightsUnknownError: part of it may have been loaded.
+            WeightsUnknownError: part of the weights may have been loaded.
         """
         body = {
             "model_path": str(folder),
             "weight_version": str(policy_version),
-            "flush_cache": self.mode != "in_place",
+            "flush_cache": not self._in_place,
             "abort_all_requests": False,
         }
         try:
-            await self._client.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+            await self._post("/update_weights_from_disk", body, timeout_s)
         except ServerRefusedError as error:
             raise WeightsUnknownError(f"version {policy_version} was not loaded: {error.words}") from error
 
-    async def _begin(self) -> None:
-        try:
-            await self._client.post("/begin_weight_update", {}, timeout_s=_CALL_TIMEOUT_S)
-        except ServerRefusedError:  # an update that was cut off left it open
-            await self._end_if_it_can()
-            await self._client.post("/begin_weight_update", {}, timeout_s=_CALL_TIMEOUT_S)
+    async def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        await self.connection.client.post(path, body, timeout_s=timeout_s)
 
-    async def _end_if_it_can(self) -> None:
-        with suppress(ServerRefusedError):  # none is open
-            await self._client.post("/end_weight_update", {}, timeout_s=_CALL_TIMEOUT_S)
+    async def _end_if_open(self) -> None:
+        with suppress(ServerRefusedError):  # no session is open
+            await self._post("/end_weight_update")
 
     async def _load(self, bucket: BucketLayout, group: UpdateGroup, *, version: int | None, first: bool) -> None:
-        last = version is not None
-        body = {
+        body: dict[str, Any] = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
             "shapes": bucket.shapes,
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            # In place the cache is kept, by those under way as well; else nothing may be read from it any more.
-            "flush_cache": last and self.mode != "in_place",
+            # In place, requests under way and later requests keep using the cache; otherwise the cache is flushed.
+            "flush_cache": version is not None and not self._in_place,
             "abort_all_requests": False,
         }
-        if last:
+        if version is not None:
             body["weight_version"] = str(version)
         try:
-            await self._client.post("/update_weights_from_distributed", body, timeout_s=group.timeout_s)
+            await self._post("/update_weights_from_distributed", body, group.timeout_s)
         except ServerRefusedError as error:
-            # Of several ranks the first alone speaks, and another may have loaded what it did not get.
-            if first and self._num_ranks == 1 and error.words.partition(": ")[2].startswith(_NOTHING_LOADED):
+            # Only the first of several ranks reports; another rank may have loaded the bucket.
+            alone = self.connection.capabilities.tensor_parallel == 1
+            if first and alone and error.words.partition(": ")[2].startswith(_NOTHING_LOADED):
                 raise EngineError(f"the sender's weights did not arrive: {error.words}") from error
-            raise WeightsUnknownError(f"an update ended in its middle: {error.words}") from error
+            raise WeightsUnknownError(f"the update failed halfway: {error.words}") from error
+
+
+Load = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A requested update.
+
+    Attributes:
+        in_group: a sender waits for this server. The present version is received again, and no other connection can
+            take this server's place.
+        prepare: does the work before the pause; returns the work of the pause.
+        timeout_s: of the pause call.
+    """
+
+    policy_version: int
+    future: Future[int]
+    in_group: bool
+    prepare: Callable[[ServerUpdates], Awaitable[Load]]
+    timeout_s: float
+
+
+class Swapping:
+    """Makes staged updates, and keeps the shared state right after each."""
+
+    def __init__(self, state: ServerState, sending: Sending) -> None:
+        self._state = state
+        self._sending = sending
+        self.staged: asyncio.Queue[Staged] = asyncio.Queue()
+        self._updates: ServerUpdates | None = None  # of the latest connection
+
+    async def run(self) -> None:
+        while True:
+            staged = await self.staged.get()
+            try:
+                policy_version = await self._update(staged)
+            except (EngineError, OSError) as error:  # OSError: of the weight files, for example a full disk
+                staged.future.set_exception(EngineError(str(error)))
+            except asyncio.CancelledError:
+                staged.future.set_exception(EngineError("the engine was closed"))
+                raise
+            except BaseException as error:
+                staged.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+                raise
+            else:
+                staged.future.set_result(policy_version)
+            finally:
+                self._state.changed.set()
+
+    def fail_all(self, error: EngineError) -> None:
+        while not self.staged.empty():
+            self.staged.get_nowait().future.set_exception(error)
+
+    async def _update(self, staged: Staged) -> int:
+        state = self._state
+        if not staged.in_group:
+            await state.connected.wait()
+        connection = state.connection
+        if connection is None:
+            raise EngineError(f"version {staged.policy_version} was not loaded: the server is restarting")
+        if staged.policy_version < state.policy_version + (not staged.in_group):
+            return state.policy_version
+        if self._updates is None or self._updates.connection is not connection:
+            self._updates = ServerUpdates(connection)
+        state.updating = True
+        started_s = time.monotonic()
+        try:
+            load = await staged.prepare(self._updates)
+            self._check_still_connected(connection, staged)
+            # A server joining a group stands still already.
+            await self._swap(self._updates, staged, load, started_s if staged.in_group else time.monotonic())
+        except ServerGoneError as error:
+            if state.connection is connection:
+                state.hung = str(error)
+            raise
+        finally:
+            state.updating = False
+        state.weight_updates += 1
+        state.now_has(staged.policy_version)
+        return staged.policy_version
+
+    async def _swap(self, updates: ServerUpdates, staged: Staged, load: Load, still_since_s: float) -> None:
+        """Close the gate, load, and open the gate. In mode abort all flights return before the pause."""
+        self._state.paused = True
+        try:
+            if updates.connection.update_mode == "abort":
+                await self._call_back(staged)
+                self._check_still_connected(updates.connection, staged)
+            await self._load_paused(updates, staged, load)
+        except WeightsUnknownError:
+            if self._state.connection is updates.connection:
+                self._state.now_has(UNKNOWN)
+                await self._call_back(staged)
+            raise
+        finally:
+            self._state.paused = False
+            self._state.last_pause_s = time.monotonic() - still_since_s
+            self._state.swap_s += self._state.last_pause_s
+
+    def _check_still_connected(self, connection: Connection, staged: Staged) -> None:
+        if self._state.connection is not connection:
+            raise EngineError(f"version {staged.policy_version} was not loaded: the server failed before")
+
+    async def _call_back(self, staged: Staged) -> None:
+        """Get all flights back from the server. After the timeout the server counts as gone."""
+        try:
+            await self._sending.call_back(timeout_s=staged.timeout_s)
+        except TimeoutError as error:
+            raise ServerGoneError(f"requests did not come back within {staged.timeout_s:g} s") from error
+
+    async def _load_paused(self, updates: ServerUpdates, staged: Staged, load: Load) -> None:
+        try:
+            await updates.pause(timeout_s=staged.timeout_s)
+            await load()
+        except ServerGoneError:
+            self._state.forget_version(updates.connection)
+            raise  # the server cannot be told to continue; opening it again does that
+        except BaseException as error:
+            if isinstance(error, WeightsUnknownError):
+                self._state.epoch += 1  # discard all output after the continue
+                self._state.forget_version(updates.connection)  # also if the continue fails
+            await updates.resume()
+            raise
+        await updates.resume()

@@ -1,21 +1,6 @@
-"""The learner's ranks: how they talk, and how a policy is spread over them. Nobody else knows torch.distributed."""
+"""The learner's ranks on torch.distributed; beside `weights/collective.py` the only code that imports it.
 
-from areal_rloo.learner.parallel.files import ShardsError, load_shards, save_shards, saved_names
-from areal_rloo.learner.parallel.gathering import gather_weights
-from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
-from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, norm_of_whole, shard, with_product
-
-__all__ = [
-    "RankLostError",
-    "Ranks",
-    "Sharding",
-    "ShardsError",
-    "fill_shards",
-    "gather_weights",
-    "load_shards",
-    "norm_of_whole",
-    "save_shards",
-    "saved_names",
-    "shard",
-    "with_product",
-]
+`ranks` connects the processes and sends bytes between rank 0 and the others.
+`sharding` shards a policy over the ranks (FSDP2) and gathers the whole weights on rank 0.
+`files` writes and reads the shards of a checkpoint.
+"""

@@ -1,7 +1,7 @@
-"""What the learner's ranks say to each other, beside the collectives of sharded parameters.
+"""Send commands and answers between the learner's ranks, beside the collectives of sharded parameters.
 
-Rank 0 knows the batch and decides; the others are told what to compute and say what came of it. Messages are bytes,
-over Gloo in CPU memory, and everybody takes part in the same calls in the same order.
+Rank 0 has the batch and sends commands; the other ranks execute them and answer. Messages are bytes in CPU memory, sent
+over Gloo. All ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from areal_rloo.errors import TrainingError, first_line
 from areal_rloo.weights.collective import address_towards
 
-_PATIENCE = timedelta(days=30)  # of one who waits to be told: a batch may take as long as it takes
+_PATIENCE = timedelta(days=30)  # while waiting for a command: a batch may take any time
 _TAG_SIZE, _TAG_BODY = 1, 2
 
 
 class RankLostError(TrainingError):
-    """Another rank ended, or takes no part; what is wrong stands in its own log."""
+    """Another rank ended or does not respond; the log of that rank has the reason."""
 
 
 class Ranks:
-    """This process among the learner's ranks; without a process group, the only one.
+    """This process among the learner's ranks; without a process group, the only rank.
 
     Attributes:
-        rank: of this process; 0 decides.
-        num: of processes.
-        files: the group in which checkpoints are agreed upon, on a thread of its own; None for the only process.
+        rank: of this process; rank 0 commands.
+        num: number of processes.
+        files: the process group for checkpoints, used on a separate thread; None for a single process.
     """
 
     def __init__(
@@ -52,80 +52,66 @@ class Ranks:
 
     @classmethod
     def meet(cls, address: str, *, rank: int, num: int, device: torch.device, timeout_s: float) -> Ranks:
-        """Wait for the others.
+        """Connect to the other ranks.
 
         Args:
             address: host:port where rank 0 listens.
-            rank, num: of this process, and of all.
-            device: of the collectives of parameters: NCCL on CUDA, Gloo on the CPU.
-            timeout_s: of the meeting, and of every collective.
+            rank, num: rank of this process, and number of ranks.
+            device: of parameter collectives: NCCL on CUDA, Gloo on the CPU.
+            timeout_s: of the rendezvous and of every collective.
 
         Raises:
-            TrainingError: they did not come in time.
+            TrainingError: the ranks did not connect in time.
         """
+        timeout = timedelta(seconds=timeout_s)
         _use_interface_towards(address.rpartition(":")[0])
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(device.index or 0)  # the launcher shows each rank its own GPU and no other
+            torch.cuda.set_device(device.index or 0)  # the launcher makes only its own GPU visible to each rank
         try:
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://{address}",
-                rank=rank,
-                world_size=num,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=num, timeout=timeout)
         except RuntimeError as error:
             raise TrainingError(
-                f"learner rank {rank} of {num} did not meet the others at {address} within {timeout_s:g} s: "
+                f"learner rank {rank} of {num} did not connect to the other ranks at {address} within {timeout_s:g} s: "
                 f"{first_line(error)}"
             ) from error
-        orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        files = dist.new_group(backend="gloo", timeout=_PATIENCE)  # the slowest disk may take as long as it takes
-        return cls(rank, num, orders=orders, answers=answers, files=files)
+        patience = {"orders": _PATIENCE, "answers": timeout, "files": _PATIENCE}  # a slow disk may take any time
+        groups = {name: dist.new_group(backend="gloo", timeout=longest) for name, longest in patience.items()}
+        return cls(rank, num, **groups)
 
     def hand_out(self, messages: Sequence[bytes]) -> None:
-        """Rank 0: a message to each of the others, in their order."""
-        assert len(messages) == self.num - 1, "one for each of the others"
+        """Rank 0: send a message to each of the other ranks, in rank order."""
+        assert len(messages) == self.num - 1, "expected a message for each other rank"
         sent = [self._send(message, rank, self._orders) for rank, message in enumerate(messages, start=1)]
         for rank, works in enumerate(sent, start=1):
             self._finish(works, rank)
 
     def take(self) -> bytes:
-        """All but rank 0: wait for the next message.
-
-        Raises:
-            RankLostError: rank 0 is gone.
-        """
+        """Other ranks: wait for the next message; raises RankLostError if rank 0 ended."""
         return self._receive(0, self._orders)
 
     def answer(self, message: bytes) -> None:
-        """All but rank 0: the answer to what was taken."""
+        """Other ranks: answer the message taken last."""
         self._finish(self._send(message, 0, self._answers), 0)
 
     def answers(self) -> list[bytes]:
-        """Rank 0: what the others answered, in their order.
-
-        Raises:
-            RankLostError: one of them is gone; says which.
-        """
+        """Rank 0: wait for the answers of the other ranks, in rank order; raises RankLostError if a rank ended."""
         return [self._receive(rank, self._answers) for rank in range(1, self.num)]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor in CPU memory, of one shape everywhere."""
+        """Sum a tensor in CPU memory over all ranks; the same shape on each."""
         if self._answers is None:
             return values
         summed = values.clone()
         try:
             dist.all_reduce(summed, group=self._answers)
         except RuntimeError as error:
-            raise RankLostError(f"a learner rank is gone: {first_line(error)}") from error
+            raise RankLostError(f"a learner rank ended: {first_line(error)}") from error
         return summed
 
     def close(self) -> None:
-        """Leave; nothing waits for the others."""
+        """Leave the process group without waiting for other ranks."""
         if self._orders is not None:
             self._orders = self._answers = self.files = None
             dist.destroy_process_group()
@@ -139,7 +125,7 @@ class Ranks:
 
     def _finish(self, works: Sequence[dist.Work | None], rank: int) -> None:
         for work in works:
-            assert work is not None, "this process is of the group"
+            assert work is not None, "this process is not in the group"
             try:
                 work.wait()
             except RuntimeError as error:
@@ -149,7 +135,7 @@ class Ranks:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             dist.recv(size, group=group, group_src=rank, tag=_TAG_SIZE)
-            body = torch.empty(int(size) + 1, dtype=torch.uint8)  # a tensor is not empty
+            body = torch.empty(int(size) + 1, dtype=torch.uint8)  # an empty tensor cannot be sent
             dist.recv(body, group=group, group_src=rank, tag=_TAG_BODY)
         except RuntimeError as error:
             raise self._gone(rank, error) from error
@@ -157,12 +143,12 @@ class Ranks:
 
     def _gone(self, rank: int, error: Exception) -> RankLostError:
         return RankLostError(
-            f"learner rank {rank} does not answer rank {self.rank}: {first_line(error)}; its own log says why"
+            f"learner rank {rank} does not answer rank {self.rank}: {first_line(error)}; the log of that rank says why"
         )
 
 
 def _use_interface_towards(host: str) -> None:
-    """Let Gloo listen where the others come from; it would otherwise guess from the machine's name."""
+    """Make Gloo listen on the interface towards `host`; otherwise Gloo guesses from the name of the machine."""
     own = address_towards(host)
     for interface, addresses in psutil.net_if_addrs().items():
         if any(address.address == own for address in addresses):

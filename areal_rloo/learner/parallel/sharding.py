@@ -1,14 +1,18 @@
-"""A policy spread over the learner's ranks: FSDP2, one group of parameters a layer.
+"""Shard a policy over the learner's ranks (FSDP2, a parameter group per layer), and gather the whole weights on rank 0.
 
-Each rank holds a part of every float32 weight, gradient and optimizer state, cut along the first dimension; a layer is
-whole only while it is computed. Gradients are summed, in float32, since a token's weight already is its share in the
-mean over all ranks. With `replicas` above 1 that many copies of the policy are sharded over num / replicas ranks each,
-so that layers are gathered within a copy (a node, say), and gradients alone are summed between copies.
+Each rank holds a part of every float32 weight, gradient and optimizer state, cut along the first dimension. A layer is
+whole only during computation. Gradients are summed in float32: the weight of a token is already a share of the mean
+over all ranks. With `replicas` above 1, each replica is sharded over num / replicas ranks; layers are gathered within a
+replica (for example a node), and only gradients are summed between replicas.
+
+Gathering fills the buckets of a broadcast bucket by bucket and never needs memory for a second model: rank 0 holds,
+beside the buckets, the shards of a bucket from two ranks, the first being copied while the second arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,50 +25,46 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.models.policy import Policy
+from areal_rloo.weights.manifest import Manifest, TensorSpec, by_bucket, gather, views
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Over which devices parameters are spread, and where they lie while nothing is computed."""
+    """The device mesh that holds the parameters, and whether idle parameters are offloaded to CPU memory."""
 
     mesh: DeviceMesh
     offload: bool
 
     @classmethod
     def over(cls, ranks: Ranks, device: torch.device, *, replicas: int, offload: bool) -> Sharding | None:
-        """None where one process has everything on its device: then there is nothing to spread.
+        """Build the mesh; None if a single process holds everything on the device.
 
         Args:
-            ranks: of the learner.
-            device: of this rank.
+            ranks, device: of the learner, and of this rank.
             replicas: copies of the policy; a divisor of the number of ranks.
-            offload: whether parameters, gradients and optimizer states lie in CPU memory.
+            offload: True to keep parameters, gradients and optimizer states in CPU memory.
         """
         if ranks.num == 1 and not offload:
             return None
-        names = ("replicate", "shard")
         shape = (replicas, ranks.num // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         return cls(mesh if replicas > 1 else mesh["shard"], offload)
 
     @property
     def shards(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy together, this one among them."""
+        """The ranks that share a replica with this rank."""
         return self.mesh.get_group("shard")
 
     @property
     def in_first_copy(self) -> bool:
-        """Whether rank 0 is among them."""
+        """True if rank 0 shares a replica with this rank."""
         return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
 
 
 def shard(policy: Policy, sharding: Sharding, *, dtype: torch.dtype) -> None:
-    """Keep this rank's part of every parameter.
+    """Keep only this rank's part of every parameter; gathered parameters have the dtype, for computation.
 
-    Args:
-        policy: with the same parameters on every rank, or on the meta device where `fill_shards` will give values.
-        sharding: over which ranks.
-        dtype: in which parameters are gathered to be computed with.
+    The policy has the same parameters on every rank, or is on the meta device if `fill_shards` follows.
     """
     options: dict[str, Any] = {"mesh": sharding.mesh}
     if dtype == torch.bfloat16:
@@ -84,12 +84,9 @@ def shard(policy: Policy, sharding: Sharding, *, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def fill_shards(policy: Policy, whole: dict[str, Tensor], sharding: Sharding) -> None:
-    """Give every rank its part of rank 0's values, a parameter at a time.
+    """Distribute rank 0's values to all ranks, a parameter at a time.
 
-    Args:
-        policy: sharded.
-        whole: rank 0's parameters by name, emptied on the way; nothing on the others.
-        sharding: as `shard` was given.
+    `whole` has the parameters by name on rank 0, removed as they are distributed, and is empty on other ranks.
     """
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
@@ -98,8 +95,8 @@ def fill_shards(policy: Policy, whole: dict[str, Tensor], sharding: Sharding) ->
         parameter.to_local().copy_(spread.to_local())
 
 
-def norm_of_whole(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Clip the gradients to `max_norm` over all ranks; gives the norm they had, which may be NaN or infinite."""
+def clip_to_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+    """Clip the gradients to `max_norm` over all ranks; return the norm before, which may be NaN or infinite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -107,13 +104,104 @@ def norm_of_whole(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> 
 
 
 def with_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
-    """weight + scaling up down, sharded as the weight is; all three are sharded along their rows, or none is."""
+    """Compute weight + scaling up down, sharded like the weight; all three are sharded along rows, or none."""
     if not isinstance(weight, DTensor):
         return torch.addmm(weight, up, down, alpha=scaling)
-    assert isinstance(up, DTensor), "all parameters are sharded, or none"
-    assert isinstance(down, DTensor), "all parameters are sharded, or none"
+    assert isinstance(up, DTensor) and isinstance(down, DTensor), "all parameters are sharded, or none"
     rows = up.to_local()
     local = torch.addmm(weight.to_local(), rows, down.full_tensor().to(rows.device), alpha=scaling)
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
+
+
+@torch.no_grad()
+def gather_weights(
+    manifest: Manifest,
+    named: Iterable[tuple[str, Tensor]],
+    buckets: Sequence[Tensor] | None,
+    sharding: Sharding | None,
+) -> None:
+    """Fill the buckets with whole tensors. Every rank calls this; only rank 0 has buckets.
+
+    Args:
+        manifest: of the whole tensors.
+        named: names and tensors in manifest order; sharded tensors are cut along the first dimension.
+        buckets: [num_bytes] uint8 each, on rank 0.
+        sharding: None if nothing is sharded.
+    """
+    if sharding is None:
+        assert buckets is not None, "the only rank has the buckets"
+        gather(manifest, named, buckets)
+    elif sharding.in_first_copy:
+        _gather_shards(manifest, named, buckets, sharding)
+    if buckets is not None and buckets[0].is_pinned():
+        torch.cuda.current_stream().synchronize()  # copies into pinned memory are asynchronous
+
+
+def _gather_shards(
+    manifest: Manifest, named: Iterable[tuple[str, Tensor]], buckets: Sequence[Tensor] | None, sharding: Sharding
+) -> None:
+    places = None if buckets is None else dict(views(manifest, buckets))
+    tensors = iter(named)
+    for specs in by_bucket(manifest):
+        shards = []
+        for spec in specs:
+            name, tensor = next(tensors)
+            assert name == spec.name, f"the policy has {name} at the place of {spec.name} in the manifest"
+            assert isinstance(tensor, DTensor), f"{name} is not sharded"
+            shards.append(tensor.to_local())
+        _gather_bucket(specs, shards, places, sharding)  # a separate call: temporaries are freed before the next
+
+
+def _gather_bucket(
+    specs: Sequence[TensorSpec], shards: Sequence[Tensor], places: Mapping[str, Tensor] | None, sharding: Sharding
+) -> None:
+    """Gather a bucket on rank 0. `dist.gather` is not used: Gloo would allocate a second copy of all received data."""
+    group = sharding.shards
+    num, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [[_rows(spec, of_rank, num) * math.prod(spec.shape[1:]) for spec in specs] for of_rank in range(num)]
+    if rank != 0:
+        flat = _flat(specs, sizes[rank], sharding)
+        _copy(shards, flat.split(sizes[rank]))
+        if len(flat):
+            dist.send(flat, group=group, group_dst=0)
+        return
+    assert places is not None, "rank 0 has the buckets"
+    of_tensors = (
+        places[spec.name].view(-1).split(of_ranks)
+        for spec, of_ranks in zip(specs, map(list, zip(*sizes, strict=True)), strict=True)
+    )
+    own, *others = zip(*of_tensors, strict=True)
+    coming = _receive(1, sizes, specs, sharding)
+    _copy(shards, own)
+    for of_rank, theirs in enumerate(others, start=1):
+        received, work = coming
+        coming = _receive(of_rank + 1, sizes, specs, sharding)
+        if work is not None:
+            work.wait()
+        _copy(received.split(sizes[of_rank]), theirs)
+
+
+def _receive(
+    rank: int, sizes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], sharding: Sharding
+) -> tuple[Tensor, dist.Work | None]:
+    """Start receiving the shards of a rank; no work if the rank has no rows or does not exist."""
+    received = _flat(specs, sizes[rank] if rank < len(sizes) else (), sharding)
+    work = dist.irecv(received, group=sharding.shards, group_src=rank) if len(received) else None
+    return received, work
+
+
+def _flat(specs: Sequence[TensorSpec], sizes: Sequence[int], sharding: Sharding) -> Tensor:
+    return torch.empty(sum(sizes), dtype=getattr(torch, specs[0].dtype), device=sharding.mesh.device_type)
+
+
+def _copy(parts: Iterable[Tensor], places: Iterable[Tensor]) -> None:
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part.flatten(), non_blocking=True)
+
+
+def _rows(spec: TensorSpec, rank: int, num_ranks: int) -> int:
+    """Count the rows in the shard of a rank, cut as torch.chunk does."""
+    size = -(-spec.shape[0] // num_ranks)
+    return max(0, min(size, spec.shape[0] - rank * size))

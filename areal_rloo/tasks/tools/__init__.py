@@ -1,7 +1,13 @@
-"""Tools that a model may call while it answers: arguments in, text for the model out.
+"""Tools that a model may call: arguments in, text for the model out.
 
-A mistake of the model's (a missing argument, an expression that is none, a program that fails) is told to the model in
-that text; an exception is a mistake of ours or of the machine's.
+Mistakes of the model (a missing argument, a wrong expression, a failing program) become text for the model. An
+exception means a mistake of this package or of the machine.
+
+- `calculator`: computes arithmetic expressions exactly.
+- `sandbox`: runs Python programs of the model in a locked process.
+- `sandbox_child`: the locked process.
+- `landlock`: rules for files, enforced by the kernel.
+- `seccomp`: rules for system calls, enforced by the kernel.
 """
 
 from __future__ import annotations
@@ -18,17 +24,17 @@ from areal_rloo.tasks.tools.sandbox import SandboxLimits, run_python
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function on one text, as a model is told of it and as it is called."""
+    """A function of a text, with a description for the model."""
 
     name: str
     description: str
-    argument: str  # its name; the value is a string
+    argument: str  # name of the argument, a string
     argument_description: str
     function: Callable[[str], Awaitable[str]]
 
     @property
     def schema(self) -> dict[str, object]:
-        """In the style of OpenAI's functions, as `apply_chat_template(tools=...)` takes it."""
+        """The schema in OpenAI's format, for `apply_chat_template(tools=...)`."""
         parameters = {
             "type": "object",
             "properties": {self.argument: {"type": "string", "description": self.argument_description}},
@@ -39,7 +45,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, object]) -> str:
-        """What the tool says to these arguments; `error: ...` where they are not the ones it takes."""
+        """Call the tool; return `error: ...` for wrong arguments."""
         value = arguments.get(self.argument)
         extra = sorted(set(arguments) - {self.argument})
         if self.argument not in arguments:
@@ -52,7 +58,7 @@ class Tool:
 
 
 def _named(before: str, names: list[str]) -> str:
-    """Some names that the model chose, however many and long they are."""
+    """List some names chosen by the model, limited in number and length."""
     return f"{before} {', '.join(ascii(name[:40]) for name in names[:3])}" if names else ""
 
 
@@ -70,11 +76,11 @@ _CALCULATOR = Tool(
 
 
 def _python(limits: SandboxLimits) -> Tool:
-    # Time counts from a program's start: no more of them than cores, or they would time out for each other's sake.
-    turnstile = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    # The time limit counts from the start of a program, so more programs than cores would cause timeouts.
+    cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def run(code: str) -> str:
-        async with turnstile:
+        async with cores:
             return (await run_python(code, limits)).text
 
     return Tool(
@@ -90,7 +96,7 @@ def _python(limits: SandboxLimits) -> Tool:
 
 
 def make_tools(episode: EpisodeConfig) -> dict[str, Tool]:
-    """The tools of an episode by name, with the limits it sets; none where its type has none."""
+    """Make the tools of an episode, by name; empty for a type without tools."""
     if episode.type != "tool_use":
         return {}
     chosen = episode.python
@@ -99,5 +105,5 @@ def make_tools(episode: EpisodeConfig) -> dict[str, Tool]:
 
 
 def tool_schemas(episode: EpisodeConfig) -> list[dict[str, object]]:
-    """What the prompts of an episode say of its tools."""
+    """Return the schemas of an episode's tools, for prompts."""
     return [tool.schema for tool in make_tools(episode).values()]

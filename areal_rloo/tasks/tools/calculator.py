@@ -1,133 +1,111 @@
-"""A calculator for a model: the text of an expression in, the text of its value or of what is wrong with it out.
+"""A calculator for a model: the text of an expression in, the text of the value or of the mistake out.
 
-    expression ─► tokens ─► one exact Fraction at every step ─► an integer, a decimal, or `error: ...`
+    expression ─► tokens, checked ─► Python's syntax tree (`ast.parse`) ─► a Fraction at every node ─► text
 
-Whatever the text holds, it is answered in milliseconds and never with an exception: its length, its nesting and the
-size of every number on the way are bounded before anything is computed.
+Nothing is executed. Every text gets an answer within milliseconds, and no text raises an exception: the length, the
+nesting and the size of every number have limits, which are checked before each computation. `ast` gives precedence and
+nesting. The check of tokens gives messages that help a model more than Python's syntax errors.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Context, Decimal, Inexact
 from fractions import Fraction
 
 _MOST_CHARACTERS = 1000
-_MOST_NESTED = 100  # parentheses, signs and powers inside one another; far below Python's own recursion limit
-_MOST_BITS = 4096  # of a numerator or a denominator; about 1200 digits, fewer than Python refuses to print
+_MOST_NESTED = 100  # open parentheses, or operators inside each other; far below Python's recursion limit
+_MOST_BITS = 4096  # of a numerator or a denominator: about 1200 digits, fewer than Python refuses to print
 _TOO_LARGE = "a number on the way has more than 1200 digits"
-_DIGITS = 20  # of a value that has to be rounded
-_MOST_EXACT_DIGITS = 40  # of a decimal that is shown whole
-_ROOT_DIGITS = 60  # so much finer than what is shown that 2**0.5 * 2**0.5 is 2
+_TOO_DEEP = f"nested more than {_MOST_NESTED} deep"
+_DIGITS = 20  # of a rounded value
+_MOST_EXACT_DIGITS = 40  # of a decimal shown exactly
+_ROOT_DIGITS = 60  # finer than the shown digits, so 2**0.5 * 2**0.5 is 2
 
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/"})  # − – × · ÷
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
     r"|\.[0-9]+(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?)|(?P<sign>\*\*|//|[-+*/%()]))"
 )
-_BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}  # a sign before a value binds with 3, as in Python
 
 
 class _ExpressionError(Exception):
-    """What is wrong with an expression, in words for the model."""
+    """A mistake in an expression, described for the model."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression, or `error: ` and why there is none, on one line; never an exception.
+    """Return the value of an expression, or `error: ` and the reason, on one line; raise no exception.
 
-    `+ - * / // % **`, signs, parentheses, decimals, powers of ten and thousands separators are understood, with
-    Python's precedence. Integers and decimals are exact; a value that has no end has 20 digits.
+    Understands `+ - * / // % **`, signs, parentheses, decimals, powers of ten and thousands separators, with Python's
+    precedence. Integers and short decimals are exact; other values have 20 digits.
     """
     if len(expression) > _MOST_CHARACTERS:
         return f"error: the expression has {len(expression)} characters; at most {_MOST_CHARACTERS} are allowed"
     try:
-        return _shown(_Parser(expression.translate(_SIGNS)).value())
+        tree, numbers = _parsed(expression.translate(_SIGNS).strip())
+        return _shown(_value(tree, numbers, 0))
     except _ExpressionError as mistake:
         return f"error: {mistake}"
 
 
-class _Parser:
-    """Precedence climbing over the tokens of one expression; computes as it reads."""
+def _parsed(expression: str) -> tuple[ast.expr, list[Fraction]]:
+    """Parse an expression into a tree whose constants are indices into the list of numbers.
 
-    def __init__(self, expression: str) -> None:
-        self._tokens = list(_tokens(expression))
-        self._next_index = 0
-
-    def value(self) -> Fraction:
-        value = self._operation(0, 0)
-        if self._next_index < len(self._tokens):
-            raise _ExpressionError(f"expected an operator, not '{self._tokens[self._next_index]}'")
-        return value
-
-    def _operation(self, least: int, depth: int) -> Fraction:
-        """A value and every operator behind it that binds at least as tightly as `least`."""
-        left = self._operand(depth)
-        while _BINDS.get(self._peek(), -1) >= least:
-            sign = self._take()
-            # What binds as tightly stands to the left, but powers are read from the right: 2**3**2 is 2**9.
-            right = self._operation(_BINDS[sign] + (sign != "**"), depth + 1)
-            left = _computed(sign, left, right)
-        return left
-
-    def _operand(self, depth: int) -> Fraction:
-        if depth > _MOST_NESTED:
-            raise _ExpressionError(f"nested more than {_MOST_NESTED} deep")
-        token = self._take()
-        if token in ("-", "+"):
-            value = self._operation(_BINDS["**"], depth + 1)
-            return -value if token == "-" else value
-        if token == "(":
-            value = self._operation(0, depth + 1)
-            if self._take() != ")":
-                raise _ExpressionError("a parenthesis is not closed")
-            return value
-        if token in _BINDS or token in ("", ")"):
-            raise _ExpressionError(f"expected a number, not '{token}'" if token else "expected a number at the end")
-        return _bounded(Fraction(token))
-
-    def _peek(self) -> str:
-        """The next token, or nothing at the end."""
-        return self._tokens[self._next_index] if self._next_index < len(self._tokens) else ""
-
-    def _take(self) -> str:
-        token = self._peek()
-        self._next_index += 1
-        return token
-
-
-def _tokens(expression: str) -> Iterator[str]:
-    """Numbers without their separators, and signs."""
-    expression = expression.strip()
-    position = 0
+    The indices keep decimals exact; Python would read them as floats.
+    """
+    parts: list[str] = []
+    numbers: list[Fraction] = []
+    wants_number, num_open, position = True, 0, 0
     while position < len(expression):
-        match = _TOKEN.match(expression, position)
-        if match is None:
+        token = _TOKEN.match(expression, position)
+        if token is None:
             hint = "; powers are written **" if expression[position:].lstrip().startswith("^") else ""
             raise _ExpressionError(f"did not understand {expression[position : position + 20].strip()!a}{hint}")
-        yield match["sign"] or match["number"].replace(",", "")
-        position = match.end()
+        number, sign, position = token["number"], token["sign"], token.end()
+        if wants_number and sign not in ("+", "-", "(", None):
+            raise _ExpressionError(f"expected a number, not '{sign}'")
+        if not wants_number and (number or sign == "(" or (sign == ")" and not num_open)):
+            raise _ExpressionError(f"expected an operator, not '{number or sign}'")
+        num_open += (sign == "(") - (sign == ")")
+        if num_open > _MOST_NESTED:
+            raise _ExpressionError(_TOO_DEEP)
+        wants_number = sign not in (")", None)
+        parts.append(sign or str(len(numbers)))
+        if number:
+            numbers.append(_bounded(Fraction(number.replace(",", ""))))
+    if wants_number or num_open:
+        raise _ExpressionError("expected a number at the end" if wants_number else "a parenthesis is not closed")
+    try:
+        return ast.parse(" ".join(parts), mode="eval").body, numbers
+    except (SyntaxError, RecursionError, MemoryError):  # the tokens are correct, so the parser's stack is too small
+        raise _ExpressionError(_TOO_DEEP) from None
 
 
-def _computed(sign: str, left: Fraction, right: Fraction) -> Fraction:
-    if sign in ("/", "//", "%") and not right:
-        raise _ExpressionError("division by zero")
-    match sign:
-        case "+":
-            value = left + right
-        case "-":
-            value = left - right
-        case "*":
-            value = left * right
-        case "/":
-            value = left / right
-        case "//":
-            value = Fraction(left // right)
-        case "%":
-            value = left % right
+def _value(node: ast.expr, numbers: Sequence[Fraction], depth: int) -> Fraction:
+    """Compute a tree. Left operands are taken in a loop: a sum of 500 numbers is a tree of depth 500."""
+    if depth > _MOST_NESTED:
+        raise _ExpressionError(_TOO_DEEP)
+    operations: list[ast.BinOp] = []
+    while isinstance(node, ast.BinOp):
+        operations.append(node)
+        node = node.left
+    match node:
+        case ast.UnaryOp(op=sign, operand=operand):
+            value = _value(operand, numbers, depth + 1)
+            value = -value if isinstance(sign, ast.USub) else value
+        case ast.Constant(value=int(index)):
+            value = numbers[index]
         case _:
-            value = _power(left, right)
-    return _bounded(value)
+            raise AssertionError(f"the tokens allow no {ast.dump(node)}")
+    for operation in reversed(operations):
+        right = _value(operation.right, numbers, depth + 1)
+        if isinstance(operation.op, ast.Div | ast.FloorDiv | ast.Mod) and not right:
+            raise _ExpressionError("division by zero")
+        value = _bounded(Fraction(_OPERATORS[type(operation.op)](value, right)))
+    return value
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -137,14 +115,14 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         return _root(base, exponent)
     whole = exponent.numerator
     if base in (-1, 0, 1) and whole:
-        whole = whole % 2 + 2  # their powers come again
-    if abs(whole) * (_bits(base) - 1) > _MOST_BITS:  # told from the sizes: the power itself may not fit into any memory
+        whole = whole % 2 + 2  # the powers of these bases repeat
+    if abs(whole) * (_bits(base) - 1) > _MOST_BITS:  # checked before the power, which could fill the memory
         raise _ExpressionError(_TOO_LARGE)
     return Fraction(base**whole)
 
 
 def _root(base: Fraction, exponent: Fraction) -> Fraction:
-    """A power that is no fraction as a rule, to three times the digits that are shown."""
+    """Compute a power that is usually irrational, to three times the shown digits."""
     if base < 0:
         raise _ExpressionError("a negative number has no real power that is not whole")
     if not base:
@@ -153,6 +131,17 @@ def _root(base: Fraction, exponent: Fraction) -> Fraction:
         raise _ExpressionError(_TOO_LARGE)
     context = Context(prec=_ROOT_DIGITS)
     return Fraction(context.power(_decimal(base, context), _decimal(exponent, context)))
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -170,7 +159,7 @@ def _decimal(value: Fraction, context: Context) -> Decimal:
 
 
 def _shown(value: Fraction) -> str:
-    """Digit by digit where the value is an integer or a short decimal, else rounded."""
+    """Write integers and short decimals exactly, and other values rounded."""
     if value.denominator == 1:
         return str(value.numerator)
     context = Context(prec=_MOST_EXACT_DIGITS, traps=[])

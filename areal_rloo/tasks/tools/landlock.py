@@ -1,8 +1,8 @@
-"""Which files a sandboxed program may open, as rules for the kernel (Landlock).
+"""The files of a sandboxed program, as rules for the kernel (Landlock).
 
-In: the scratch folder. Out: what to hand to the kernel, as bytes and paths. Everything that no rule names is refused,
-also to root. Programs may read the Python installation, the shared libraries and the environment's packages, and may
-write plain files in the scratch folder: no folders and no links, so that it stays flat and can always be removed.
+In: the scratch folder. Out: bytes and paths for the kernel. The kernel refuses all other files, also to root. Programs
+may read the Python installation, the shared libraries and the environment's packages. Programs may write plain files
+in the scratch folder, but no folders or links, so the scratch folder stays flat and can always be removed.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock.
+    """Return the kernel's version of Landlock.
 
     Raises:
-        PreflightError: it has none.
+        PreflightError: the kernel has no Landlock.
     """
     if not sys.platform.startswith("linux"):
-        raise PreflightError(f"the tool 'python' needs Linux for its sandbox, this is {sys.platform}; do without it")
+        raise PreflightError(f"the tool 'python' needs Linux for its sandbox, got {sys.platform}; remove the tool")
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.argtypes, syscall.restype = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_long
     version = int(syscall(CREATE_RULESET, None, 0, _VERSION_FLAG))
     if version < 1:
         code = ctypes.get_errno()
         remedy = {
-            errno.ENOSYS: "run on Linux 5.13 or later, built with it",
+            errno.ENOSYS: "run on Linux 5.13 or later, built with Landlock",
             errno.EOPNOTSUPP: "start the kernel with `lsm=landlock,...`",
-            errno.EPERM: "let the container's seccomp profile pass the landlock calls",
-        }.get(code, "do without the tool")
+            errno.EPERM: "allow the landlock calls in the container's seccomp profile",
+        }.get(code, "remove the tool")
         raise PreflightError(f"the tool 'python' needs Landlock for its sandbox ({os.strerror(code)}); {remedy}")
     return version
 
 
 def ruleset(version: int) -> bytes:
-    """`struct landlock_ruleset_attr`: all that this version can refuse."""
+    """Encode `struct landlock_ruleset_attr`, with every right that this version can refuse."""
     file_rights = (1 << _NUM_FILE_RIGHTS[min(version, 5)]) - 1
     parts = [file_rights, *([_NETWORK_RIGHTS] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
     return struct.pack(f"={len(parts)}Q", *parts)
 
 
 def rules(version: int, scratch: Path) -> list[tuple[str, int]]:
-    """Paths, and the rights to what lies beneath each."""
+    """Return paths, and the rights beneath each path."""
     known = (1 << _NUM_FILE_RIGHTS[min(version, 5)]) - 1
     rights = {str(path): _READ_FILE | _READ_DIR for path in readable()}
     rights |= {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE, str(scratch): _SCRATCH_RIGHTS}
@@ -75,7 +75,7 @@ def rules(version: int, scratch: Path) -> list[tuple[str, int]]:
 
 
 def readable() -> Iterator[Path]:
-    """Where Python, its packages and the shared libraries are; never a whole prefix, which may be `/usr`."""
+    """Yield the folders of Python, packages and shared libraries; never a whole prefix, which may be `/usr`."""
     yield from map(Path, _LIBRARIES)
     yield from (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
     yield from (Path(sys.base_prefix) / name for name in ("lib", "lib64"))
@@ -83,5 +83,5 @@ def readable() -> Iterator[Path]:
 
 
 def package_folders() -> Iterator[Path]:
-    """What this process imports packages from; a checkout that is on the path is none of them."""
+    """Yield the folders of installed packages on `sys.path`; a checkout on the path is excluded."""
     yield from (path for path in map(Path, sys.path) if path.name in _PACKAGES and path.is_dir())

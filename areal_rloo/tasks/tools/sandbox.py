@@ -1,14 +1,15 @@
-"""Python that a language model wrote, in a process that can do nothing but compute and print.
+"""Run Python of a language model in a process that can only compute and print.
 
-    code ─► scratch folder ─► a child that locks itself in ─► what it printed, and how it ended
+    code ─► scratch folder ─► a child process that locks itself ─► the output, and how the program ended
                               (sandbox_child.py; landlock.py: files, seccomp.py: system calls)
 
-The child reads Python, its packages and its scratch folder, writes its scratch folder, and has no network, no other
-process, no signal and no variable of ours. `run_python` waits for it without blocking the event loop, and ends it at
-its deadline, at too much output, files or threads, and when its caller is cancelled; the scratch folder goes with it.
+The child reads Python, packages and the scratch folder, and writes only the scratch folder. The child has no network,
+no other process, no signals, and no environment variables of ours. `run_python` waits without blocking the event loop.
+It kills the child at the deadline, at too much output, files or threads, and on cancellation, and then removes the
+scratch folder.
 
-Not covered: that a file outside exists and how large it is (`stat` has no lock), how busy the machine is, and errors of
-the kernel itself. Whoever runs code of an adversary rather than of a model in training wants a virtual machine.
+Not covered: existence and size of files outside (`stat` has no lock), the load of the machine, and bugs of the kernel.
+Code of an adversary, rather than of a model in training, needs a virtual machine.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ import os
 import platform
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from areal_rloo.errors import PreflightError
 from areal_rloo.tasks.tools import landlock, sandbox_child
-from areal_rloo.tasks.tools.orders import Orders
 from areal_rloo.tasks.tools.seccomp import seccomp_filter
 
+if TYPE_CHECKING:
+    from areal_rloo.tasks.tools.sandbox_child import Orders
+
 _PROGRAM = "program.py"
-_WATCH_S = 0.1  # between two looks at what no limit of the kernel's counts
+_WATCH_S = 0.1  # between two checks of limits that the kernel does not enforce
 _MOST_FILES = 256
 _MOST_OPEN_FILES = 64
-_START_S = 60.0  # of the trial before a run, on a machine that may be busy
+_START_S = 60.0  # limit of the trial before a run; the machine may be busy
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TZ": "UTC",
-    "PYTHONHASHSEED": "0",  # the same program prints the same
-    # Numerical libraries start threads when they are imported, unless told not to.
+    "PYTHONHASHSEED": "0",  # the same program always prints the same output
+    # By default, numerical libraries start threads on import.
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"),
 }
 
@@ -53,28 +55,31 @@ ExitReason = Literal["ok", "error", "timeout", "memory", "killed"]
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one program may use. Processes it may not start at all."""
+    """Limits of a program. A program can never start processes."""
 
     cpu_s: float = 5.0  # of processor time, rounded up to whole seconds
-    wall_s: float = 10.0  # from before its interpreter starts
-    memory_bytes: int = 512 << 20  # of address space, the interpreter's and its libraries' included
-    max_threads: int = 0  # beside the first
-    max_file_bytes: int = 16 << 20  # of all its files together, and of each
-    max_output_bytes: int = 64 << 10  # of stdout, and of stderr; more ends it
+    wall_s: float = 10.0  # includes the start of the interpreter
+    memory_bytes: int = 512 << 20  # of address space, including interpreter and libraries
+    max_threads: int = 0  # besides the first
+    max_file_bytes: int = 16 << 20  # of all files together, and of each file
+    max_output_bytes: int = 64 << 10  # of stdout, and of stderr; a program with more output is killed
 
 
 class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program printed and how it ended: `ok` (status 0), `error` (another status, an exception), `timeout`,
-    `memory` (a MemoryError that it did not catch) or `killed` (by a limit or a signal)."""
+    """The output of a program, and how the program ended.
+
+    Exit reasons: `ok` (status 0), `error` (another status, or an exception), `timeout`, `memory` (an uncaught
+    MemoryError) or `killed` (by a limit or a signal).
+    """
 
     stdout: str
     stderr: str
     exit_reason: ExitReason
-    detail: str = ""  # what was exceeded, in words
+    detail: str = ""  # the exceeded limit, in words
 
     @property
     def text(self) -> str:
-        """For the model: all that was printed, and a last line where something went wrong."""
+        """The text for the model: all output, and a last line after a failure."""
         parts = [self.stdout.rstrip(), self.stderr.rstrip()]
         if self.detail:
             parts.append(f"[{self.exit_reason}: {self.detail}]")
@@ -82,62 +87,54 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_sandbox(private: Sequence[Path] = ()) -> None:
-    """That programs can be locked in here, by running one; before anything starts.
+    """Check, by a trial, that this machine can lock programs. Called before a run starts.
 
     Args:
         private: folders that no program may read, such as the run folder.
 
     Raises:
-        PreflightError: the kernel cannot do it, or a private folder lies where programs may read.
+        PreflightError: the kernel cannot lock programs, or programs could read a private folder.
     """
     for folder in private:
         for path in landlock.readable():
             if folder.resolve().is_relative_to(path.resolve()):
                 raise PreflightError(
-                    f"the tool 'python' lets programs read {path}, and {folder} lies in it; put it elsewhere"
+                    f"the tool 'python' lets programs read {path}, which contains {folder}; choose another folder"
                 )
-    with _folder() as folder_name:
-        command = _command(Path(folder_name), "print('locked')", SandboxLimits(wall_s=_START_S))
-        scratch = _scratch(Path(folder_name))
-        try:
-            done = subprocess.run(
-                command, cwd=scratch, env=_environment(scratch), stdin=subprocess.DEVNULL, capture_output=True,
-                timeout=_START_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise PreflightError(f"a trial of the sandbox did not end within {_START_S:g} s") from error
-    if done.stdout != sandbox_child.LOCKED + b"locked\n":
-        raise _not_locked(done.returncode, done.stderr)
+    result = asyncio.run(run_python("print('locked')", SandboxLimits(wall_s=_START_S)))
+    if result.text != "locked":
+        raise PreflightError(f"a trial of the tool 'python' failed: {result.text}")
 
 
 async def run_python(code: str, limits: SandboxLimits) -> SandboxResult:
-    """Run a program and wait for its end; any number at once. However many wait, only `limits.wall_s` counts, so
-    whoever starts more than the machine has cores sees timeouts that are nobody's fault.
+    """Run a program and wait for the end. Any number of programs may run concurrently.
+
+    More programs than cores can cause timeouts, because `limits.wall_s` does not depend on the load.
 
     Raises:
-        PreflightError: the kernel cannot lock it in; it was not run.
+        PreflightError: the kernel cannot lock the program; the program did not run.
     """
-    with _folder() as folder_name:
-        scratch = _scratch(Path(folder_name))
+    with tempfile.TemporaryDirectory(prefix="areal_rloo-sandbox-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder) / "scratch"  # writable; the orders stay outside
         process = await asyncio.create_subprocess_exec(
-            *_command(Path(folder_name), code, limits),
+            *_command(scratch, code, limits),
             cwd=scratch,
-            env=_environment(scratch),
+            env={**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=PIPE,
-            start_new_session=True,  # no terminal, and not in the group that Ctrl-C goes to
+            start_new_session=True,  # without a terminal, outside the process group of Ctrl-C
         )
         run = _Run(process, scratch, limits)
         try:
             return await run.result()
         finally:
             run.kill()
-            await process.communicate()  # it has no children that could hold the pipes, so this ends
+            await process.communicate()  # returns, because no child of the program can hold the pipes
 
 
 class _Run:
-    """This side of one running program."""
+    """The parent's view of a running program."""
 
     def __init__(self, process: Process, scratch: Path, limits: SandboxLimits) -> None:
         self._process, self._scratch, self._limits = process, scratch, limits
@@ -150,7 +147,7 @@ class _Run:
             out, err = await asyncio.gather(
                 self._read(self._process.stdout, len(sandbox_child.LOCKED)), self._read(self._process.stderr)
             )
-            await self._process.wait()  # it may have closed both and go on
+            await self._process.wait()  # a program may close both pipes and continue
         finally:
             watch.cancel()
         if not out.startswith(sandbox_child.LOCKED) and self._stopped is None:
@@ -164,7 +161,7 @@ class _Run:
             self._process.kill()
 
     def _stop(self, reason: ExitReason, detail: str) -> None:
-        """End it, for the first reason there was."""
+        """Kill the program and keep the first reason."""
         self._stopped = self._stopped or (reason, detail)
         self.kill()
 
@@ -177,12 +174,12 @@ class _Run:
         self._stop("timeout", f"not done within {self._limits.wall_s:g} s")
 
     def _excess(self) -> str:
-        """What there is too much of. Its files lie flat in one folder, because it cannot make another."""
+        """Return a description of an exceeded limit, or "". All files are in a flat folder (see landlock.py)."""
         try:
             num_threads = sum(1 for _ in Path(f"/proc/{self._process.pid}/task").iterdir()) - 1
             sizes = [path.lstat().st_blocks * 512 for path in self._scratch.iterdir()]
         except OSError:
-            return ""  # it just ended, or removed a file between the two
+            return ""  # the program ended, or removed a file, during this check
         if num_threads > self._limits.max_threads:
             return f"more than {self._limits.max_threads} threads"
         if len(sizes) > _MOST_FILES or sum(sizes) > self._limits.max_file_bytes + len(sizes) * 4096:
@@ -190,13 +187,13 @@ class _Run:
         return ""
 
     async def _read(self, stream: asyncio.StreamReader, extra_bytes: int = 0) -> bytes:
-        """Until it is closed; one byte more than is shown says that there was more."""
+        """Read until the end of the stream; keep a byte beyond the limit to mark truncated output."""
         most_bytes = self._limits.max_output_bytes + extra_bytes
         kept = bytearray()
         while chunk := await stream.read(1 << 16):
             kept += chunk[: most_bytes + 1 - len(kept)]
-            if len(kept) > most_bytes:  # nobody would see the rest, and reading it would hold up everybody else
-                self._stop("killed", f"it printed more than {self._limits.max_output_bytes} bytes")
+            if len(kept) > most_bytes:  # reading the rest would only block the event loop
+                self._stop("killed", f"printed more than {self._limits.max_output_bytes} bytes")
         return bytes(kept)
 
     def _text(self, output: bytes) -> str:
@@ -206,37 +203,21 @@ class _Run:
 
     def _end(self) -> tuple[ExitReason, str]:
         code = self._process.returncode
-        assert code is not None, "it was waited for"
-        match code:
-            case 0:
-                return "ok", ""
-            case sandbox_child.OUT_OF_MEMORY:
-                return "memory", f"it may have {self._limits.memory_bytes >> 20} MiB, Python included"
-            case _ if code == -signal.SIGXCPU:
-                return "timeout", f"it used more than {self._limits.cpu_s:g} s of processor time"
-            case _ if code < 0:
-                return "killed", f"ended by {signal.Signals(-code).name}"
-        return "error", f"exit status {code}"
+        assert code is not None, "the process has ended"
+        if code == 0:
+            return "ok", ""
+        if code == sandbox_child.OUT_OF_MEMORY:
+            return "memory", f"the limit is {self._limits.memory_bytes >> 20} MiB, Python included"
+        if code == -signal.SIGXCPU:
+            return "timeout", f"used more than {self._limits.cpu_s:g} s of processor time"
+        return ("killed", f"ended by {signal.Signals(-code).name}") if code < 0 else ("error", f"exit status {code}")
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="areal_rloo-sandbox-", ignore_cleanup_errors=True)
-
-
-def _scratch(folder: Path) -> Path:
-    """What the program may write; beside it lie the orders, which it may not."""
-    return folder / "scratch"
-
-
-def _environment(scratch: Path) -> dict[str, str]:
-    return {**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)}
-
-
-def _command(folder: Path, code: str, limits: SandboxLimits) -> list[str]:
-    """Lay out a folder for a program, and say how to start it."""
-    version, scratch = landlock.landlock_version(), _scratch(folder)
+def _command(scratch: Path, code: str, limits: SandboxLimits) -> list[str]:
+    """Make the folder of a program, and return the command that starts the program."""
+    version = landlock.landlock_version()
     scratch.mkdir()
-    (scratch / _PROGRAM).write_bytes(code.encode(errors="surrogatepass"))  # what is no Unicode is no Python: its error
+    (scratch / _PROGRAM).write_bytes(code.encode(errors="surrogatepass"))  # Python reports invalid Unicode
     cpu_s = math.ceil(limits.cpu_s)
     orders: Orders = {
         "parent": os.getpid(),
@@ -246,20 +227,20 @@ def _command(folder: Path, code: str, limits: SandboxLimits) -> list[str]:
         "rules": landlock.rules(version, scratch),
         "filter": seccomp_filter(platform.machine(), threads=limits.max_threads > 0),
         "limits": [
-            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # a signal it may ignore, then one it may not
+            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # SIGXCPU, which a program may ignore, then SIGKILL
             (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
             (resource.RLIMIT_FSIZE, limits.max_file_bytes, limits.max_file_bytes),
             (resource.RLIMIT_NOFILE, _MOST_OPEN_FILES, _MOST_OPEN_FILES),
             (resource.RLIMIT_CORE, 0, 0),
         ],
     }
-    path = folder / "orders"
+    path = scratch.with_name("orders")
     path.write_bytes(marshal.dumps(dict(orders)))
-    # Safe path, no user site, no site, no bytecode: nothing is imported but what it names itself.
+    # Safe path, no user site, no site, no bytecode: only imports of the program itself.
     flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
     return [sys.executable, *flags, sandbox_child.__file__, str(path)]
 
 
 def _not_locked(code: int | None, stderr: bytes) -> PreflightError:
-    said = stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"its process ended with code {code}"
-    return PreflightError(f"the tool 'python' could not be locked in, so nothing was run: {said}")
+    said = stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"the process ended with code {code}"
+    return PreflightError(f"the tool 'python' could not lock the program, so nothing was run: {said}")

@@ -1,11 +1,11 @@
-"""The process of one sandboxed program: gives up its rights, then runs `program.py` of the folder it stands in.
+"""The process of a sandboxed program: gives up rights, then runs `program.py` in the current folder.
 
-In: the path of a file with `Orders`. Out: a zero byte on stdout when nothing can be given up any more, and from there
-on what the program prints; the exit status says how it ended. Run by its path and imports next to nothing, because it
-is started for every call: no package of ours, no site.
+In: the path of a file with `Orders`. Out: a zero byte on stdout after the last lock, then the output of the program;
+the exit status tells how the program ended. Started by path for every call, so this file imports little: neither this
+package nor `site`.
 
-Each lock stays for good. The order matters: limits and files first, the list of system calls last, because it refuses
-the calls that the others are made of.
+No lock can be removed. The order matters: limits and files first, system calls last, because the list of system calls
+refuses the calls that set the other locks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,23 @@ import struct
 import sys
 from types import ModuleType, TracebackType
 
-TYPE_CHECKING = False  # typing, and signal for one number, would take as long as Python's own start
+TYPE_CHECKING = False  # `typing`, and `signal` for a number, would double the start time
 if TYPE_CHECKING:
-    from areal_rloo.tasks.tools.orders import Orders
+    from typing import TypedDict
 
-LOCKED = b"\0"  # on stdout before anything of the program
+    class Orders(TypedDict):
+        """Written by `sandbox.py` with marshal: both processes run the same Python, and marshal needs no import."""
+
+        parent: int  # the process to die with
+        program: str  # file name of the program, in the child's folder
+        package_folders: list[str]
+        ruleset: bytes  # struct landlock_ruleset_attr
+        rules: list[tuple[str, int]]  # a path, the rights beneath this path
+        filter: bytes  # an array of struct sock_filter
+        limits: list[tuple[int, int, int]]  # a resource, the soft limit, the hard limit
+
+
+LOCKED = b"\0"  # on stdout before the program's output
 OUT_OF_MEMORY = 77  # exit statuses
 NOT_LOCKED = 78
 
@@ -36,7 +48,7 @@ _MAY_READ = 1 << 2  # CAP_DAC_READ_SEARCH: root in a container may need it to re
 
 
 def main() -> None:
-    with open(sys.argv[1], "rb") as file:  # noqa: PTH123  # pathlib costs more than all the rest
+    with open(sys.argv[1], "rb") as file:  # noqa: PTH123  # pathlib costs more than all other imports
         orders: Orders = marshal.load(file)
     try:
         _lock(orders)
@@ -49,20 +61,14 @@ def main() -> None:
     sys.excepthook = _tell
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    _run(orders["program"])
-
-
-def _run(program: str) -> None:
-    """As `python program.py` would."""
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    with open(program, "rb") as file:  # noqa: PTH123
-        source = file.read()
-    code = compile(source, program, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # what all this is for
+    module = sys.modules["__main__"] = ModuleType("__main__")  # as with `python program.py`
+    with open(orders["program"], "rb") as file:  # noqa: PTH123
+        code = compile(file.read(), orders["program"], "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # the purpose of the sandbox
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The traceback of the program alone, and an exit status of its own for too little memory."""
+    """Print the traceback without frames of this file; exit with a separate status for too little memory."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
@@ -73,29 +79,24 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _lock(orders: Orders) -> None:
-    """Every lock, or an OSError that names the one that failed."""
+    """Set every lock; raise an OSError that names the failed lock."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _die_with(orders["parent"], libc)
+    _prctl(libc, "the death with the parent", _PR_SET_PDEATHSIG, _SIGKILL)
+    if os.getppid() != orders["parent"]:  # the parent died before the call above
+        os._exit(NOT_LOCKED)
     for which, soft, hard in orders["limits"]:
-        most = resource.getrlimit(which)[1]  # a lower limit that already holds stays
+        most = resource.getrlimit(which)[1]  # keep a lower existing limit
         resource.setrlimit(which, (soft, hard) if most < 0 else (min(soft, most), min(hard, most)))
     _drop_capabilities(libc)
-    # A core that goes to a program of the system's has no limit but this.
-    _checked("to dump no core", libc.prctl(_PR_SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0))))
-    _checked("no_new_privs", libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
+    # Only this setting stops core dumps that the system pipes to a program.
+    _prctl(libc, "to dump no core", _PR_SET_DUMPABLE, 0)
+    _prctl(libc, "no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
     _restrict_files(orders["ruleset"], orders["rules"], libc)
     _restrict_calls(orders["filter"], libc)
 
 
-def _die_with(parent: int, libc: ctypes.CDLL) -> None:
-    kill = ctypes.c_ulong(_SIGKILL)
-    _checked("the death with the parent", libc.prctl(_PR_SET_PDEATHSIG, kill, *map(ctypes.c_ulong, (0, 0, 0))))
-    if os.getppid() != parent:  # it died before it could have been told of
-        os._exit(NOT_LOCKED)
-
-
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Root's rights, so that no limit can be lifted; whoever has none keeps none."""
+    """Drop the rights of root, so no limit can be raised."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice, for 64 bits
     _checked("capget", libc.capget(header, sets))
@@ -125,6 +126,10 @@ def _restrict_calls(program: bytes, libc: ctypes.CDLL) -> None:
     pointed = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions)))
     rest = (ctypes.c_ulong(_SECCOMP_MODE_FILTER), pointed, ctypes.c_ulong(0), ctypes.c_ulong(0))
     _checked("the list of system calls (seccomp)", libc.prctl(_PR_SET_SECCOMP, *rest))
+
+
+def _prctl(libc: ctypes.CDLL, what: str, option: int, argument: int) -> None:
+    _checked(what, libc.prctl(option, *map(ctypes.c_ulong, (argument, 0, 0, 0))))
 
 
 def _checked(what: str, result: int) -> int:

@@ -1,11 +1,11 @@
-"""The system calls that a sandboxed program may make, as a filter for the kernel (seccomp-BPF).
+"""The system calls of a sandboxed program, as a filter for the kernel (seccomp-BPF).
 
-In: the machine's architecture and whether threads are allowed. Out: the bytes of a BPF program. A list of what is
-allowed, not of what is forbidden: a call that nobody thought of, and one that the next kernel brings, is refused.
+In: the machine's architecture and whether threads are allowed. Out: the bytes of a BPF program. The filter lists
+allowed calls, so it refuses unknown calls and calls of future kernels.
 
-What is missing on purpose, beside sockets, processes and signals: what Landlock does not rule and works by path or
-process id (chmod, chown, utime, xattr, truncate, prlimit, setpriority, inotify), memory that no limit counts
-(memfd_create, System V shared memory, pipes), prctl (it would take back the death with the parent) and io_uring.
+The list excludes sockets, processes and signals. It also excludes calls by path or process id that Landlock does not
+cover (chmod, chown, utime, xattr, truncate, prlimit, setpriority, inotify), memory outside all limits (memfd_create,
+System V shared memory, pipes), prctl (which could cancel the death signal of the parent) and io_uring.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x15, 0x35, 0x06  # BPF_JMP | BPF_JEQ, BPF_JM
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000  # SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS
 _REFUSE, _NOT_THERE = 0x00050001, 0x00050026  # SECCOMP_RET_ERRNO with EPERM, with ENOSYS
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_X32 = 0x40000000  # the bit of the x32 ABI, which has numbers of its own for the same calls
-# Calls from here on are as if the kernel were older: libraries then use an older call (clone3: clone), which is ruled
-# by its arguments. An EPERM they would take for the last word. The numbers are the same on every architecture.
+_X32 = 0x40000000  # the bit of the x32 ABI, which has other numbers for the same calls
+# Calls from this number on fail with ENOSYS, as on an older kernel. Libraries then fall back to an older call (clone3:
+# clone), which the filter checks by arguments; after EPERM they would give up. All architectures share these numbers.
 _FIRST_RECENT = 424
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, AUDIT_ARCH_*
 
-_ABSENT = -1  # of this architecture
+_ABSENT = -1  # the architecture has no such call
 # Name: number on x86_64, number on aarch64.
 ALLOWED: Mapping[str, tuple[int, int]] = {
-    # Files. Which ones is for Landlock to say.
+    # Files. Landlock decides which files.
     "read": (0, 63), "readv": (19, 65), "pread64": (17, 67), "preadv": (295, 69),
     "write": (1, 64), "writev": (20, 66), "pwrite64": (18, 68), "pwritev": (296, 70),
     "lseek": (8, 62), "open": (2, _ABSENT), "openat": (257, 56), "close": (3, 57), "close_range": (436, 436),
@@ -39,7 +39,7 @@ ALLOWED: Mapping[str, tuple[int, int]] = {
     "getdents": (78, _ABSENT), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
     "rename": (82, _ABSENT), "renameat": (264, 38), "renameat2": (316, 276),
     "unlink": (87, _ABSENT), "unlinkat": (263, 35),
-    # What a file is. Landlock does not rule it: see "not covered" in sandbox.py.
+    # Metadata of files, which Landlock does not cover: see "Not covered" in sandbox.py.
     "stat": (4, _ABSENT), "fstat": (5, 80), "lstat": (6, _ABSENT), "newfstatat": (262, 79), "statx": (332, 291),
     "access": (21, _ABSENT), "faccessat": (269, 48), "faccessat2": (439, 439),
     "readlink": (89, _ABSENT), "readlinkat": (267, 78),
@@ -64,24 +64,24 @@ ALLOWED: Mapping[str, tuple[int, int]] = {
 
 
 class Test(NamedTuple):
-    """One 32-bit word of a call's arguments, under a mask, has to be one of these values."""
+    """A test of a call's arguments: a 32-bit word, under a mask, must equal one of some values."""
 
     word_index: int  # 2 * the argument's index, and 1 more for its upper half
     mask: int
     values: tuple[int, ...]
 
 
-_Ruled = tuple[tuple[int, int], tuple[Test, ...]]  # the numbers, and tests that all have to pass
+_Ruled = tuple[tuple[int, int], tuple[Test, ...]]  # the numbers, and tests that must all pass
 _WHOLE = 0xFFFFFFFF
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020080  # every CLONE_NEW*
-# Calls that are allowed with some arguments only.
+# Calls allowed with certain arguments.
 RULED: Mapping[str, _Ruled] = {
     # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; F_SETOWN and F_SETSIG would send signals to others.
     "fcntl": ((72, 25), (Test(2, _WHOLE, (0, 1, 2, 3, 4, 1030)),)),
-    # TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX: what Python asks of a file that it opens.
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX: requests of Python for each open file.
     "ioctl": ((16, 29), (Test(2, _WHOLE, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),)),
-    # Its own limits, and only to read them: a process 0 and no new value, a pointer of two words.
+    # Reading its own limits: process 0, and no new value (a null pointer of two words).
     "prlimit64": ((302, 261), (Test(0, _WHOLE, (0,)), Test(4, _WHOLE, (0,)), Test(5, _WHOLE, (0,)))),
 }
 THREADS: Mapping[str, _Ruled] = {
@@ -90,18 +90,18 @@ THREADS: Mapping[str, _Ruled] = {
 
 
 def seccomp_filter(machine: str, *, threads: bool) -> bytes:
-    """The filter for an architecture, as an array of `struct sock_filter`.
+    """Make the filter for an architecture, as an array of `struct sock_filter`.
 
     Raises:
-        PreflightError: the numbers of its system calls are not known here.
+        PreflightError: the architecture is not supported.
     """
     if machine not in _ARCHITECTURES:
         raise PreflightError(
             f"the sandbox knows the system calls of {' and '.join(_ARCHITECTURES)}, not of {machine}; "
-            "run the tool 'python' on one of those"
+            "run the tool 'python' on such a machine"
         )
     column, architecture = _ARCHITECTURES[machine]
-    # Another architecture on the same machine (32-bit calls on x86_64) has other numbers for the same calls.
+    # Another ABI on the same machine (32-bit calls on x86_64) has other numbers for the same calls.
     program = [_op(_LOAD, _ARCHITECTURE), _op(_IF_EQUAL, architecture, 1, 0), _op(_RETURN, _KILL)]
     program += [_op(_LOAD, _NUMBER), _op(_IF_AT_LEAST, _X32, 0, 1), _op(_RETURN, _KILL)]
     for numbers in ALLOWED.values():
@@ -115,12 +115,12 @@ def seccomp_filter(machine: str, *, threads: bool) -> bytes:
 
 
 def _tested(test: Test) -> list[bytes]:
-    """Go on where the word is one of the values, else refuse."""
+    """Continue if the word equals one of the values, else refuse."""
     count = len(test.values)
     jumps = [_op(_IF_EQUAL, value, count - index, 0) for index, value in enumerate(test.values)]
     return [_op(_LOAD, _ARGUMENTS + 4 * test.word_index), _op(_AND, test.mask), *jumps, _op(_RETURN, _REFUSE)]
 
 
 def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; the jumps count instructions to leave out."""
+    """Encode an instruction; the jumps count instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, operand)

@@ -1,0 +1,210 @@
+"""The section `rollout`: the workers, their engines, sampling, and how a prompt becomes trajectories (an episode)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from areal_rloo.config.section import (
+    AutoInt,
+    Finite,
+    Natural,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    Share,
+    is_loopback,
+    owned_mistakes,
+)
+
+BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
+_READERS = {  # option of an episode: the built-in types that read the option
+    "max_turns": ("multi_turn", "tool_use"),
+    **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
+    **dict.fromkeys(("tools", "python"), ("tool_use",)),
+    **dict.fromkeys(("num_agents", "timeout_s"), ("agent",)),
+}
+_OWNED = {  # options of SGLang set by the package, in every spelling of SGLang
+    "host": "the host is 127.0.0.1",
+    "port": "the worker takes a free port",
+    "api-key": "the worker makes a key for each start",
+    "admin-api-key": "the api key gives all rights",
+    "config": "the worker writes this file, with the api key; give its options here instead",
+    **dict.fromkeys(("model", "model-path"), "set model.path"),
+    "device": "set rollout.device",
+    **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "set rollout.tensor_parallel"),
+    **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "raise rollout.num_workers: each worker has a server"),
+    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size"), "spread the model with rollout.tensor_parallel"),
+    "weight-version": "the value is the policy version",
+    "skip-tokenizer-init": "minimum lengths need the tokenizer",
+}
+
+
+class SamplingConfig(Section, frozen=True):
+    temperature: PositiveFloat = 1.0
+    top_p: Probability = 1.0
+    top_k: Natural = 0
+    max_new_tokens: PositiveInt = 512
+    min_new_tokens: Natural = 0
+    # Accept top_p < 1, top_k > 0 or min_new_tokens > 0, although the learner's logprobs are of the full distribution.
+    allow_truncated: bool = False
+
+
+class EmbeddedConfig(Section, frozen=True):
+    """The embedded engine. Evaluation uses rows of the same cache, and an own copy of the weights."""
+
+    # Capacity of the key-value cache in tokens, for all completions; a single completion may use the whole cache.
+    # When the cache is full, the completion submitted last is preempted and computed again later. null: 1.25 times
+    # num_slots full contexts, limited to half of the free memory after loading the weights.
+    cache_tokens: PositiveInt | None = None
+    prefill_chunk_tokens: PositiveInt = 512  # prompt tokens computed between two decode steps while others decode
+
+
+class SGLangConfig(Section, frozen=True):
+    """An SGLang server for each rollout worker: started by the worker, or already running at one of `urls`."""
+
+    python: str | None = None  # interpreter with sglang; null: this one, else .venv-sglang/bin/python in this folder
+    # More options of the server, by name. true: a bare flag. false or null: remove one of our options.
+    arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
+    urls: tuple[str, ...] = ()  # running servers, as many as rollout workers; empty: the workers start servers
+    api_key_env: str | None = None  # environment variable with the key of these servers
+    pause: Literal["in_place", "retract"] = "in_place"  # while weights load: keep the cache, or recompute it afterwards
+    start_timeout_s: PositiveFloat = 600.0  # limit for the start of a server; large models take minutes
+    health_every_s: PositiveFloat = 5.0
+    health_timeout_s: PositiveFloat = 30.0  # a server without a good answer for this long counts as hung
+    max_server_restarts: Natural = 3  # in a row; then the worker exits, and the launcher decides
+
+
+class PythonToolConfig(Section, frozen=True):
+    """Limits of a program of the policy. The program has no network, no other process, and an own folder."""
+
+    cpu_s: PositiveFloat = 5.0
+    wall_s: PositiveFloat = 10.0
+    memory_bytes: PositiveInt = 512 * 2**20
+
+
+class EpisodeConfig(Section, frozen=True):
+    """How a sample is generated. `rollout.sampling.max_new_tokens` limits all turns of a sample together."""
+
+    type: str = "single_turn"  # or multi_turn | tool_use | agent, or a class of yours: module:Class or file.py:Class
+    max_turns: PositiveInt = 4
+    max_turn_tokens: PositiveInt | None = None  # of a turn; null: all remaining tokens
+    feedback: str = "That is not right. Try again."  # multi_turn: user message after a turn with too low a reward
+    success_reward: Finite = 1.0  # multi_turn: stop at this reward or more
+    turn_discount: Probability = 1.0  # multi_turn: factor on the reward for each turn before the last
+    tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use
+    python: PythonToolConfig = PythonToolConfig()
+    agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
+    num_agents: PositiveInt | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
+    timeout_s: PositiveFloat = 600.0  # agent: of a session; then the sample is dropped
+
+    @property
+    def built_in(self) -> bool:
+        return self.type in BUILT_IN
+
+
+class RolloutConfig(Section, frozen=True):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    num_workers: AutoInt = 1  # auto: as many as GPUs without a learner rank, or as hosts
+    device: str = "auto"  # auto | cpu | cuda
+    num_threads: Natural = 0  # CPU threads of a worker; 0: an equal share of the cores
+    num_slots: PositiveInt = 64  # completions decoded together
+    lease_ahead_samples: PositiveInt | None = None  # leased beyond the slots; null: the worker's share of a batch
+    episode: EpisodeConfig = EpisodeConfig()
+    num_reward_workers: PositiveInt = 2  # processes for scoring completions
+    num_async_rewards: PositiveInt = 64  # concurrent network-bound rewards
+    reward_timeout_s: PositiveFloat = 30.0  # of a reward, from the start of the call
+    max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
+    sampling: SamplingConfig = SamplingConfig()
+    tensor_parallel: PositiveInt = 1  # devices that share a copy of the model
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    sglang: SGLangConfig = SGLangConfig()
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """URLs of running SGLang servers, as many as workers; empty if the workers start engines."""
+        return self.sglang.urls if self.engine == "sglang" else ()
+
+
+def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str, transport: str) -> Iterator[str]:
+    """Check dependent options; give the text of each error. `context_tokens`: longest prompt plus completion."""
+    yield from _episode_mistakes(rollout.episode)
+    yield from _sampling_mistakes(rollout.sampling)
+    if rollout.engine == "sglang":
+        yield from owned_mistakes("rollout.sglang.arguments", rollout.sglang.arguments, _OWNED)
+        yield from _urls_mistakes(rollout, wire_host=wire_host, transport=transport)
+        return
+    if rollout.tensor_parallel != 1:
+        yield (
+            f"rollout.tensor_parallel: expected 1 with rollout.engine=embedded, got {rollout.tensor_parallel}; "
+            "set rollout.engine=sglang"
+        )
+    cache_tokens = rollout.embedded.cache_tokens
+    if cache_tokens is not None and cache_tokens < context_tokens:
+        yield (
+            f"rollout.embedded.cache_tokens: expected at least data.max_prompt_tokens and the longest completion "
+            f"together = {context_tokens}, got {cache_tokens}; raise it, or set null for the default"
+        )
+
+
+def _sampling_mistakes(sampling: SamplingConfig) -> Iterator[str]:
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield (
+            f"rollout.sampling.min_new_tokens: expected at most max_new_tokens={sampling.max_new_tokens}, "
+            f"got {sampling.min_new_tokens}"
+        )
+    if (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_new_tokens > 0) and not sampling.allow_truncated:
+        yield (
+            f"rollout.sampling: expected top_p=1, top_k=0 and min_new_tokens=0, got {sampling.top_p}, {sampling.top_k} "
+            f"and {sampling.min_new_tokens}; a truncated distribution does not match the learner's logprobs; set "
+            "rollout.sampling.allow_truncated=true to accept this"
+        )
+
+
+def _urls_mistakes(rollout: RolloutConfig, *, wire_host: str, transport: str) -> Iterator[str]:
+    sglang = rollout.sglang
+    if not sglang.urls:
+        if sglang.api_key_env is not None:
+            yield "rollout.sglang.api_key_env: nothing reads it without urls; leave it out"
+        return
+    if rollout.num_workers and len(sglang.urls) != rollout.num_workers:
+        yield (
+            f"rollout.sglang.urls: expected one for each of rollout.num_workers={rollout.num_workers}, "
+            f"got {len(sglang.urls)}"
+        )
+    if len(set(sglang.urls)) != len(sglang.urls):
+        yield f"rollout.sglang.urls: expected different servers, got {list(sglang.urls)}"
+    for url in sglang.urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"rollout.sglang.urls: expected http://HOST:PORT, got '{url}'"
+        if not is_loopback(urlsplit(url).hostname or "") and (is_loopback(wire_host) or transport == "shared_memory"):
+            yield (
+                f"rollout.sglang.urls: {url} is on another machine, which cannot receive weights from wire.host="
+                f"{wire_host} by weights.transport={transport}; set wire.host to an address that the machine can "
+                "reach, and the transport to collective"
+            )
+    for key, given in (("python", sglang.python), ("arguments", sglang.arguments)):
+        if given:
+            yield f"rollout.sglang.{key}: nothing reads it with urls; leave it out"
+
+
+def _episode_mistakes(episode: EpisodeConfig) -> Iterator[str]:
+    if not episode.built_in and ":" not in episode.type:
+        yield f"rollout.episode.type: expected one of {', '.join(BUILT_IN)}, or module:Class, got '{episode.type}'"
+    if (episode.type == "agent") != (episode.agent is not None):
+        yield (
+            f"rollout.episode.agent: expected a function exactly with type=agent, got {episode.agent} with "
+            f"type={episode.type}"
+        )
+    defaults = EpisodeConfig()
+    for key, readers in _READERS.items():
+        if episode.built_in and episode.type not in readers and getattr(episode, key) != getattr(defaults, key):
+            yield f"rollout.episode.{key}: nothing reads it with type={episode.type}; leave it out"
+    if episode.type == "tool_use" and "python" not in episode.tools and episode.python != defaults.python:
+        yield f"rollout.episode.python: nothing reads it with tools={list(episode.tools)}; leave it out, or add python"
+    if len(set(episode.tools)) != len(episode.tools) or not episode.tools:
+        yield f"rollout.episode.tools: expected different tools, at least one, got {list(episode.tools)}"

@@ -1,0 +1,367 @@
+"""A flight is a completion in progress. The queue knows which flights wait and which are under way.
+
+A flight usually takes a single HTTP request. If this request is cut short (an update in mode abort, a crashed server),
+another HTTP request continues the flight. The next prompt is the original prompt and every segment so far. The caller
+sees a single completion.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests
+from areal_rloo.engines.sglang.client import Capabilities
+from areal_rloo.errors import ArealRlooError, EngineError
+from areal_rloo.trajectory import Completion, FinishReason
+
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The checked output of an HTTP request; three lists of the same length.
+
+    Attributes:
+        tokens: ids, with the stop token.
+        logprobs: under the sampling distribution.
+        end: why the output ended; `cut` if the flight continues (aborted, or unknown weights).
+        overtaken: an update started after the request was sent and before the first token.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    end: Literal["stop", "length", "cut"]
+    overtaken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request, the caller's future, and the completion so far.
+
+    Attributes:
+        sequence: position in the order of submissions.
+        tokens: of all segments; `logprobs` and `versions` have the same length.
+        server_request_id: of the current HTTP request. All ids have the same length: the server aborts by prefix.
+        aborted: the caller aborted the request.
+        futile: consecutive HTTP requests without a token.
+    """
+
+    request: GenerationRequest
+    future: Future[Completion]
+    sequence: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    server_request_id: str = ""
+    aborted: bool = False
+    futile: int = 0
+
+    def next_body(self, capabilities: Capabilities, cache_name: str) -> dict[str, Any]:
+        """Return the body of the HTTP request for the remaining tokens.
+
+        A cached prompt belongs to certain weights. In mode in_place the server's cache survives an update; the cache
+        name keeps a request from continuing prompts of another version.
+        """
+        if len(self.request.prompt_tokens) + len(self.tokens) > capabilities.prompt_tokens:
+            self.tokens, self.logprobs, self.versions = [], [], []  # SGLang refuses a prompt as long as the context
+        self.server_request_id = uuid.uuid4().hex
+        body: dict[str, Any] = {
+            "rid": self.server_request_id,
+            "input_ids": [*self.request.prompt_tokens, *self.tokens],
+            "sampling_params": self._sampling_params(capabilities),
+            "return_logprob": True,
+            "stream": False,
+        }
+        if capabilities.cache_key is not None:
+            body[capabilities.cache_key] = cache_name
+        return body
+
+    def add(self, output: Output) -> None:
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.versions += output.versions
+        self.futile = 0
+
+    def end_of(self, output: Output) -> FinishReason | None:
+        """Return the finish reason after this last segment; None if the flight continues."""
+        sampling = self.request.sampling
+        if output.end != "cut":
+            return output.end
+        stopped = bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids
+        if stopped and len(self.tokens) > sampling.min_new_tokens:
+            return "stop"  # the cut came right after the stop token
+        if len(self.tokens) >= sampling.max_new_tokens:
+            return "length"
+        return "abort" if self.aborted else None
+
+    def finish(self, reason: FinishReason) -> None:
+        if not self.future.done():
+            completion = Completion(
+                tokens=np.asarray(self.tokens, dtype=np.int32),
+                behaviour_logprobs=np.asarray(self.logprobs, dtype=np.float32),
+                versions=np.asarray(self.versions, dtype=np.int32),
+                finish_reason=reason,
+            )
+            self.future.set_result(completion)
+
+    def fail(self, error: ArealRlooError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _sampling_params(self, capabilities: Capabilities) -> dict[str, Any]:
+        """Return the sampling parameters in SGLang's names.
+
+        `ignore_eos` also disables `stop_token_ids`, so it is set only for requests without stop tokens. Otherwise the
+        model's own end-of-sequence tokens end a completion too. A seed has an effect only with deterministic inference.
+        With top_p or top_k, SGLang's logprobs are those of the whole distribution.
+        """
+        sampling = self.request.sampling
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens - len(self.tokens),
+            "min_new_tokens": max(0, sampling.min_new_tokens - len(self.tokens)),
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "top_k": -1 if sampling.greedy or sampling.top_k == 0 else sampling.top_k,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if sampling.stop_token_ids:
+            params["stop_token_ids"] = list(sampling.stop_token_ids)
+        else:
+            params["ignore_eos"] = True
+        if sampling.seed is not None and capabilities.seeds:
+            params["sampling_seed"] = sampling.seed & _LARGEST_SEED
+        return params
+
+
+def read_output(
+    answer: dict[str, Any], *, sent_version: int, spans: bool, late_tokens: bool, vocab_size: int
+) -> Output:
+    """Check a server's answer.
+
+    `late_tokens`: the server launches a step before the token of the last step arrives, and a pause in place does not
+    wait for this token. The token arrives after the update, and the server tags it with the later version although the
+    former weights sampled it. The answer does not show which token this was. So every token gets the tag of the token
+    before: a tag is never newer than the token's weights, and a single token is tagged a version too old.
+
+    Without `spans` every token has the version of sending. Proof: such a server is only updated in mode abort. There an
+    update starts after every request under way has returned, and no request is sent before the update ends. So the
+    weights are the same from sending to return.
+
+    Raises:
+        EngineError: tokens and logprobs do not match, a number is not finite, an id is outside the vocabulary, or the
+            spans do not cover the tokens.
+    """
+    try:
+        meta = answer["meta_info"]
+        tokens, triples, reason = answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
+        logprobs = [triple[0] for triple in triples]
+        same = [triple[1] for triple in triples] == tokens
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"expected output_ids, output_token_logprobs and finish_reason, got none: {error}") from error
+    if not same:
+        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got those of {len(logprobs)} others")
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise EngineError(f"expected token ids below {vocab_size}, got {token}")
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise EngineError(
+                f"the logprob of token {token} is not a finite number but {logprob}: the server's weights or logits "
+                "are not finite"
+            )
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
+    versions = versions_of(meta.get("weight_versions"), len(tokens)) if spans else [sent_version] * len(tokens)
+    known = len(versions)
+    overtaken = bool(versions) and versions[0] > sent_version
+    if spans and late_tokens and versions:
+        versions = [min(sent_version, versions[0]), *versions[:-1]]
+    cut = reason == "abort" or known < len(tokens)
+    return Output(tokens[:known], logprobs[:known], versions, "cut" if cut else reason, overtaken)
+
+
+def versions_of(spans: object, num_tokens: int) -> list[int]:
+    """Return the policy version of each token, from a completion's `weight_versions`.
+
+    The list ends before the first label other than a policy version: the weights are unknown.
+
+    Raises:
+        EngineError: the spans do not cover all tokens in order.
+    """
+    if not isinstance(spans, list):
+        raise EngineError(f"expected weight_versions as a list of spans, got {spans!r}")
+    versions: list[int] = []
+    known, covered = True, 0
+    for span in spans:
+        match span:
+            case {"version": label, "start": int(start), "end": int(end)} if start == covered <= end:
+                known = known and isinstance(label, str) and label.isdecimal()
+                versions += [int(label)] * (end - start) if known else []
+                covered = end
+            case _:
+                raise EngineError(f"expected a span with version, start={covered} and end, got {span!r} in {spans!r}")
+    if covered != num_tokens:
+        raise EngineError(f"expected weight_versions of all {num_tokens} tokens, got {spans!r}")
+    return versions
+
+
+class FlightQueue:
+    """First come, first served; at most `num_slots` flights are under way. All methods may be called from any thread.
+
+    Every flight is either waiting or under way from submission until the future is done. `resumed` counts how often
+    flights were requeued.
+    """
+
+    def __init__(self, *, num_slots: int, context_tokens: int, vocab_size: int) -> None:
+        self._num_slots = num_slots
+        self._check = partial(check_requests, vocab_size=vocab_size, context_tokens=context_tokens)
+        self._lock = threading.Lock()
+        self._sequence = itertools.count()
+        self._waiting: deque[Flight] = deque()  # in the order of submission, requeued flights too
+        self._under_way: dict[str, Flight] = {}  # by request id, in the order of sending
+        self._live: dict[str, Flight] = {}
+        self._death: EngineError | None = None
+        self._finished = 0
+        self._generated_tokens = 0
+        self._prefill_tokens = 0
+        self.resumed = 0
+        self._idle = IdleClock()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Append requests.
+
+        Raises:
+            EngineError: a request cannot be served, or the engine has stopped; then none of the call is queued.
+        """
+        with self._lock:
+            if self._death is not None:
+                raise self._death
+            self._check(requests, in_use=self._live)
+            flights = [Flight(request, Future(), next(self._sequence)) for request in requests]
+            self._waiting += flights
+            self._live |= {flight.request.request_id: flight for flight in flights}
+        return [flight.future for flight in flights]
+
+    def abort(self, request_ids: Iterable[str]) -> list[Flight]:
+        """End waiting flights; return the flights under way, which the server must abort."""
+        sent, ended = [], []
+        with self._lock:
+            for flight in [self._live[request_id] for request_id in request_ids if request_id in self._live]:
+                flight.aborted = True
+                if flight.request.request_id in self._under_way:
+                    sent.append(flight)
+                else:
+                    self._waiting.remove(flight)
+                    self._forget(flight)
+                    ended.append(flight)
+        for flight in ended:
+            flight.finish("abort")
+        return sent
+
+    def take(self, policy_version: int) -> list[Flight]:
+        """Return the flights that may start now. Flights that need newer weights keep their places."""
+        with self._lock:
+            taken, kept = list[Flight](), list[Flight]()
+            while self._waiting and len(self._under_way) + len(taken) < self._num_slots:
+                flight = self._waiting.popleft()
+                (taken if flight.request.min_version <= policy_version else kept).append(flight)
+            self._waiting.extendleft(reversed(kept))
+            self._under_way |= {flight.request.request_id: flight for flight in taken}
+            self._idle.note(not self._under_way)
+        return taken
+
+    def count_prompt(self, num_tokens: int) -> None:
+        with self._lock:
+            self._prefill_tokens += num_tokens
+
+    def landed(self, flight: Flight, output: Output) -> None:
+        """Add a segment; end the flight, or requeue the flight in the same place."""
+        with self._lock:
+            flight.add(output)
+            self._generated_tokens += len(output.tokens)
+        reason = flight.end_of(output)
+        if reason is None:
+            self.put_back([flight])
+        else:
+            self._end(flight)
+            flight.finish(reason)
+
+    def put_back(self, flights: Iterable[Flight]) -> None:
+        """Requeue flights under way, in the order of submission."""
+        ended = []
+        with self._lock:
+            for flight in flights:
+                del self._under_way[flight.request.request_id]
+                if flight.aborted:
+                    self._forget(flight)
+                    ended.append(flight)
+                else:
+                    bisect.insort(self._waiting, flight, key=lambda other: other.sequence)
+                    self.resumed += 1
+            self._idle.note(not self._under_way)
+        for flight in ended:
+            flight.finish("abort")
+
+    def fail(self, flight: Flight, error: ArealRlooError) -> None:
+        self._end(flight)
+        flight.fail(error)
+
+    def under_way(self) -> list[Flight]:
+        with self._lock:
+            return list(self._under_way.values())
+
+    def close(self, death: EngineError, *, failed: bool) -> None:
+        """Refuse new requests and end all flights: with the error if `failed`, else with the tokens so far."""
+        with self._lock:
+            if self._death is None:
+                self._death = death
+            flights = list(self._live.values())
+            self._waiting.clear()
+            self._under_way.clear()
+            self._live.clear()
+            self._idle.note(True)
+        for flight in flights:
+            if failed:
+                flight.fail(death)
+            else:
+                flight.finish("abort")
+
+    def statistics(self, *, ready: bool, policy_version: int, weight_updates: int, swap_s: float) -> EngineStatistics:
+        """Return a consistent snapshot; the arguments are the server's part."""
+        with self._lock:
+            return EngineStatistics(
+                ready=ready,
+                policy_version=policy_version,
+                num_running=len(self._under_way),
+                num_waiting=len(self._waiting),
+                num_finished=self._finished,
+                generated_tokens=self._generated_tokens,
+                prefill_tokens=self._prefill_tokens,
+                decode_steps=0,  # only the server knows
+                weight_updates=weight_updates,
+                idle_s=self._idle.total_s(),
+                swap_s=swap_s,
+            )
+
+    def _end(self, flight: Flight) -> None:
+        with self._lock:
+            self._under_way.pop(flight.request.request_id, None)
+            self._forget(flight)
+            self._idle.note(not self._under_way)
+
+    def _forget(self, flight: Flight) -> None:
+        self._live.pop(flight.request.request_id, None)
+        self._finished += 1

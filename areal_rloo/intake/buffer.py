@@ -1,0 +1,139 @@
+"""From complete groups in the ledger to the batch of a train step: earliest deadline first, within the bound.
+
+`take` returns a batch, or None while the train step must wait. Under `stale_tokens: drop` the buffer drops stale
+samples and gives the prompt back to the stream. A group not worth training on (`min_reward_std`, `group_filter`) is
+dropped when complete; another prompt takes the place.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from areal_rloo.algorithm.staleness import must_wait, within_bound
+from areal_rloo.config import AlgorithmConfig
+from areal_rloo.intake.ledger import Ledger, LedgerGroup
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Group
+
+logger = get_logger(__name__)
+
+
+class Buffer:
+    """Chooses batches from the ledger, and remembers which groups are being trained on."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        algorithm: AlgorithmConfig,
+        groups_per_step: int,
+        give_back: Callable[[int, int], None],
+        group_filter: Callable[[Group], bool] | None = None,
+    ) -> None:
+        """
+        Args:
+            ledger: source of the groups.
+            algorithm: group size, staleness, and the filters.
+            groups_per_step: groups of a batch.
+            give_back: called with epoch and item index of a prompt to lease again.
+            group_filter: returns False for a group to drop (user code, called on the intake's thread).
+        """
+        self._ledger = ledger
+        self._algorithm = algorithm
+        self._groups_per_step = groups_per_step
+        self._give_back = give_back
+        self._group_filter = group_filter
+        self._filter_errors_in_a_row = 0
+        self._taken: set[int] = set()
+        self._min_group = 2 if algorithm.drop_groups_of_one and algorithm.group_size > 1 else 1
+
+    def settle(self, group: LedgerGroup) -> None:
+        """Drop a complete group that is too small for a baseline, or not worth training on.
+
+        Raises:
+            Exception: the error of `group_filter`, after it raised for `groups_per_step` groups in a row.
+        """
+        if not group.complete:
+            return
+        if len(group.samples) < self._min_group:
+            self._ledger.drop_group(group.group_id, "group_too_small")
+            return
+        rewards = [sample.reward for sample in group.group.samples]
+        if self._algorithm.min_reward_std > 0 and statistics.pstdev(rewards) < self._algorithm.min_reward_std:
+            self._ledger.drop_group(group.group_id, "low_reward_std")
+        elif self._group_filter is not None:
+            self._filter(group, self._group_filter)
+
+    def num_ready(self) -> int:
+        """Count the complete groups that wait for a train step."""
+        return len(self._ready())
+
+    def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
+        """Take the batch for the step at this version; None while the batch is not complete.
+
+        Args:
+            policy_version: the learner's version now.
+            last: True if no group will be admitted any more; a smaller batch is better than none then.
+        """
+        if self._algorithm.stale_tokens == "drop":
+            for group in self._ready():
+                self._drop_stale(group, policy_version)
+        ready = self._ready()
+        wanted = self._groups_per_step
+        if last and len(ready) == len(self._ledger.groups):
+            wanted = min(wanted, len(ready))
+        if wanted == 0 or len(ready) < wanted:
+            return None
+        chosen = ready[:wanted]
+        if self._algorithm.stale_tokens == "wait":
+            left = self._ledger.groups.keys() - {group.group_id for group in chosen}
+            deadlines = [self._ledger.groups[group_id].deadline for group_id in left]
+            if must_wait(
+                policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=deadlines
+            ):
+                return None
+        self._taken = {group.group_id for group in chosen}
+        # By group id: the batch must not depend on the order of arrival.
+        return [group.group for group in sorted(chosen, key=lambda g: g.group_id)]
+
+    def trained(self) -> None:
+        """Record that the batch taken last was trained on."""
+        for group_id in self._taken:
+            self._ledger.train_group(group_id)
+        self._taken = set()
+
+    def refused(self, reason: str) -> None:
+        """Drop the batch taken last."""
+        for group_id in self._taken:
+            self._ledger.drop_group(group_id, reason)
+        self._taken = set()
+
+    def _filter(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> None:
+        try:
+            keep = bool(group_filter(group.group))
+        except Exception:
+            # A single bad group must not end the run; a filter with constant errors would starve the learner.
+            self._filter_errors_in_a_row += 1
+            logger.exception("algorithm.group_filter raised on group %d: the group is dropped", group.group_id)
+            self._ledger.drop_group(group.group_id, "group_filter_error")
+            if self._filter_errors_in_a_row >= self._groups_per_step:
+                raise
+            return
+        self._filter_errors_in_a_row = 0
+        if not keep:
+            self._ledger.drop_group(group.group_id, "group_filter")
+
+    def _ready(self) -> list[LedgerGroup]:
+        ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]
+        return sorted(ready, key=lambda group: (group.deadline, group.group_id))
+
+    def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
+        for trajectory in group.group.trajectories:
+            versions = trajectory.completion.versions
+            fresh = within_bound(versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness)
+            if not fresh.all():  # drop the whole sample
+                self._ledger.drop_sample(trajectory.sample_id, "stale")
+        if len(group.samples) < self._min_group:
+            self._ledger.drop_group(group.group_id, "stale")
+            self._give_back(group.prompt.epoch, group.prompt.item_index)

@@ -1,0 +1,190 @@
+"""Evaluation on the held-out sets, beside training: leases outside the ledger, pinned to a version.
+
+The intake sends the leases to rollout workers and records the trajectories; rollouts never pause for an evaluation. A
+single evaluation runs at a time. A version that falls due meanwhile waits; a newer due version replaces a waiting one.
+
+Metrics of a set with k samples a prompt, besides the mean reward:
+
+    pass@k   share of prompts with a right sample (arXiv:2107.03374; the estimator for n = k samples)
+    maj@k    share of prompts whose most frequent final answer is right; ties count the share of right answers among the
+             most frequent (arXiv:2203.11171); only for tasks with final answers
+
+A sample is right if the reward is at least 1. A sample without a reward counts as 0.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.wire.messages import Lease
+
+_RIGHT = 1.0 - 1e-9  # least reward of a right sample; a weighted sum may miss 1 by rounding
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """The held-out prompts of a source, and the number of samples for each."""
+
+    label: str
+    prompts: Sequence[Prompt]
+    num_samples: int = 1
+
+
+@dataclass(slots=True)
+class _Result:
+    """The outcome of a sample."""
+
+    reward: float
+    answer: str | None = None
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A set in the running evaluation. Groups are numbered from `first_group` downwards, a group for each prompt."""
+
+    chosen: EvalSet
+    first_group: int
+    missing: set[SampleId]
+    results: dict[SampleId, _Result] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+
+
+class Evaluation:
+    """The held-out sets, and the running evaluation."""
+
+    def __init__(self, sets: Sequence[EvalSet], on_record: Callable[[EvalRecord], None]) -> None:
+        self._sets = [chosen for chosen in sets if chosen.prompts]
+        self._on_record = on_record
+        self._next_group = -1
+        self._due: int | None = None
+        self._version = 0
+        self._started_s = 0.0
+        self._under_way: list[_Progress] = []
+        self._to_lease: dict[SampleId, _Progress] = {}
+
+    @property
+    def finished(self) -> bool:
+        """True if no evaluation is running or due."""
+        return self._due is None and not self._under_way
+
+    def request(self, policy_version: int) -> None:
+        """Evaluate this version as soon as the running evaluation has ended."""
+        if self._sets:
+            self._due = policy_version
+            self._start_if_free()
+
+    def take_leases(self) -> list[Lease]:
+        """Return a lease for every prompt with samples that no worker holds."""
+        groups: dict[int, tuple[_Progress, list[int]]] = {}
+        for (group_id, index), progress in self._to_lease.items():
+            groups.setdefault(group_id, (progress, []))[1].append(index)
+        self._to_lease = {}
+        leases = []
+        for group_id, (progress, indices) in groups.items():
+            number = progress.first_group - group_id
+            prompt = progress.chosen.prompts[number]
+            leases.append(
+                Lease(
+                    group_id=group_id,
+                    sample_indices=tuple(sorted(indices)),
+                    prompt_tokens=prompt.tokens,
+                    item=prompt.item,
+                    min_version=self._version,
+                    seed=number << 20,  # the same at every evaluation: only the weights differ
+                )
+            )
+        return leases
+
+    def lose(self, sample_id: SampleId) -> None:
+        """Queue a lost sample for another worker."""
+        progress = self._progress(sample_id)
+        if progress is not None:
+            self._to_lease[sample_id] = progress
+
+    def finish(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record all trajectories of a sample; ignore samples of an earlier evaluation."""
+        first = trajectories[0]
+        progress = self._progress(first.sample_id)
+        if progress is None:
+            return
+        for trajectory in trajectories:
+            versions = trajectory.completion.versions
+            progress.versions += [int(versions.min()), int(versions.max())]
+        num_tokens = sum(len(trajectory.completion.tokens) for trajectory in trajectories)
+        self._settle(progress, first.sample_id, _Result(first.reward, first.answer, num_tokens))
+
+    def fail(self, sample_id: SampleId) -> None:
+        """Count a sample without a reward as wrong."""
+        progress = self._progress(sample_id)
+        if progress is not None:
+            self._settle(progress, sample_id, _Result(0.0))
+
+    def _progress(self, sample_id: SampleId) -> _Progress | None:
+        return next((progress for progress in self._under_way if sample_id in progress.missing), None)
+
+    def _settle(self, progress: _Progress, sample_id: SampleId, result: _Result) -> None:
+        progress.missing.discard(sample_id)
+        self._to_lease.pop(sample_id, None)
+        progress.results[sample_id] = result
+        if not progress.missing:
+            self._on_record(self._record(progress))
+            self._under_way.remove(progress)
+            self._start_if_free()
+
+    def _record(self, progress: _Progress) -> EvalRecord:
+        results = list(progress.results.values())
+        by_prompt: dict[int, list[_Result]] = {}
+        for (group_id, _), result in progress.results.items():
+            by_prompt.setdefault(group_id, []).append(result)
+        many = progress.chosen.num_samples > 1
+        voted = many and any(result.answer is not None for result in results)
+        return EvalRecord(
+            name=progress.chosen.label,
+            policy_version=min(progress.versions, default=self._version),
+            policy_version_max=max(progress.versions, default=self._version),
+            accuracy=_mean([result.reward for result in results]),
+            num_prompts=len(by_prompt),
+            num_samples=progress.chosen.num_samples,
+            pass_share=_mean([_passes(samples) for samples in by_prompt.values()]) if many else math.nan,
+            majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if voted else math.nan,
+            completion_tokens_mean=_mean([result.num_tokens for result in results]),
+            wall_s=time.monotonic() - self._started_s,
+        )
+
+    def _start_if_free(self) -> None:
+        if self._under_way or self._due is None:
+            return
+        self._version, self._due = self._due, None
+        self._started_s = time.monotonic()
+        for chosen in self._sets:
+            first, num = self._next_group, len(chosen.prompts)
+            self._next_group -= num
+            missing = {(first - number, index) for number in range(num) for index in range(chosen.num_samples)}
+            progress = _Progress(chosen, first, missing)
+            self._under_way.append(progress)
+            self._to_lease |= dict.fromkeys(sorted(missing, reverse=True), progress)
+
+
+def _passes(samples: Sequence[_Result]) -> float:
+    return float(any(sample.reward >= _RIGHT for sample in samples))
+
+
+def _majority(samples: Sequence[_Result]) -> float:
+    votes = Counter(sample.answer for sample in samples if sample.answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    among = [sample for sample in samples if sample.answer is not None and votes[sample.answer] == most]
+    return _mean([float(sample.reward >= _RIGHT) for sample in among])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,342 @@
+"""The intake: turns each message of a rollout worker into a change of the ledger and into replies.
+
+In: messages, time, and the decisions of the training thread (take a batch, commit a version). Out: messages to send.
+The intake does no I/O and never waits, so a test can drive it through any schedule. `service.py` runs the intake on an
+event loop and connects it to the wire.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from areal_rloo.config import Config
+from areal_rloo.errors import RewardError
+from areal_rloo.intake.buffer import Buffer
+from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.fleet import Fleet
+from areal_rloo.intake.leasing import Leasing
+from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.records import LedgerCounts
+from areal_rloo.trajectory import Group, SampleId, Trajectory, purpose_of
+from areal_rloo.wire.messages import (
+    Abort,
+    Drain,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    LearnerMessage,
+    SampleFailed,
+    TrajectoryAck,
+    TrajectoryBatch,
+    WeightsFailed,
+    WeightsReceived,
+    Welcome,
+    WorkerMessage,
+)
+
+logger = get_logger(__name__)
+
+
+class Outgoing(NamedTuple):
+    """A message to send, and the peer to send it to."""
+
+    peer: str
+    message: LearnerMessage
+
+
+class Versions(Protocol):
+    """Which worker runs which weights; implemented by `areal_rloo.weights.broadcast.Broadcaster`. No method waits."""
+
+    def publish(self, policy_version: int, buckets: Sequence[Any]) -> None:
+        """Make the weights in these buckets the newest version."""
+
+    def join(self, worker_id: str, policy_version: int | None) -> None:
+        """Add a worker, or record that the engine restarted."""
+
+    def heard(self, worker_id: str, policy_version: int | None) -> None:
+        """Record a sign of life."""
+
+    def leave(self, worker_id: str) -> None:
+        """Forget a worker."""
+
+    def acknowledge(self, worker_id: str, policy_version: int, received_checksum: int) -> None:
+        """Record that a worker runs this version."""
+
+    def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
+        """Record that a worker did not receive this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """State of the intake now. `rollout_idle_s` and `generated_tokens` are sums over workers since the start."""
+
+    ledger: LedgerCounts
+    num_workers: int
+    rollout_idle_s: float
+    generated_tokens: int
+    filtered_prompts: int
+    truncated_prompts: int
+
+
+class Intake:
+    """Owns the ledger, the prompt stream, the evaluation and the fleet. Single-threaded."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ledger: Ledger,
+        stream: PromptStream,
+        evaluation: Evaluation,
+        versions: Versions,
+        policy_version: int,
+        group_filter: Callable[[Group], bool] | None = None,
+        num_truncated: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """
+        Args:
+            config: of the run.
+            ledger: empty, or restored from a checkpoint.
+            stream: prompts to lease.
+            evaluation: held-out prompts to lease.
+            versions: told of every worker that joins, leaves, receives weights or fails to.
+            policy_version: the learner's version at the start.
+            group_filter: returns False for a group to drop (user code).
+            num_truncated: returns the number of prompts truncated so far.
+        """
+        self.ledger = ledger
+        self.stream = stream
+        self.evaluation = evaluation
+        self.fleet = Fleet()
+        self.draining = False
+        self._stopping = False
+        self._versions = versions
+        self._policy_version = policy_version
+        self._num_truncated = num_truncated
+        self._max_tokens = config.learner.microbatch_tokens
+        self._heartbeat_timeout_s = config.wire.heartbeat_timeout_s
+        self._failures = RewardFailures(config)
+        self._learner_id = uuid.uuid4().hex
+        self._buffer = Buffer(
+            ledger,
+            algorithm=config.algorithm,
+            groups_per_step=config.learner.groups_per_step,
+            give_back=stream.give_back,
+            group_filter=group_filter,
+        )
+        self._leasing = Leasing(
+            config,
+            ledger=ledger,
+            buffer=self._buffer,
+            stream=stream,
+            evaluation=evaluation,
+            last_version=config.learner.num_train_steps,
+        )
+        self._refuse_restored_too_long()
+
+    # -- messages of the workers ---------------------------------------------------------------------------------------
+
+    def handle(self, peer: str, message: WorkerMessage, now_s: float) -> list[Outgoing]:
+        """Apply a message; returns the messages to send.
+
+        Raises:
+            UserError: too many completions got no reward.
+        """
+        match message:
+            case TrajectoryBatch() | SampleFailed() if not self.fleet.has_met(peer):
+                replies = []  # leased by an earlier learner: the group id may name another prompt now
+            case TrajectoryBatch():
+                self._finish(message)
+                replies = [Outgoing(peer, TrajectoryAck((message.batch_id,)))]
+            case Heartbeat():
+                replies = [Outgoing(peer, self._heartbeat_reply(message, now_s))]
+            case Hello():
+                replies = [Outgoing(peer, reply) for reply in self._welcome(peer, message, now_s)]
+            case SampleFailed():
+                replies = []
+                self._fail(message)
+            case WeightsReceived():
+                replies = []
+                self._versions.acknowledge(message.worker_id, message.policy_version, message.checksum)
+            case WeightsFailed():
+                replies = []
+                self._versions.fail(message.worker_id, message.policy_version, message.detail)
+            case Goodbye():
+                replies = []
+                if message.worker_id in self.fleet.alive:
+                    logger.info("%s says goodbye", message.worker_id)
+                    self._remove(message.worker_id)
+        return replies + self.grants()
+
+    def remove_silent(self, now_s: float) -> list[Outgoing]:
+        """Treat workers without a recent heartbeat as dead, and lease their unfinished samples again."""
+        for worker_id in self.fleet.silent(now_s, self._heartbeat_timeout_s):
+            logger.warning(
+                "no heartbeat from %s for %.1f s: its unfinished samples are leased again",
+                worker_id,
+                self._heartbeat_timeout_s,
+            )
+            self._remove(worker_id)
+        return self.grants()
+
+    def grants(self) -> list[Outgoing]:
+        """Grant all leases possible now."""
+        if self.draining:
+            return []
+        granted = self._leasing.grants(list(self.fleet.alive.values()), self._policy_version)
+        return [Outgoing(worker.peer, leases) for worker, leases in granted]
+
+    # -- decisions of the training thread ------------------------------------------------------------------------------
+
+    def take_batch(self) -> list[Group] | None:
+        """Take the batch of the step at the current version; None while the batch is not complete."""
+        if self.draining:
+            return None
+        return self._buffer.take(self._policy_version, last=self._leasing.exhausted)
+
+    @property
+    def no_more_batches(self) -> bool:
+        """True if no batch will ever come: a drain has begun, or all prompts are used up."""
+        return self.draining or (self.exhausted and not self.ledger.groups)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if the prompt stream has ended."""
+        return self._leasing.exhausted
+
+    def commit(self, policy_version: int, buckets: Sequence[Any], *, evaluate: bool) -> list[Outgoing]:
+        """Make a version current: publish the weights, count the batch taken last as trained, move admission on.
+
+        Args:
+            policy_version: of the weights.
+            buckets: the weights, as `Versions.publish` takes them.
+            evaluate: whether to evaluate this version.
+        """
+        self._versions.publish(policy_version, buckets)
+        self._buffer.trained()
+        self._policy_version = policy_version
+        return self.evaluate() if evaluate else self.grants()
+
+    def refuse_batch(self, reason: str) -> list[Outgoing]:
+        """Drop the batch taken last, for this reason."""
+        self._buffer.refused(reason)
+        return self.grants()
+
+    def evaluate(self) -> list[Outgoing]:
+        """Evaluate the current version as soon as a running evaluation has ended."""
+        self.evaluation.request(self._policy_version)
+        return self.grants()
+
+    def stop(self) -> list[Outgoing]:
+        """Tell every worker to drain; a worker that says Hello later is told then."""
+        self.draining = self._stopping = True
+        return [Outgoing(worker.peer, Drain()) for worker in self.fleet.alive.values()]
+
+    def statistics(self) -> IntakeStatistics:
+        return IntakeStatistics(
+            ledger=self.ledger.counts(),
+            num_workers=len(self.fleet.alive),
+            rollout_idle_s=self.fleet.idle_s,
+            generated_tokens=self.fleet.generated_tokens,
+            filtered_prompts=self.stream.num_filtered,
+            truncated_prompts=self._num_truncated(),
+        )
+
+    def describe(self, now_s: float) -> str:
+        """Describe the current state for a log line about a wait."""
+        workers = [
+            f"{w.worker_id} holds {len(w.held)} samples at version {w.policy_version}, last heard "
+            f"{now_s - w.last_heard_s:.1f} s ago"
+            for w in self.fleet.alive.values()
+        ]
+        dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
+        return (
+            f"{self._buffer.num_ready()} groups ready; samples dropped so far: {dropped or 'none'}; "
+            f"{'; '.join(workers) or 'no rollout worker is connected'}"
+        )
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    def _finish(self, batch: TrajectoryBatch) -> None:
+        """Record finished samples, each with all trajectories."""
+        worker = self.fleet.alive.get(batch.worker_id)
+        samples = by_sample(batch.trajectories)
+        self._failures.scored(len(samples))
+        for sample_id, trajectories in samples.items():
+            if worker is not None:
+                worker.release(sample_id)
+            if purpose_of(sample_id[0]) == "eval":
+                self.evaluation.finish(trajectories)
+            elif self._is_too_long(trajectories):
+                self._refuse_too_long(sample_id, trajectories)
+            elif (group := self.ledger.finish(trajectories)) is not None:
+                self._buffer.settle(group)
+
+    def _fail(self, message: SampleFailed) -> None:
+        """Record that a sample will never be finished."""
+        sample_id = (message.group_id, message.sample_index)
+        error = RewardError(message.reason, message.detail)
+        logger.warning("drop sample %s: %s: %s", sample_id, error.reason, error.summary)
+        if (worker := self.fleet.alive.get(message.worker_id)) is not None:
+            worker.release(sample_id)
+        if purpose_of(message.group_id) == "eval":
+            self.evaluation.fail(sample_id)
+        else:
+            detail = message.detail
+            if message.completion:
+                detail += f"\ncompletion: {message.completion}"
+            self._leasing.drop(sample_id, message.reason, detail=detail)
+        self._failures.failed(error)
+
+    def _is_too_long(self, trajectories: Iterable[Trajectory]) -> bool:
+        """True if no row of the learner holds one of these trajectories. The last token of a row predicts nothing."""
+        return max((trajectory.num_tokens for trajectory in trajectories), default=0) - 1 > self._max_tokens
+
+    def _refuse_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> None:
+        num_tokens = max(trajectory.num_tokens for trajectory in trajectories)
+        detail = f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self._max_tokens}"
+        logger.error("%s: drop the sample; raise that option, or shorten prompts and completions", detail)
+        self._leasing.drop(sample_id, "too_long", detail=detail)
+
+    def _refuse_restored_too_long(self) -> None:
+        """Drop restored samples beyond the row length: the run before may have had longer rows."""
+        for group_id, group in list(self.ledger.groups.items()):
+            for sample_index, sample in list(group.samples.items()):
+                if self._is_too_long(sample.trajectories):
+                    self._refuse_too_long((group_id, sample_index), sample.trajectories)
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _welcome(self, peer: str, hello: Hello, now_s: float) -> list[LearnerMessage]:
+        before = self.fleet.alive.get(hello.worker_id)
+        if before is not None and before.incarnation != hello.incarnation:
+            self._versions.leave(hello.worker_id)  # the earlier process will not take what was offered to it
+        worker, lost = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
+        logger.info("%s joins with version %s (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
+        self._leasing.lose(lost)
+        self._versions.join(hello.worker_id, hello.policy_version)
+        replies: list[LearnerMessage] = [Welcome(self._learner_id, self._policy_version)]
+        unknown = tuple(sample_id for sample_id in hello.held if sample_id not in worker.held)
+        if unknown:
+            replies.append(Abort(unknown))
+        if self._stopping:
+            replies.append(Drain())  # this worker came after the others were told
+        return replies
+
+    def _heartbeat_reply(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
+        worker = self.fleet.heard(heartbeat, now_s)
+        if worker is not None:
+            self._versions.heard(heartbeat.worker_id, heartbeat.policy_version)
+        sequence = -1 if worker is None else worker.lease_sequence  # -1: the worker must say Hello
+        return HeartbeatReply(self._learner_id, self._policy_version, sequence)
+
+    def _remove(self, worker_id: str) -> None:
+        self._leasing.lose(self.fleet.remove(worker_id))
+        self._versions.leave(worker_id)

@@ -1,0 +1,214 @@
+"""The prompt stream: items of the train sources, tokenized, in a seeded order that a checkpoint can continue.
+
+The intake takes a prompt for every group it admits. The prompt of a stale group comes back and goes
+out before the next. Each source is read in passes: every item once, in an order drawn for the pass, before any item
+comes again. Items too long under `data.overlong_prompts: filter` are skipped and counted.
+
+A mixture of sources with shares s_i: of the first t prompts, source i has had t_i, and the next one is of the source
+with the largest s_i (t + 1) - t_i. So no source is ever more than a single prompt ahead of the share, and a checkpoint
+keeps only the counts t_i. Without weights the shares are the sizes, and all passes end together.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_rloo.config import DataConfig
+from areal_rloo.errors import DataError
+from areal_rloo.tasks import Source
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Item
+
+Tokenize = Callable[[Item], tuple[int, ...] | None]
+"""Returns the token ids of an item; None for an item to leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized item. `epoch` (pass through the source) and `item_index` name the place in the data.
+
+    Item numbers run through all sources, in the order of the config.
+    """
+
+    epoch: int
+    item_index: int
+    tokens: tuple[int, ...]
+    item: Item
+
+
+class PromptStreamState(msgspec.Struct, frozen=True):
+    """The position of a stream in a checkpoint. `returned` holds (epoch, item_index) pairs."""
+
+    sources: list[str]  # their descriptions, to notice other sources on a resume
+    taken: list[int]  # items handed out or skipped, by source
+    returned: list[tuple[int, int]]
+    num_filtered: int
+
+
+class PromptStream:
+    """Shuffled items without end, or `num_epochs` passes through every source."""
+
+    def __init__(self, sources: Sequence[Source], tokenize: Tokenize, *, seed: int, num_epochs: int | None) -> None:
+        self._sources = [
+            _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
+            for index, source in enumerate(sources)
+        ]
+        self._num_items = sum(len(source.items) for source in sources)
+        self._tokenize = tokenize
+        self._num_epochs = num_epochs
+        self._returned: list[tuple[int, int]] = []
+        self._num_filtered = 0
+
+    def take(self) -> Prompt | None:
+        """Return the next prompt; None after the last epoch.
+
+        Raises:
+            DataError: no item is short enough.
+        """
+        if self._returned:
+            return self.prompt(*self._returned.pop(0))
+        # Give up after every item of every source was tried, however small the share of the source: the rest of a
+        # pass, and nearly all of the next.
+        last = [source.num_taken + 2 * len(source.items) for source in self._sources]
+        while any(source.num_taken < end for source, end in zip(self._sources, last, strict=True)):
+            if self._ended():
+                if self._num_filtered < sum(source.num_taken for source in self._sources):
+                    return None
+                break
+            place = self._next_source().take()
+            prompt = self._tokenized(*place)
+            if prompt is not None:
+                return prompt
+            self._num_filtered += 1
+        raise DataError(
+            f"data.max_prompt_tokens: none of the {self._num_items} prompts is short enough; raise it, or set "
+            "data.overlong_prompts=truncate"
+        )
+
+    def give_back(self, epoch: int, item_index: int) -> None:
+        """Return a prompt to the stream; the prompt goes out again before any other."""
+        self._returned.append((epoch, item_index))
+
+    def prompt(self, epoch: int, item_index: int) -> Prompt:
+        """Return the prompt at a place handed out before.
+
+        Raises:
+            DataError: the prompt is too long under the current config.
+        """
+        prompt = self._tokenized(epoch, item_index)
+        if prompt is None:
+            raise DataError(
+                "data.max_prompt_tokens: a prompt in the checkpoint is longer; resume with the value the run had"
+            )
+        return prompt
+
+    @property
+    def num_returned(self) -> int:
+        """Count the prompts that came back and wait."""
+        return len(self._returned)
+
+    @property
+    def num_filtered(self) -> int:
+        """Count the prompts left out for their length, since the start."""
+        return self._num_filtered
+
+    def state(self) -> PromptStreamState:
+        taken = [source.num_taken for source in self._sources]
+        return PromptStreamState(self._described(), taken, list(self._returned), self._num_filtered)
+
+    def restore(self, state: PromptStreamState) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            DataError: the checkpoint was made with other sources.
+        """
+        if state.sources != self._described():
+            raise DataError(
+                f"data.train: the checkpoint was made with {', '.join(state.sources)}; got "
+                f"{', '.join(self._described())}; resume with the config and the data it was made with"
+            )
+        for source, taken in zip(self._sources, state.taken, strict=True):
+            source.num_taken = taken
+        self._returned, self._num_filtered = list(state.returned), state.num_filtered
+
+    def _described(self) -> list[str]:
+        return [source.description for source in self._sources]
+
+    def _ended(self) -> bool:
+        return self._num_epochs is not None and all(s.num_passes >= self._num_epochs for s in self._sources)
+
+    def _next_source(self) -> _Passes:
+        total = sum(source.share for source in self._sources)
+        num = 1 + sum(source.num_taken for source in self._sources)
+        return max(self._sources, key=lambda source: source.share * num - source.num_taken * total)
+
+    def _tokenized(self, epoch: int, item_index: int) -> Prompt | None:
+        source = next(s for s in reversed(self._sources) if s.first <= item_index)
+        item = source.items[item_index - source.first]
+        tokens = self._tokenize(item)
+        return None if tokens is None else Prompt(epoch, item_index, tokens, item)
+
+
+class _Passes:
+    """A source: its items in passes, each pass in its own order."""
+
+    def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
+        self.items = source.items
+        looked_at = [source.items[at].text for at in (0, len(source.items) // 2, len(source.items) - 1)]
+        digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
+        self.description = f"{source.label} ({len(source.items)} items, {digest:08x})"
+        self.first = first  # number of the first item among those of all sources
+        self.share = Fraction(len(source.items) if source.weight is None else source.weight)
+        self.num_taken = 0
+        self._seed = [seed, index] if index else [seed]
+        self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
+
+    @property
+    def num_passes(self) -> int:
+        return self.num_taken // len(self.items)
+
+    def take(self) -> tuple[int, int]:
+        """Return the next place: the pass, and the number of the item."""
+        epoch, position = divmod(self.num_taken, len(self.items))
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([*self._seed, epoch]).permutation(len(self.items)))
+        self.num_taken += 1
+        return epoch, self.first + int(self._order[1][position])
+
+
+class Tokenizer:
+    """Turns an item into prompt tokens, within `data.max_prompt_tokens`."""
+
+    def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
+        self._chat = chat
+        self._data = data
+        self.num_truncated = 0  # prompts truncated to their end so far
+
+    def __call__(self, item: Item) -> tuple[int, ...] | None:
+        """Return the token ids of the prompt; None for a prompt to leave out.
+
+        Raises:
+            DataError: the prompt is too long under `data.overlong_prompts: error`; names the prompt.
+        """
+        tokens = self._chat.prompt(item)
+        most = self._data.max_prompt_tokens
+        if len(tokens) <= most:
+            return tokens
+        match self._data.overlong_prompts:
+            case "filter":
+                return None
+            case "truncate":
+                self.num_truncated += 1
+                return tokens[-most:]
+            case "error":
+                raise DataError(
+                    f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for the prompt "
+                    f"{item.text[:60]!r}; raise it, or set data.overlong_prompts to filter or truncate"
+                )

@@ -1,0 +1,281 @@
+"""The intake at work: an event loop on a separate thread, which serves the wire, the intake and the broadcaster.
+
+    training thread ── take_batch, commit, ... ──► event loop: wire ◄─► Intake, broadcaster, timer for silent workers
+
+Everything on the loop is single-threaded, so no state needs a lock. Leases, acknowledgements and heartbeats go on
+during a train step. `take_batch` waits for complete groups, and workers wait for leases; nothing else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing, Versions
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Group
+from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
+from areal_rloo.wire.messages import WeightsNotice
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+_WAIT_LOG_S = 30.0
+
+
+class LoopThread:
+    """An event loop on a daemon thread, and the only way for other threads to reach objects on the loop."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for the result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the loop and wait for the result."""
+
+        async def called() -> T:
+            return function(*arguments)
+
+        return self.run(called())
+
+    def soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function on the loop without waiting; safe in a signal handler."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
+        """Start a task on the loop; `on_end` is called there with the ended task."""
+
+        def create() -> None:
+            self._loop.create_task(work).add_done_callback(on_end)
+
+        self.call(create)
+
+    def _run_forever(self) -> None:
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # the task has kept the error; its owner reads the task
+                logger.error("%s on the event loop %s", type(error).__name__, self._thread.name)
+
+    def close(self) -> None:
+        """Cancel all tasks of the loop, and end the thread."""
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Broadcasts(Versions, Protocol):
+    """A broadcaster, as the service uses it."""
+
+    def stage(self) -> Coroutine[Any, Any, Sequence[Any]]:
+        """Return free buckets to gather weights into."""
+
+    def run(self, send_notice: Callable[[str, int, bytes], None]) -> Coroutine[Any, Any, None]:
+        """Send the newest version to every worker behind, until cancelled."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class IntakeService:
+    """The intake for the training thread. Every method may be called from any thread."""
+
+    def __init__(self, intake: Intake, broadcaster: Broadcasts, *, heartbeat_s: float) -> None:
+        """
+        Args:
+            intake: used on the service's loop alone from `start` on.
+            broadcaster: the intake's `Versions`; used on the loop alone, too.
+            heartbeat_s: seconds between two looks for silent workers.
+        """
+        self._intake = intake
+        self._broadcaster = broadcaster
+        self._heartbeat_s = heartbeat_s
+        self._thread = LoopThread("intake")
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._channel: LearnerChannel | None = None
+
+    def start(self, make_channel: Callable[[], LearnerChannel]) -> int:
+        """Bind the channel and serve; returns the port.
+
+        Raises:
+            PreflightError: the channel cannot be bound.
+        """
+        self._channel = channel = self._thread.call(make_channel)
+        for work in (self._serve(channel), self._watch(), self._broadcaster.run(self._send_notice)):
+            self._thread.begin(work, self._ended)
+        return channel.port
+
+    def take_batch(self) -> list[Group] | None:
+        """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
+        return self._run(self._take_batch())
+
+    def commit(self, policy_version: int, fill: Callable[[Sequence[Any]], None], *, evaluate: bool) -> None:
+        """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
+
+        Args:
+            policy_version: the learner's version from now on.
+            fill: gathers the weights into buckets; called on the calling thread.
+            evaluate: whether to evaluate this version.
+        """
+        buckets = self._run(self._broadcaster.stage())
+        fill(buckets)
+        self._act(lambda: self._intake.commit(policy_version, buckets, evaluate=evaluate))
+
+    def refuse_batch(self, reason: str) -> None:
+        """Drop the batch taken last, for this reason."""
+        self._act(lambda: self._intake.refuse_batch(reason))
+
+    def evaluate(self) -> None:
+        """Evaluate the current version."""
+        self._act(self._intake.evaluate)
+
+    def wait_for_evaluation(self) -> None:
+        """Wait until no evaluation is due or running, or until a drain."""
+        intake = self._intake
+        self._run(self._wait_until(lambda: intake.evaluation.finished or intake.draining, "the evaluation"))
+
+    def snapshot(self, read: Callable[[Ledger, PromptStream], T]) -> T:
+        """Run a reader on the loop, where ledger and stream do not change meanwhile; works after a failure, too."""
+        return self.call(lambda: read(self._intake.ledger, self._intake.stream))
+
+    def statistics(self) -> IntakeStatistics:
+        """Read the statistics of the intake; works after a failure, too."""
+        return self.call(self._intake.statistics)
+
+    def wire_statistics(self) -> ChannelStatistics:
+        """Read the counts of the learner's end of the wire."""
+        assert self._channel is not None, "the service was not started"
+        return self._channel.statistics()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the loop, where all state of intake and broadcaster lives."""
+        return self._thread.call(function)
+
+    @property
+    def draining(self) -> bool:
+        """True from the beginning of a drain on."""
+        return self._intake.draining
+
+    def begin_drain(self) -> None:
+        """Grant nothing more; safe in a signal handler."""
+        self._thread.soon(self._set_draining)
+
+    def stop_workers(self, timeout_s: float) -> None:
+        """Tell every worker to drain, and wait for their Goodbye until the timeout. Do not wait after a failure."""
+        self._thread.run(self._stop_workers(timeout_s))
+
+    def close(self) -> None:
+        """End the loop and the broadcaster."""
+        self._thread.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._broadcaster.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._failure is not None:
+            work.close()
+            raise self._failure
+        return self._thread.run(work)
+
+    def _act(self, decide: Callable[[], list[Outgoing]]) -> None:
+        """Apply a decision of the training thread, and send the resulting messages."""
+
+        async def act() -> None:
+            self._send(decide())
+
+        self._run(act())
+
+    # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Keep the error of a task: the training thread raises it where it next waits or acts."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            logger.error("the intake stopped", exc_info=self._failure)
+            self._changed.set()
+
+    async def _serve(self, channel: LearnerChannel) -> None:
+        while True:
+            peer, message = await channel.receive()
+            self._send(self._intake.handle(peer, message, time.monotonic()))
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._send(self._intake.remove_silent(time.monotonic()))
+            self._changed.set()
+
+    def _send(self, messages: Sequence[Outgoing]) -> None:
+        assert self._channel is not None, "the service was not started"
+        for peer, message in messages:
+            self._channel.send(peer, message)
+
+    def _send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
+        worker = self._intake.fleet.alive.get(worker_id)
+        if worker is not None:
+            self._send([Outgoing(worker.peer, WeightsNotice(policy_version, body))])
+
+    async def _take_batch(self) -> list[Group] | None:
+        batch: list[Group] | None = None
+
+        def is_settled() -> bool:
+            nonlocal batch
+            batch = self._intake.take_batch()
+            if batch is None:
+                self._send(self._intake.grants())  # a group dropped as stale gave a place back
+            return batch is not None or self._intake.no_more_batches
+
+        await self._wait_until(is_settled, "the next batch")
+        return batch
+
+    async def _wait_until(self, condition: Callable[[], bool], name: str) -> None:
+        began_s = time.monotonic()
+        warn_s = began_s + _WAIT_LOG_S
+        while True:
+            self._changed.clear()  # before the check, so that no change falls between check and wait
+            if condition():
+                return
+            if self._failure is not None:
+                raise self._failure
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(0.0, warn_s - time.monotonic()))
+            now_s = time.monotonic()
+            if now_s >= warn_s:  # also if messages keep coming and all groups are dropped
+                warn_s = now_s + _WAIT_LOG_S
+                logger.warning("%.0f s without progress on %s: %s", now_s - began_s, name, self._intake.describe(now_s))
+
+    def _set_draining(self) -> None:
+        self._intake.draining = True
+        self._changed.set()
+
+    async def _stop_workers(self, timeout_s: float) -> None:
+        self._send(self._intake.stop())
+        if self._failure is not None:
+            return
+        alive = self._intake.fleet.alive
+        ends_s = time.monotonic() + timeout_s
+        while alive and time.monotonic() < ends_s:  # noqa: ASYNC110 - nothing else needs an event for this
+            await asyncio.sleep(0.02)
+        if alive:
+            logger.warning("no Goodbye from %s within %.0f s", ", ".join(alive), timeout_s)

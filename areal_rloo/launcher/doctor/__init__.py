@@ -1,0 +1,72 @@
+"""Checks before a run: everything that would end the run or slow it down, each with a fix.
+
+The quick checks take well under a second together; every launcher makes them. Only the check for SGLang imports torch.
+The thorough checks start processes and open connections; `__main__` makes both kinds.
+
+- `base`: a finding, and the input of a check.
+- `software`: Python, packages, environment variables.
+- `inputs`: models, data, functions and SGLang as the config names them.
+- `disk`: the run folder, shared memory, the clock.
+- `limits`: ulimits, cores, memory, containers.
+- `devices`: GPUs, torch, NCCL; `probe_torch` is a process with torch.
+- `addresses`: ports, host names, servers, the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_rloo.config import Config
+from areal_rloo.launcher.doctor import addresses, devices, disk, inputs, limits, software
+from areal_rloo.launcher.doctor.base import Check, Finding, Situation, guarded, raise_first
+
+__all__ = ["Check", "Finding", "Situation", "findings", "guarded", "raise_first"]
+
+QUICK: tuple[Check, ...] = (
+    software.check_python,
+    software.check_packages,
+    inputs.check_models,
+    inputs.check_functions,
+    inputs.check_data_files,
+    disk.check_run_folder,
+    disk.check_free_disk,
+    disk.check_clock,
+)
+QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
+    inputs.check_sglang,
+    inputs.check_hub_models,
+    addresses.check_ports,
+    addresses.check_wire_host,
+    software.check_variables,
+    devices.check_gpus,
+    disk.check_shared_memory,
+    limits.check_limits,
+    limits.check_process_limit,
+    limits.check_cores,
+    limits.check_memory,
+    inputs.check_tool_sandbox,
+)
+THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
+THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
+    devices.check_torch,
+    inputs.check_sglang_imports,
+    addresses.check_host_name,
+    addresses.check_hub,
+)
+
+
+def findings(
+    config: Config | None, *, folder: Path | None, thorough: bool, runs_here: bool = True
+) -> Iterator[Finding]:
+    """Make the checks in turn and give their findings. An exception of a check becomes an `unsure` finding.
+
+    Without a config, only the machine is checked; without a folder, the checks of the run folder are skipped. A host
+    that only submits the run (`runs_here` is False) cannot check the hosts of the run. Thorough checks take minutes.
+    """
+    situation = Situation(config, folder, runs_here)
+    checks = [*QUICK, *(QUICK_WHERE_IT_RUNS if runs_here else ())]
+    if thorough:
+        checks += [*THOROUGH, *(THOROUGH_WHERE_IT_RUNS if runs_here else ())]
+    for check in checks:
+        yield from guarded(check, situation)

@@ -1,0 +1,90 @@
+"""`python -m areal_rloo.launcher.doctor`: find what would end a run or slow it down, with a fix for each finding.
+
+    doctor                                            this host
+    doctor --config X.yaml [key=value ...]            this host, and the needs of that config
+
+Prints each finding as soon as the check is done. Exit code 2 if a finding is `wrong`, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.config import Config, import_entry, load_config
+from areal_rloo.errors import ConfigError, UserError
+from areal_rloo.launcher.doctor import Finding, findings
+from areal_rloo.launcher.doctor.base import refused, unsure
+from areal_rloo.telemetry.progress import stop_printing
+
+_MARGIN = 8
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the checks, print the findings and their counts, give the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_rloo.launcher.doctor",
+        description="Check this host and the needs of a config. Overrides follow as key.path=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="a path, or the name of a shipped config")
+    parser.add_argument("--quick", action="store_true", help="only the checks that launchers make before a start")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    options, overrides = parser.parse_known_args(arguments)
+    found = []
+    try:
+        for finding in _look(options, overrides):
+            found.append(finding)
+            if not options.json:
+                _show(finding)
+    except KeyboardInterrupt:
+        return 130
+    counts = Counter(finding.state for finding in found)
+    if options.json:
+        rows = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in found]
+        _print(msgspec.json.encode({"findings": rows, "counts": dict(counts)}).decode())
+    else:
+        _print(f"{counts['ok']} ok, {counts['wrong']} wrong, {counts['unsure']} unsure")
+    return 2 if counts["wrong"] else 0
+
+
+def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Finding]:
+    for argument in overrides:
+        if "=" not in argument or options.config is None:
+            error = ConfigError(f"argument '{argument}': expected key.path=value, and --config before it")
+            yield refused("arguments", error, fix="see --help")
+            return
+    config: Config | None = None
+    if options.config is not None:
+        try:
+            config = load_config(options.config, overrides)
+            import_entry(config.run.entry)
+        except UserError as error:
+            yield refused("config", error, fix="correct it")
+    folder = Path((config.run.folder if config is not None else None) or "runs").resolve()
+    if (folder / "config.yaml").exists():
+        yield unsure("run.folder", f"{folder} holds a run already", "resume the run (--resume), or choose another")
+    yield from findings(config, folder=folder, thorough=not options.quick)
+
+
+def _show(finding: Finding) -> None:
+    """Print a finding, each text on a line."""
+    _print(f"{finding.state:<{_MARGIN - 1}} {finding.name}: {' '.join(finding.what.split())}")
+    if finding.fix:
+        _print(f"{'':<{_MARGIN}}fix: {' '.join(finding.fix.split())}")
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - the face of the program
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+        stop_printing()

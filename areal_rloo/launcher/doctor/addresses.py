@@ -1,0 +1,137 @@
+"""Checks of addresses: ports, the wire's host, this host's name, SGLang servers, reward services, the hub."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from areal_rloo.config import Config, is_loopback
+from areal_rloo.errors import ConfigError, DataError, first_line
+from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wrong
+from areal_rloo.launcher.doctor.inputs import model_paths, offline_variable
+from areal_rloo.models.folder import cached_folder, is_hub_name
+from areal_rloo.rewards import reward_parts
+from areal_rloo.waiting import call_within
+
+_ANSWER_S = 5.0
+_HUB = "https://huggingface.co"
+
+
+def check_ports(situation: Situation) -> Iterator[Finding]:
+    """Check for ports of the config in use. All other ports of a run are chosen among free ones."""
+    if situation.config is None:
+        return
+    for key, host, port in _ports(situation.config):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host if is_loopback(host) else "", port))
+                yield ok(key, f"port {port} is free")
+            except (OSError, OverflowError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "above 65535"
+                yield wrong(key, f"port {port} is in use ({reason})", "choose another, or 0")
+
+
+def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
+    if config.wire.port:
+        yield "wire.port", config.wire.host, config.wire.port
+    if config.telemetry.metrics_port:
+        for index in range(1 + config.rollout.num_workers):
+            yield "telemetry.metrics_port", config.telemetry.metrics_host, config.telemetry.metrics_port + index
+
+
+def check_wire_host(situation: Situation) -> Iterator[Finding]:
+    """Compare wire.host with the addresses of this host."""
+    if situation.config is None:
+        return
+    host = situation.config.wire.host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return  # a name; the lookup may be slow
+    fix = "set wire.host to an address that `ip address` shows on the learner's host"
+    if address.is_unspecified:
+        yield unsure("wire.host", f"{host} is no address that workers on other hosts can connect to", fix)
+        return
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            yield wrong("wire.host", f"{host} is no address of this host ({error.strerror})", fix)
+
+
+def check_host_name(situation: Situation) -> Iterator[Finding]:
+    """Look up this host's own name: ranks of a collective send their names to each other."""
+    name = socket.gethostname()
+    fix = f"put {name} with its real address into /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    try:
+        found = call_within(_ANSWER_S, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except OSError as error:
+        yield unsure("host name", f"{name} cannot be resolved here: {first_line(error)}", fix)
+        return
+    addresses = tuple(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+    if all(is_loopback(address) for address in addresses):
+        what = f"{name} is {', '.join(addresses)} here, an address that no other host can connect to"
+        yield unsure("host name", what, f"{fix}; a run on this host alone is not affected")
+    else:
+        yield ok("host name", f"{name} is {', '.join(addresses)}")
+
+
+def check_servers(situation: Situation) -> Iterator[Finding]:
+    """Connect to running SGLang servers and reward services."""
+    config = situation.config
+    if config is None:
+        return
+    for url in config.rollout.server_urls:
+        trouble = _no_answer(f"{url.rstrip('/')}/health")
+        if trouble:
+            yield wrong("rollout.sglang.urls", f"{url}: {trouble}", "start the server, or correct the url", ConfigError)
+        else:
+            yield ok("rollout.sglang.urls", f"{url} answers")
+    try:
+        services = dict.fromkeys(part.config.url for part in reward_parts(config.data) if part.config.url is not None)
+    except DataError:
+        return  # `check_data_files` reports the error
+    for url in services:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname or "", port), timeout=_ANSWER_S).close()
+            yield ok("rewards", f"{url} accepts connections")
+        except OSError as error:
+            yield wrong("rewards", f"{url}: {first_line(error)}", "start the service, or correct the url")
+
+
+def check_hub(situation: Situation) -> Iterator[Finding]:
+    """Ask the hub for access to each model not downloaded yet."""
+    if situation.config is None or offline_variable(situation) is not None:
+        return
+    base = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/")
+    for key, path in model_paths(situation.config):
+        if path == "tiny" or not is_hub_name(path) or cached_folder(path, situation.environment) is not None:
+            continue
+        token = situation.environment.get("HF_TOKEN")
+        trouble = _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, through_proxies=True)
+        if trouble:
+            fix = f"correct {key}, log in with `hf auth login`, or download it elsewhere and name its folder"
+            yield wrong(key, f"{path}: {base}: {trouble}", fix)
+        else:
+            yield ok(key, f"{path}: {base} has it")
+
+
+def _no_answer(url: str, *, token: str | None = None, through_proxies: bool = False) -> str:
+    """Send a GET; give the reason of a failure, or an empty string."""
+    handlers = [] if through_proxies else [urllib.request.ProxyHandler({})]
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return first_line(error)

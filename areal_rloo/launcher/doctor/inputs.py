@@ -1,0 +1,187 @@
+"""Checks of the inputs of a config: models, data, the user's functions, the Python with SGLang, the sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_rloo.config import Config, import_function
+from areal_rloo.errors import ConfigError, ModelError, UserError
+from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
+from areal_rloo.models.folder import (
+    cached_folder,
+    check_model_folder,
+    check_tokenizer,
+    check_weights,
+    hub_cache,
+    num_parameters,
+)
+from areal_rloo.rewards import check_rewards
+from areal_rloo.tasks import check_data
+from areal_rloo.tasks.tools.sandbox import check_sandbox
+
+_SGLANG_IMPORT_S = 180.0
+_SGLANG_ASK = "import sglang, torch; print(f'sglang {sglang.__version__} with torch {torch.__version__}')"
+
+
+def check_sglang(situation: Situation) -> Iterator[Finding]:
+    """Check for a Python with SGLang, or for the key of running servers."""
+    config = situation.config
+    if config is None or config.rollout.engine != "sglang":
+        return
+    from areal_rloo.engines.sglang import find_api_key, find_python  # noqa: PLC0415 - imports torch
+
+    sglang = config.rollout.sglang
+    key = "rollout.sglang.api_key_env" if sglang.urls else "rollout.sglang.python"
+    try:
+        if sglang.urls:
+            find_api_key(sglang)
+        else:
+            yield ok(key, find_python(sglang))
+    except ConfigError as error:
+        yield refused(key, error, fix="correct the config")
+
+
+def check_sglang_imports(situation: Situation) -> Iterator[Finding]:
+    """Import SGLang in a process, and compare with the tested version."""
+    config = situation.config
+    if config is None or config.rollout.engine != "sglang" or config.rollout.sglang.urls:
+        return
+    from areal_rloo.engines.sglang import find_python  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.sglang.client import TESTED_VERSION  # noqa: PLC0415 - imports torch
+
+    key = "rollout.sglang.python"
+    try:
+        python = find_python(config.rollout.sglang)
+    except ConfigError:
+        return  # `check_sglang` reports the error
+    _, seen = last_line([python, "-c", _SGLANG_ASK], timeout_s=_SGLANG_IMPORT_S)
+    if not seen.startswith("sglang "):
+        yield wrong(key, f"sglang cannot be imported: {seen}", "run make sglang")
+    elif seen.split()[1] == TESTED_VERSION:
+        yield ok(key, seen)
+    else:
+        yield unsure(key, f"{seen}; tested is {TESTED_VERSION}", f"pip install 'sglang=={TESTED_VERSION}' there")
+
+
+def check_models(situation: Situation) -> Iterator[Finding]:
+    """Check for complete, readable models of the policy and the reference, with a tokenizer."""
+    if situation.config is None:
+        return
+    for key, path in model_paths(situation.config):
+        if path == "tiny":
+            yield ok(key, "tiny, made on first use")
+            continue
+        if not situation.runs_here and Path(path).is_absolute() and not Path(path).exists():
+            yield unsure(key, f"{path}: not on this host", "make sure that all hosts of the run have it")
+            continue
+        try:
+            expected = "a model folder, a hub name (org/name), or tiny"
+            folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
+            if folder is not None:
+                check_weights(key, folder)
+                if key == "model.path":
+                    check_tokenizer(key, folder)
+                yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
+        except ModelError as error:
+            yield refused(key, error, fix=f"set {key} to a Hugging Face model folder")
+
+
+def check_hub_models(situation: Situation) -> Iterator[Finding]:
+    """Check each model of the hub: downloaded and complete, or allowed to be downloaded."""
+    if situation.config is None:
+        return
+    for key, path in model_paths(situation.config):
+        if path == "tiny" or Path(path).exists():
+            continue
+        cached = cached_folder(path, situation.environment)
+        download = f"run `hf download {path}` where the hub can be reached"
+        if cached is not None:
+            try:
+                check_weights(key, cached)
+                yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
+                continue
+            except ModelError as error:
+                lacks = str(error).removeprefix(f"{key}: ")
+        else:
+            lacks = f"{path}: not in {hub_cache(situation.environment)}"
+        if variable := offline_variable(situation):
+            yield wrong(key, f"{lacks}, and {variable} is set", f"unset {variable}, or {download}", ModelError)
+        else:
+            yield unsure(key, f"{lacks}; every host will download the model at the start", download)
+
+
+def offline_variable(situation: Situation) -> str | None:
+    """Give the name of a variable that forbids downloads from the hub, or None."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if situation.environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return name
+    return None
+
+
+def check_functions(situation: Situation) -> Iterator[Finding]:
+    """Import the user's functions."""
+    if situation.config is None:
+        return
+    episode = situation.config.rollout.episode
+    paths = {
+        "algorithm.group_filter": situation.config.algorithm.group_filter,
+        "rollout.episode.agent": episode.agent,
+        "rollout.episode.type": None if episode.built_in or episode.agent is not None else episode.type,
+    }
+    for key, path in paths.items():
+        if path is None:
+            continue
+        try:
+            import_function(key, path)
+            yield ok(key, path)
+        except ConfigError as error:
+            yield refused(key, error, fix="correct the path, relative to the working folder")
+
+
+def check_data_files(situation: Situation) -> Iterator[Finding]:
+    """Check the data section: tasks, files, rewards."""
+    if situation.config is None:
+        return
+    try:
+        check_data(situation.config.data)
+        check_rewards(situation.config.data)
+        yield ok("data", "files, tasks and rewards are in order")
+    except UserError as error:
+        key, colon, _ = str(error).partition(": ")
+        name = key if colon and key.startswith("data") else "data"
+        yield refused(name, error, fix="correct the config, or put the file there")
+
+
+def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
+    """Try the sandbox of the policy's Python on this host."""
+    if situation.config is None:
+        return
+    episode = situation.config.rollout.episode
+    if episode.type != "tool_use" or "python" not in episode.tools:
+        return
+    try:
+        check_sandbox([situation.folder] if situation.folder is not None else [])
+        yield ok("sandbox", "the sandbox works")
+    except UserError as error:
+        yield refused("sandbox", error, fix="run on Linux 5.13 or later, or take python out of rollout.episode.tools")
+
+
+def model_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Give key and path of each model of a run, except models of rewards."""
+    yield "model.path", config.model.path
+    reference = config.model.reference
+    if reference is not None and reference.path != "initial":
+        yield "model.reference.path", reference.path
+
+
+def policy_parameters(situation: Situation) -> int | None:
+    """Count the parameters of the policy; None if the number is unknown, or too small to matter."""
+    if situation.config is None or situation.config.model.path == "tiny":
+        return None
+    path = situation.config.model.path
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
+    try:
+        return None if folder is None else num_parameters(folder)
+    except ModelError:
+        return None  # `check_models` reports the error

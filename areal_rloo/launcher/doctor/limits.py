@@ -1,0 +1,157 @@
+"""Checks of limits of the host and the container: files, processes, locked memory, cores, memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from areal_rloo.config import Config
+from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong_or_unsure
+from areal_rloo.launcher.doctor.disk import weight_bytes
+from areal_rloo.launcher.doctor.inputs import policy_parameters
+from areal_rloo.launcher.hosts import num_cores
+
+_MANY_FILES, _BASIC_FILES = 4096, 256
+_MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
+_CGROUP = Path("/sys/fs/cgroup")
+_MUCH_SWAP_BYTES = 2**30
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+def check_limits(situation: Situation) -> Iterator[Finding]:
+    """Check the soft limits of `ulimit`."""
+    files = _BASIC_FILES if situation.config is None else _BASIC_FILES + _num_connections(situation.config)
+    yield _counted("open files", "-n", resource.RLIMIT_NOFILE, needed=files, many=_MANY_FILES)
+    yield _counted("processes", "-u", resource.RLIMIT_NPROC, needed=_BASIC_PROCESSES, many=_MANY_PROCESSES)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield ok("locked memory", "unlimited")
+    elif _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        what = f"ulimit -l is {size(locked)}, and InfiniBand locks buffers in memory"
+        yield unsure("locked memory", what, "ulimit -l unlimited (containers: --ulimit memlock=-1)")
+    else:
+        yield ok("locked memory", f"{size(locked)}; enough without InfiniBand")
+    for name, option, kind in (("address space", "-v", resource.RLIMIT_AS), ("file size", "-f", resource.RLIMIT_FSIZE)):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            what = f"ulimit {option} is {size(soft)}; CUDA and checkpoints need more"
+            yield unsure(name, what, f"ulimit {option} unlimited")
+
+
+def _counted(name: str, option: str, kind: int, *, needed: int, many: int) -> Finding:
+    soft, hard = resource.getrlimit(kind)
+    if soft == resource.RLIM_INFINITY or soft >= many:
+        return ok(name, "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+    root = hard != resource.RLIM_INFINITY and hard < many
+    fix = f"ulimit {option} {many}" + (f"; the hard limit is {hard}: raise it in limits.conf" if root else "")
+    too_few = soft < needed
+    need = f", a run needs some {needed}" if too_few else "; many workers need more"
+    return wrong_or_unsure(name, f"ulimit {option} is {soft}{need}", fix, is_wrong=too_few)
+
+
+def _num_connections(config: Config) -> int:
+    """Estimate the connections of a process: a worker with server and services, or the learner with all workers."""
+    rollout = config.rollout
+    slots = rollout.num_slots if rollout.engine == "sglang" else 0
+    return max(slots + rollout.num_async_rewards + 4 * rollout.num_reward_workers, 4 * rollout.num_workers)
+
+
+def check_cores(situation: Situation) -> Iterator[Finding]:
+    """Compare the usable cores (affinity, container quota) with the threads of the config."""
+    cores = num_cores()
+    quota = cpu_quota()
+    if quota is None or quota >= cores:
+        yield ok("cores", str(cores))
+    else:
+        what = f"{cores} cores are visible, the container may use {quota:g}: threads would wait for each other"
+        fix = "start it with a set of cores (--cpuset-cpus), or set learner.num_threads and rollout.num_threads"
+        yield unsure("cores", what, fix)
+    if situation.config is None:
+        return
+    learner, rollout = situation.config.learner, situation.config.rollout
+    threads = learner.num_ranks * learner.num_threads + rollout.num_workers * rollout.num_threads
+    if threads > cores:
+        what = f"learner.num_threads={learner.num_threads} and rollout.num_threads={rollout.num_threads} ask for "
+        what += f"{threads} threads in all, one host has {cores} cores"
+        yield unsure("threads", what, "set both to 0 for an even share")
+
+
+def check_memory(situation: Situation) -> Iterator[Finding]:
+    """Compare the memory, within the container's limit, with the size of weights and optimizer states."""
+    total, available = memory()
+    swap = psutil.swap_memory().used
+    if swap > _MUCH_SWAP_BYTES:
+        yield unsure("swap", f"{size(swap)} in use: a process that touches it is very slow", "end other processes")
+    what = f"{size(available)} of {size(total)} free"
+    parameters = policy_parameters(situation)
+    if parameters is None or situation.config is None:
+        yield ok("memory", what)
+        return
+    needed = _least_memory(situation.config, parameters)
+    if needed <= available:
+        yield ok("memory", f"{what}; weights and optimizer states take {size(needed)}")
+    else:
+        what += f"; weights and optimizer states alone take {size(needed)}"
+        fix = "take a larger host or a smaller model, or raise learner.num_ranks over more hosts"
+        yield wrong_or_unsure("memory", what, fix, is_wrong=needed > total)
+
+
+def _least_memory(config: Config, parameters: int) -> int:
+    """Give a lower bound of the host memory of a run. Weights pass through host memory even on the way to a GPU."""
+    learner, rollout = config.learner, config.rollout
+    num_bytes = 4
+    if learner.device == "cpu":
+        num_bytes = 8 if learner.lora is not None else 8 + (4 if learner.optimizer.state_dtype == "bfloat16" else 8)
+    if rollout.device == "cpu" and not rollout.server_urls:
+        num_bytes += rollout.num_workers * weight_bytes(config)
+    return parameters * num_bytes
+
+
+def check_process_limit(situation: Situation) -> Iterator[Finding]:
+    """Check the container's limit of processes and threads, if there is a limit."""
+    most, now = cgroup_value("pids.max"), cgroup_value("pids.current") or 0
+    if most is not None and (left := most - now) < _MANY_PROCESSES:
+        what = f"{left} more processes and threads may be started, of {most}"
+        fix = "raise the container's limit of processes (docker run --pids-limit)"
+        yield wrong_or_unsure("container", what, fix, is_wrong=left < _BASIC_PROCESSES)
+
+
+def memory() -> tuple[int, int]:
+    """Give the total and the available bytes, within the container's limit."""
+    host, most = psutil.virtual_memory(), cgroup_value("memory.max")
+    if most is None or most >= host.total:
+        return host.total, host.available
+    return most, min(host.available, max(0, most - (cgroup_value("memory.current") or 0)))
+
+
+def cpu_quota(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Give the quota of cores in the control groups of this process; None without a quota."""
+    found = []
+    for text in _cgroup_texts("cpu.max", root, membership):
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal() and period.strip().isdecimal():
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def cgroup_value(name: str, root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Give the lowest value over the control groups (version 2) of this process; None without a value."""
+    return min((int(text) for text in _cgroup_texts(name, root, membership) if text.strip().isdecimal()), default=None)
+
+
+def _cgroup_texts(name: str, root: Path, membership: Path) -> Iterator[str]:
+    """Read a file of the control group of this process, and of all parent groups."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    inner = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if inner is None:
+        return
+    group = root / inner
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(root) and (folder / name).is_file():
+            yield (folder / name).read_text(encoding="ascii")

@@ -1,0 +1,239 @@
+"""`python -m areal_rloo.launcher.slurm`: submit a run as a Slurm job, from a login node.
+
+    checks ─► run folder, job script ─► sbatch ─► with --wait: the job's output, then the job's exit code
+
+job.py runs inside the job. `--dry-run` prints the script and starts nothing. With --wait, Ctrl-C drains the job.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from types import FrameType
+
+from areal_rloo.config import Config, LauncherConfig, argument_name, dump_config
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.hosts import described_hosts
+from areal_rloo.launcher.processes import Tail
+from areal_rloo.launcher.run_folder import choose_folder, point_latest, submitted_file
+from areal_rloo.launcher.start import check, parse, placed, run_main, show_plan
+from areal_rloo.telemetry.progress import stop_printing
+
+_MIB = 2**20
+_TEMPLATE = "slurm/run.sbatch"
+_LOOK_EVERY_S = 0.2
+_WAIT_HELP = "follow the job's output and end with its exit code"
+
+
+class SubmissionCutError(PreflightError):
+    """Ctrl-C came before sbatch answered; the job may be in the queue or not."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped while sbatch submitted the job; `squeue --me` says whether it is queued")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the job script and submit the job; give 0, or with --wait the job's exit code.
+
+    Raises:
+        UserError: the user must correct something; nothing was submitted.
+    """
+    options = parse("slurm", arguments, options={"--wait": {"action": "store_true", "help": _WAIT_HELP}})
+    config = options.config
+    check(config, runs_here=False)
+    folder = choose_folder(config, resume=options.resume)
+    submitted, job_script = submitted_file(folder), folder / "job.sbatch"
+    script = sbatch_script(config, submitted, resume=options.resume)
+    if _asks_for_no_gpu(config):
+        print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
+    if options.dry_run:
+        show_plan(options, described_hosts(config.launcher), folder, script=script)
+        return 0
+    if config.launcher.cores_per_host:  # else the job has whole nodes of unknown size
+        placed(config, described_hosts(config.launcher))
+    if shutil.which("sbatch") is None:
+        raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / _output_name(config, "0")
+    submitted.write_text(dump_config(config), encoding="utf-8")
+    job_script.write_text(script, encoding="utf-8")
+    try:
+        if options.of_launcher["wait"]:
+            return _follow(job_script, output)
+        _, job_id = _submitted(job_script)
+    except PreflightError as error:
+        if not isinstance(error, SubmissionCutError):
+            submitted.unlink()  # no job has this file
+        raise
+    print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
+    print(f"output: tail -F {output}; drain it: scancel --batch --signal=TERM {job_id}")  # noqa: T201
+    return 0
+
+
+def _asks_for_no_gpu(config: Config) -> bool:
+    """Whether a config may use GPUs but the job asks for none."""
+    asked = any(argument_name(written).startswith(("gres", "gpus")) for written in config.launcher.slurm.arguments)
+    wanted = "auto" in (config.learner.device, config.rollout.device)
+    return wanted and not asked and config.launcher.gpus_per_host is None
+
+
+def sbatch_script(config: Config, submitted: Path, *, resume: bool) -> str:
+    """Make the job script from launcher/slurm/run.sbatch. The job reads the config from the submitted file."""
+    folder = submitted.parent
+    arguments = [f"--run-folder={folder}", f"--submitted={submitted.name}", *(["--resume"] if resume else [])]
+    return Template(_template()).substitute(
+        directives="\n".join(f"#SBATCH {directive}" for directive in _directives(config, folder)),
+        working_folder=shlex.quote(str(Path.cwd())),
+        setup=config.launcher.slurm.setup.strip() or ": # launcher.slurm.setup",
+        python=shlex.quote(sys.executable),
+        arguments=" ".join(map(shlex.quote, arguments)),
+    )
+
+
+def _template() -> str:
+    """Read the template: a wheel has launcher/ inside the package, as assets/; a checkout has launcher/ beside it."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "assets" / _TEMPLATE
+    return (inside if inside.is_file() else package.parent / "launcher" / _TEMPLATE).read_text(encoding="utf-8")
+
+
+def _directives(config: Config, folder: Path) -> list[str]:
+    launcher, slurm = config.launcher, config.launcher.slurm
+    escaped = str(folder).replace("%", "%%")  # Slurm replaces %
+    cores = [f"--cpus-per-task={launcher.cores_per_host}"] if launcher.cores_per_host else ["--exclusive"]
+    directives = [
+        f"--job-name={shlex.quote(config.run.name)}",
+        f"--nodes={launcher.num_hosts}",
+        "--ntasks-per-node=1",
+        *cores,
+        *_memory(launcher),
+        *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
+        f"--output={shlex.quote(escaped + '/' + _output_name(config, '%a'))}",
+        "--open-mode=append",
+        f"--signal=B:USR1@{slurm.warn_before_s}",
+        "--requeue" if slurm.requeue else "--no-requeue",
+        *([f"--array=0-{slurm.num_seeds - 1}"] if slurm.num_seeds > 1 else []),
+        *([f"--time={slurm.time_limit}"] if slurm.time_limit else []),
+        *([f"--partition={slurm.partition}"] if slurm.partition else []),
+        *([f"--account={slurm.account}"] if slurm.account else []),
+    ]
+    for written, value in slurm.arguments.items():
+        if value is not None and value is not False:
+            name = argument_name(written)
+            directives.append(f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}")
+    return directives
+
+
+def _memory(launcher: LauncherConfig) -> list[str]:
+    """Ask for all memory of a node by default, unless the arguments set memory per core or per GPU."""
+    if launcher.memory_per_host:
+        return [f"--mem={-(-launcher.memory_per_host // _MIB)}M"]
+    by_part = any(argument_name(written).startswith("mem-per-") for written in launcher.slurm.arguments)
+    return [] if by_part else ["--mem=0"]
+
+
+def _output_name(config: Config, index: str) -> str:
+    """Name the output file of a job, or of a job in an array, in the run folder."""
+    return "job.out" if config.launcher.slurm.num_seeds == 1 else f"job-{index}.out"
+
+
+def _submitted(script: Path, *options: str, signals: _Signals | None = None) -> tuple[subprocess.Popen[str], str]:
+    """Submit a job script; give the sbatch, which may still wait for the job, and the job's id.
+
+    Raises:
+        PreflightError: Slurm refuses the job; or Ctrl-C came before sbatch answered.
+    """
+    submission: subprocess.Popen[str] | None = None
+    try:
+        submission = subprocess.Popen(
+            ["sbatch", *options, "--parsable", str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C must not reach sbatch
+        )
+        assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
+        job_id = submission.stdout.readline().strip().partition(";")[0]
+        if signals is None:
+            submission.wait()
+        else:
+            signals.job_id = job_id
+    except KeyboardInterrupt:  # a later Ctrl-C is for the job
+        if submission is not None:
+            submission.kill()
+        raise SubmissionCutError from None
+    if not job_id:
+        words = " ".join(submission.stderr.read().split())
+        raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
+    point_latest(script.parent)
+    return submission, job_id
+
+
+def _follow(script: Path, output: Path) -> int:
+    """Submit a job script and wait for the end of the job, requeues included; give the job's exit code.
+
+    The first Ctrl-C or SIGTERM drains the job, the second cancels the job.
+    """
+    tail = Tail(output)  # skips the output of an earlier job
+    signals = _Signals()
+    submission, job_id = _submitted(script, "--wait", signals=signals)
+    _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
+    while submission.poll() is None:
+        _say(tail.read())
+        signals.obey()
+        time.sleep(_LOOK_EVERY_S)
+    _say(tail.read())
+    return submission.returncode
+
+
+class _Signals:
+    """Passes signals on to the job. Before the job has an id, a signal raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.job_id = ""
+        self._num_asked = 0
+        self._num_passed_on = 0
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def obey(self) -> None:
+        """Drain or cancel the job if a signal came since the last call."""
+        if self._num_passed_on == self._num_asked:
+            return
+        self._num_passed_on = self._num_asked
+        if self._num_asked == 1:
+            _say(f"draining job {self.job_id}; once more cancels it\n")
+            # Signal the script of a running job only, which drains the steps in order. A pending job has no script.
+            self._scancel("--batch", "--signal=TERM", "--state=RUNNING")
+            self._scancel("--state=PENDING")
+        else:
+            self._scancel()
+
+    def _scancel(self, *options: str) -> None:
+        ended = subprocess.run(["scancel", *options, self.job_id], capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            _say(f"scancel {' '.join(options)} {self.job_id}: {' '.join(ended.stderr.split())}\n")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.job_id:
+            raise KeyboardInterrupt
+        self._num_asked += 1
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:  # a closed pipe or a full disk; the exit code is still the job's
+        stop_printing()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

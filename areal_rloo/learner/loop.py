@@ -1,0 +1,139 @@
+"""The learner: takes batches, trains, publishes versions, and writes records and checkpoints.
+
+    take_batch ─► TrainStep.step ─► commit (publish, settle the batch, admit) ─► metrics ─► a checkpoint at times
+
+The training thread waits in `take_batch` alone. Intake and broadcaster run on the intake's event loop meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from areal_rloo.config import Config
+from areal_rloo.errors import TrainingError
+from areal_rloo.intake.ledger import Drop
+from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.checkpoint import Checkpoints, capture
+from areal_rloo.learner.recording import Recorder
+from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Group
+from areal_rloo.weights.broadcast import Broadcaster
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """The training loop. `policy_version` equals the number of train steps done."""
+
+    config: Config
+    train_step: TrainStep
+    tokenizer: PreTrainedTokenizerBase
+    intake: IntakeService
+    broadcaster: Broadcaster
+    reporter: Reporter
+    recorder: Recorder
+    checkpoints: Checkpoints
+    policy_version: int
+    _skips_in_a_row: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        """Measure times from now on: the learner is ready to train."""
+        self.reporter.start_clock()
+
+    def run(self) -> str:
+        """Train to the end; returns the reason of the end.
+
+        Raises:
+            TrainingError: too many steps in a row were not finite, or the last checkpoint could not be written.
+        """
+        reason = "completed"
+        while self.policy_version < self.config.learner.num_train_steps:
+            waiting_since_s = time.monotonic()
+            batch = self.intake.take_batch()
+            wait_s = time.monotonic() - waiting_since_s
+            self.reporter.totals.learner_idle_s += wait_s
+            if batch is None:
+                reason = "drained" if self.intake.draining else "end_of_data"
+                break
+            self._train(batch, wait_s)
+        if reason != "drained":
+            if reason == "end_of_data":
+                self.intake.evaluate()
+            self.intake.wait_for_evaluation()
+            reason = "drained" if self.intake.draining else reason
+        self.reporter.update_totals(self.intake.statistics())
+        self.save_checkpoint()
+        if not self.checkpoints.wait():
+            raise TrainingError(
+                f"version {self.policy_version} could not be saved (see logs/learner.log), and with it all since the "
+                "newest whole checkpoint; free some disk, then --resume goes on from there"
+            )
+        return reason
+
+    def close(self) -> None:
+        """Record the last drops; call this after a failure, too."""
+        self.checkpoints.wait()
+        self.reporter.count_failed_checkpoints()
+        self.recorder.close(self._take_drops(), policy_version=self.policy_version)
+
+    def save_checkpoint(self) -> None:
+        """Copy the state between two steps, and begin to write a checkpoint."""
+        self.reporter.update_clock()
+        state = self.intake.snapshot(
+            lambda ledger, stream: capture(
+                ledger,
+                stream,
+                policy_version=self.policy_version,
+                seed=self.config.run.seed,
+                totals=msgspec.structs.replace(self.reporter.totals),
+                kl_coefficient=self.train_step.kl_coefficient,
+                num_optimizer_steps=self.train_step.team.num_optimizer_steps,
+            )
+        )
+        self.checkpoints.save(state, team=self.train_step.team, tokenizer=self.tokenizer)
+
+    def _train(self, batch: list[Group], wait_s: float) -> None:
+        result = self.train_step.step(batch, policy_version=self.policy_version)
+        self.reporter.totals.skipped_steps += result.updates.num_skipped
+        if result.updates.num_optimizer_steps == 0:
+            self.intake.refuse_batch("non_finite")
+            self._skips_in_a_row += 1
+            logger.error("version %d: loss or gradient is not finite; the batch is dropped", self.policy_version)
+            if self._skips_in_a_row > self.config.learner.max_skipped_steps:
+                raise TrainingError(
+                    f"{self._skips_in_a_row} steps in a row were not finite, more than learner.max_skipped_steps="
+                    f"{self.config.learner.max_skipped_steps}; lower the learning rate, or look at the rewards"
+                )
+            return
+        self._skips_in_a_row = 0
+        self.policy_version += 1
+        last = self.policy_version == self.config.learner.num_train_steps
+        every = self.config.evaluation.every_n_versions
+        started_s = time.perf_counter()
+        self.intake.commit(
+            self.policy_version,
+            self.train_step.team.gather_weights,
+            evaluate=last or (every > 0 and self.policy_version % every == 0),
+        )
+        times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
+        # Mostly of the version before: the broadcast of this version has just begun.
+        times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
+        self.reporter.train_step(
+            batch, result, self.intake.statistics(), policy_version=self.policy_version, times=times
+        )
+        self.recorder.step(
+            batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
+        )
+        every = self.config.checkpoint.every_n_steps
+        if every > 0 and self.policy_version % every == 0 and not last:
+            self.save_checkpoint()
+
+    def _take_drops(self) -> list[Drop]:
+        return self.intake.snapshot(lambda ledger, _: ledger.take_drops())

@@ -1,0 +1,213 @@
+"""Report a run: metrics.jsonl, the metrics endpoint, the totals over restarts, and summary.json.
+
+In: the numbers of each train step (`StepResult`), the statistics of the intake, evaluations. Out: a record for each
+train step and each evaluation; a summary at the end. The training thread calls everything here except
+`Reporter.evaluation`, which the intake calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_rloo.files import write_atomically
+from areal_rloo.intake.intake import IntakeStatistics
+from areal_rloo.learner.checkpoint import Checkpoints, Totals
+from areal_rloo.learner.train_step import StepResult
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
+from areal_rloo.telemetry.progress import evaluation_line
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.trajectory import Group
+
+logger = get_logger(__name__)
+
+_EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples", "pass_share", "majority_share")
+_TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "generated_tokens")
+
+
+class Reporter:
+    """Writes the records of a run and adds up the totals.
+
+    Attributes:
+        totals: sums over the whole run, restarts included; checkpoints keep them.
+        evaluations: every evaluation of the run so far.
+    """
+
+    def __init__(
+        self,
+        file: MetricsFile,
+        metrics: LearnerMetrics,
+        *,
+        evaluations: list[EvalRecord],
+        totals: Totals,
+        checkpoints: Checkpoints,
+        num_workers: int,
+    ) -> None:
+        """
+        Args:
+            file: receives every record.
+            metrics: serves the newest record of each kind.
+            evaluations, totals: those of the run before a restart.
+            checkpoints: counts the checkpoints that could not be written.
+            num_workers: the rollout workers of the run; idle time is the mean over them.
+        """
+        self._file = file
+        self._metrics = metrics
+        self.evaluations = evaluations
+        self.totals = totals
+        self._checkpoints = checkpoints
+        self._num_workers = num_workers
+        self._before = msgspec.structs.replace(totals)
+        self._first_step: IntakeStatistics | None = None
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Start to measure `wall_s` and the rates of the first record: the learner is ready to train."""
+        self._started_s = self._record_s = time.monotonic()
+        self._record_tokens = 0
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Write an evaluation. Called on the intake's thread."""
+        logger.info("%s", evaluation_line(record))
+        self.evaluations.append(record)
+        self._append(record)
+        self._metrics.evaluation(record)
+
+    def train_step(
+        self,
+        batch: Sequence[Group],
+        result: StepResult,
+        statistics: IntakeStatistics,
+        *,
+        policy_version: int,
+        times: Mapping[str, float],
+    ) -> None:
+        """Write the record of a train step.
+
+        Args:
+            batch, result: the groups and the results of the step.
+            statistics: of the intake, now.
+            policy_version: the version that the step published.
+            times: seconds of the step's parts outside `TrainStep`; `waiting` is the wait for the batch.
+        """
+        totals, masks = self.totals, result.masks
+        self._first_step = self._first_step or statistics
+        totals.trained_tokens += masks.num_tokens
+        totals.masked_tokens += masks.num_stale
+        for value, count in masks.staleness_tokens.items():
+            totals.staleness_tokens[value] = totals.staleness_tokens.get(value, 0) + count
+        self.update_totals(statistics)
+        num_generated, elapsed_s = totals.generated_tokens - self._record_tokens, time.monotonic() - self._record_s
+        self._record_s, self._record_tokens = self._record_s + elapsed_s, totals.generated_tokens
+        record = TrainRecord(
+            num_train_steps=policy_version,
+            policy_version=policy_version,
+            wait_s=times["waiting"],
+            **{name: getattr(totals, name) for name in _TOTALS},
+            generated_tokens_per_s=num_generated / elapsed_s,
+            trained_tokens_per_s=masks.num_tokens / elapsed_s,
+            num_workers=statistics.num_workers,
+            filtered_prompts=statistics.filtered_prompts,
+            truncated_prompts=statistics.truncated_prompts,
+            ledger=statistics.ledger,
+            **batch_numbers(batch),
+            **{**result.numbers, "times_s": {**result.numbers["times_s"], **times}},
+        )
+        self._append(record)
+        self._metrics.train_step(record)
+
+    def update_totals(self, statistics: IntakeStatistics) -> None:
+        """Bring the totals up to this moment."""
+        if self._first_step is not None:
+            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self._num_workers
+            self.totals.rollout_idle_s = self._before.rollout_idle_s + idle_s
+        self.totals.generated_tokens = self._before.generated_tokens + statistics.generated_tokens
+        self.count_failed_checkpoints()
+        self.update_clock()
+
+    def update_clock(self) -> None:
+        """Bring `wall_s` of the totals up to this moment."""
+        self.totals.wall_s = self._before.wall_s + time.monotonic() - self._started_s
+
+    def count_failed_checkpoints(self) -> None:
+        """Bring `failed_checkpoints` of the totals up to this moment."""
+        self.totals.failed_checkpoints = self._before.failed_checkpoints + self._checkpoints.num_failed
+
+    def write_summary(
+        self,
+        path: Path,
+        statistics: IntakeStatistics,
+        *,
+        policy_version: int,
+        warm_start_s: float,
+        exit_reason: str,
+    ) -> None:
+        """Write summary.json: the run in one page of numbers. Counts in samples or tokens, times in seconds."""
+        totals = self.totals
+        num_trained = max(1, totals.trained_tokens)
+        summary = {
+            "exit_reason": exit_reason,
+            "num_train_steps": policy_version,
+            "policy_version": policy_version,
+            "evaluation": [{name: getattr(record, name) for name in _EVALUATION} for record in self.evaluations],
+            "ledger": statistics.ledger,
+            "staleness": {
+                "max_trained": max(totals.staleness_tokens, default=0),
+                "mean_trained": sum(s * n for s, n in totals.staleness_tokens.items()) / num_trained,
+                "masked_token_share": totals.masked_tokens / max(1, totals.trained_tokens + totals.masked_tokens),
+                "by_value": {str(s): totals.staleness_tokens[s] for s in sorted(totals.staleness_tokens)},
+            },
+            "tokens": {"generated": totals.generated_tokens, "trained": totals.trained_tokens},
+            "time_s": {
+                "warm_start": warm_start_s,
+                "wall": totals.wall_s,
+                "learner_idle": totals.learner_idle_s,
+                "rollout_idle": totals.rollout_idle_s,
+            },
+            "skipped_steps": totals.skipped_steps,
+            "failed_checkpoints": totals.failed_checkpoints,
+        }
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+    def _append(self, record: TrainRecord | EvalRecord) -> None:
+        try:
+            self._file.append(record)
+        except OSError as error:  # a full disk must not end the run
+            logger.error("a record is missing from metrics.jsonl: %s", error)
+
+
+def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
+    """Give the rewards before shaping, the lengths and the endings of a batch, by field of TrainRecord."""
+    trajectories = [trajectory for group in batch for trajectory in group.trajectories]
+    samples = [sample for group in batch for sample in group.samples]
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([len(trajectory.completion.tokens) for trajectory in trajectories])
+    lower, median, upper = np.quantile(rewards, [0.1, 0.5, 0.9])
+    equal = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in batch]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_lower_decile": float(lower),
+        "reward_median": float(median),
+        "reward_upper_decile": float(upper),
+        "reward_parts": _means((name, value) for sample in samples for name, value in sample.reward_parts.items()),
+        "reward_by_source": _means((group.source, sample.reward) for group in batch for sample in group.samples),
+        "zero_variance_group_share": sum(equal) / len(equal),
+        "completion_tokens_mean": float(lengths.mean()),
+        "completion_tokens_max": int(lengths.max()),
+        "truncated_share": float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
+        "spanning_share": float(np.mean([len(np.unique(t.completion.versions)) > 1 for t in trajectories])),
+    }
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in named:
+        values.setdefault(name, []).append(value)
+    return {name: float(np.mean(every)) for name, every in values.items()}

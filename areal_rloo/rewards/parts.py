@@ -1,0 +1,247 @@
+"""The reward parts of a config: their check, everything that runs them, and the scorer of a worker process.
+
+    task, function      run in a RewardPool: worker processes, one reward at a time in each
+    async function      runs in the AsyncRewardPool: one worker process, many rewards at a time
+    url                 RewardServices
+    model               a RewardModel for each path and device
+
+Only those that a source of the config uses are started. All processes of a pool get the same settings; a job names the
+source and the part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function, source_key
+from areal_rloo.models.folder import check_model_folder
+from areal_rloo.rewards.async_pool import AsyncRewardPool
+from areal_rloo.rewards.functions import FunctionReward, is_async
+from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.process import Job
+from areal_rloo.rewards.request import FinalAnswer, Returns, RewardRequest, SourceKey, read_worth
+from areal_rloo.rewards.scoring import FindAnswer, Part, Runner, Score, Scoring, SourceRewards
+from areal_rloo.rewards.service import RewardServices
+from areal_rloo.tasks.base import Task
+from areal_rloo.tasks.loading import eval_sources, make_task
+from areal_rloo.trajectory import Purpose
+
+_FACTORY = "areal_rloo.rewards.parts:make_scorer"
+
+PartKey = tuple[Purpose, str, str]
+"""A split, the label of a source in it, and the label of a part of its reward."""
+
+
+class RewardPart(msgspec.Struct, frozen=True):
+    """One part of a source's reward, the key in the config, and the source."""
+
+    purpose: Purpose
+    source: ConfiguredSource
+    config: RewardConfig
+    key: str
+
+    @property
+    def source_key(self) -> SourceKey:
+        return (self.purpose, self.source.label)
+
+    @property
+    def part_key(self) -> PartKey:
+        return (*self.source_key, self.config.label)
+
+    @property
+    def runs_in_process(self) -> bool:
+        """True for tasks and functions; services and models do not need a worker process."""
+        return self.config.task is not None or self.config.function is not None
+
+    @property
+    def is_async(self) -> bool:
+        """True for an async function.
+
+        Raises:
+            ConfigError: the function cannot be imported.
+        """
+        path = self.config.function
+        return path is not None and is_async(import_function(f"{self.key}.function", path))
+
+    def make_task(self, seed: int) -> Task:
+        """Make the task of this part: with the source's parameters if it is the source's own task.
+
+        Raises:
+            DataError: the task is unknown, or refuses the source.
+        """
+        assert self.config.task is not None, "only a part that is a task"
+        source = self.source
+        if self.config.task != source.task:
+            source = type(source)(task=self.config.task, parameters=self.config.parameters)
+        return make_task(source, seed=seed)
+
+
+def reward_parts(data: DataConfig) -> Iterator[RewardPart]:
+    """Yield every part of every source's reward. A source without `rewards` has one part: the reward of its task."""
+    splits: dict[Purpose, Sequence[ConfiguredSource]] = {"train": data.train_sources, "eval": eval_sources(data)}
+    for purpose, sources in splits.items():
+        for source_index, source in enumerate(sources):
+            key = source_key(purpose, source_index, len(sources))
+            for index, config in enumerate(source.rewards or (RewardConfig(task=source.task),)):
+                yield RewardPart(purpose, source, config, f"{key}.rewards.{index}")
+
+
+def check_rewards(data: DataConfig) -> None:
+    """Check before anything starts that every function can be imported and every task and model exists.
+
+    Raises:
+        DataError: a task.
+        ConfigError: an import path.
+        ModelError: the folder of a reward model.
+    """
+    for part in reward_parts(data):
+        config = part.config
+        if config.function is not None:
+            import_function(f"{part.key}.function", config.function)
+        if config.task is not None:
+            part.make_task(seed=0)
+        if config.model is not None:
+            check_model_folder(
+                f"{part.key}.model",
+                config.model,
+                else_expected="a model folder or a hub name (org/name)",
+                files="a sequence classification model",
+            )
+
+
+async def make_scoring(config: Config) -> Scoring:
+    """Start everything that scores.
+
+    Raises:
+        ConfigError: a function cannot be imported.
+        DataError: a task refuses its source.
+        ModelError: a reward model cannot be loaded; names the key.
+    """
+    async with contextlib.AsyncExitStack() as closing:  # if one runner cannot start, end those that have started
+        starter = _Starter(config, closing)
+        starter.start_pools()
+        starter.start_services()
+        starter.start_models()
+        by_source: defaultdict[SourceKey, list[Part]] = defaultdict(list)
+        for part in starter.parts:
+            ready = Part(part.config.label, part.config.weight, starter.score[part.part_key])
+            by_source[part.source_key].append(ready)
+        sources = {key: SourceRewards(each, starter.final_answer.get(key)) for key, each in by_source.items()}
+        return Scoring(sources, starter.runners, closing.pop_all().aclose)
+
+
+class _Starter:
+    """Starts runners; collects how each part is scored and how final answers are found."""
+
+    def __init__(self, config: Config, closing: contextlib.AsyncExitStack) -> None:
+        self._config, self._closing = config, closing
+        self.parts = list(reward_parts(config.data))
+        self.runners: list[Runner] = []
+        self.score: dict[PartKey, Score] = {}
+        self.final_answer: dict[SourceKey, FindAnswer] = {}
+
+    def start_pools(self) -> None:
+        config, rollout = self._config, self._config.rollout
+        is_async = {part.part_key: part.is_async for part in self.parts if part.runs_in_process}
+        in_turn = tuple(key for key in is_async if not is_async[key])
+        together = tuple(key for key in is_async if is_async[key])
+        voting: tuple[SourceKey, ...] = tuple(
+            ("eval", source.label) for source in config.data.eval_sources if source.num_samples > 1
+        )
+        if in_turn or voting:
+            argument, num_workers = scorer_argument(config, in_turn, voting), rollout.num_reward_workers
+            pool = RewardPool(_FACTORY, argument, num_workers=num_workers, deadline_s=rollout.reward_timeout_s)
+            self._add(pool, pool.close, {key: partial(pool.score, part=key[-1]) for key in in_turn})
+            self.final_answer |= dict.fromkeys(voting, pool.final_answer)
+        if together:
+            argument, num_at_once = scorer_argument(config, together), rollout.num_async_rewards
+            waiting = AsyncRewardPool(_FACTORY, argument, num_at_once=num_at_once, deadline_s=rollout.reward_timeout_s)
+            self._add(waiting, waiting.close, {key: partial(waiting.score, part=key[-1]) for key in together})
+
+    def start_services(self) -> None:
+        urls = {part.part_key: part.config.url for part in self.parts if part.config.url is not None}
+        if not urls:
+            return
+        rollout, returns = self._config.rollout, self._config.algorithm.returns
+        services = RewardServices(
+            num_at_once=rollout.num_async_rewards, deadline_s=rollout.reward_timeout_s, returns=returns
+        )
+        self._closing.push_async_callback(services.close)
+        self.runners.append(services)
+        self.score |= {key: partial(services.score, url=url) for key, url in urls.items()}
+
+    def start_models(self) -> None:
+        by_place: defaultdict[tuple[str, str], list[RewardPart]] = defaultdict(list)
+        for part in self.parts:
+            if part.config.model is not None:
+                by_place[part.config.model, part.config.device].append(part)
+        for (path, device), sharing in by_place.items():
+            from areal_rloo.rewards.model import RewardModel  # noqa: PLC0415 - most runs have no model
+
+            batch_size = min(part.config.batch_size for part in sharing)  # a size that fits for all of them
+            model = RewardModel(path, key=f"{sharing[0].key}.model", device=device, batch_size=batch_size)
+            self._add(model, model.close, {part.part_key: model.score for part in sharing})
+
+    def _add(self, runner: Runner, close: Callable[[], None], score: dict[PartKey, Score]) -> None:
+        self._closing.callback(close)
+        self.runners.append(runner)
+        self.score |= score
+
+
+class ScorerSettings(msgspec.Struct, frozen=True):
+    """The settings of a worker process: the parts to score, and the sources whose final answers to find."""
+
+    data: DataConfig
+    seed: int
+    returns: Returns
+    parts: tuple[PartKey, ...]
+    answers: tuple[SourceKey, ...]
+
+
+def scorer_argument(config: Config, parts: tuple[PartKey, ...], answers: tuple[SourceKey, ...] = ()) -> bytes:
+    """Encode the argument of `make_scorer` for these parts and final answers of a run."""
+    settings = ScorerSettings(config.data, config.run.seed, config.algorithm.returns, parts, answers)
+    return msgspec.msgpack.encode(settings)
+
+
+def make_scorer(argument: bytes) -> Callable[[Job], Any]:
+    """Make the scorer of a worker process from `ScorerSettings` as msgpack.
+
+    The scorer returns a `Worth` or a `FinalAnswer`; for async functions, an awaitable.
+
+    Raises:
+        UserError: a task refuses its source, or a function cannot be imported.
+    """
+    settings = msgspec.msgpack.decode(argument, type=ScorerSettings)
+    scorers: dict[PartKey, Callable[[RewardRequest], Any]] = {}
+    answering: dict[SourceKey, Task] = {}
+    for part in reward_parts(settings.data):
+        if part.part_key in settings.parts:
+            scorers[part.part_key] = _scorer(part, settings)
+        if part.source_key in settings.answers:
+            if part.config.task is not None:  # the user's own rows may be scored by a task that reads their answers
+                answering[part.source_key] = part.make_task(settings.seed)
+            elif part.source_key not in answering:
+                answering[part.source_key] = make_task(part.source, seed=settings.seed)
+
+    def score(job: Job) -> Any:
+        purpose, source = job.request.purpose, job.request.item.source
+        if job.part is None:
+            return FinalAnswer(answering[purpose, source].final_answer(job.request.completion))
+        return scorers[purpose, source, job.part](job.request)
+
+    return score
+
+
+def _scorer(part: RewardPart, settings: ScorerSettings) -> Callable[[RewardRequest], Any]:
+    if part.config.function is not None:
+        function = FunctionReward(f"{part.key}.function", part.config.function, returns=settings.returns)
+        return function.score_async if function.is_async else function.score
+    task = part.make_task(settings.seed)
+    return lambda request: read_worth(task.reward(request.completion, request.item), request, returns=settings.returns)

@@ -1,0 +1,267 @@
+"""The intake on its own thread, with real sockets at the workers' end."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.intakes import MANIFEST, make_broadcaster, make_intake
+
+from areal_rloo.errors import UserError
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.service import IntakeService
+from areal_rloo.tasks import Item, Source
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Completion, Group, Trajectory
+from areal_rloo.weights.manifest import gather
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Drain, Goodbye, Hello, Lease, Leases, SampleFailed, WeightsNotice
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
+
+LIMITS = Limits()
+
+
+def _intake(
+    folder: Path, *overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None
+) -> IntakeService:
+    broadcaster = make_broadcaster(folder)
+    return IntakeService(make_intake(broadcaster, *overrides, ledger=ledger, stream=stream), broadcaster, heartbeat_s=1)
+
+
+def _start(intake: IntakeService) -> int:
+    return intake.start(lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
+
+
+async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event) -> None:
+    worker = WorkerChannel(
+        f"tcp://127.0.0.1:{port}", worker_id=worker_id, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
+    )
+    await worker.send(Hello(worker_id, "1", 0, 0, ()))
+    message = await worker.receive()
+    welcomed.set()
+    while not isinstance(message, Drain):
+        message = await worker.receive()
+    await may_leave.wait()
+    await worker.send(Goodbye(worker_id))
+    await worker.close()
+
+
+async def _answer_leases(
+    port: int, waiting: threading.Thread, answer: Callable[[WorkerChannel, Lease, int], Awaitable[None]]
+) -> None:
+    """A worker that answers for each sample it is leased, for as long as somebody waits for the batch."""
+    worker = WorkerChannel(
+        f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+    )
+    await worker.send(Hello("w", "1", 8, 0, ()))
+    while waiting.is_alive():
+        with contextlib.suppress(TimeoutError):
+            message = await asyncio.wait_for(worker.receive(), 0.1)
+            for lease in message.leases if isinstance(message, Leases) else ():
+                for index in lease.sample_indices:
+                    await answer(worker, lease, index)
+    await worker.close()
+
+
+def test_a_worker_that_joins_during_the_stop_is_told_to_stop_too(tmp_path: Path) -> None:
+    intake = _intake(tmp_path)
+    port = _start(intake)
+    stopping = threading.Thread(target=intake.stop_workers, args=(60.0,))
+
+    async def scenario() -> None:
+        first, late, may_leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(_until_drained(port, "first", welcomed=first, may_leave=may_leave))
+            await first.wait()
+            stopping.start()
+            while not intake.draining:  # noqa: ASYNC110 - another thread sets it
+                await asyncio.sleep(0.01)
+            tasks.create_task(_until_drained(port, "late", welcomed=late, may_leave=may_leave))
+            await late.wait()
+            may_leave.set()
+
+    asyncio.run(scenario())
+    stopping.join(timeout=120)
+    assert not stopping.is_alive()
+    assert intake.statistics().num_workers == 0
+    intake.close()
+
+
+def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A filter that refuses every group does this: trajectories keep coming, and never a batch."""
+    monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 0.05)
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    intake = _intake(tmp_path, "algorithm.min_reward_std=0.1", "algorithm.group_size=2")
+    port = _start(intake)
+    waiting = threading.Thread(target=intake.take_batch)
+    waiting.start()
+
+    def warned() -> bool:
+        return any("low_reward_std" in record.getMessage() for record in caplog.records)
+
+    async def answer_every_lease() -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
+        )
+        await worker.send(Hello("w", "1", 4, 0, ()))
+        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
+        num_answered = 0
+        while not warned() and num_answered < 5000:
+            message = await worker.receive()
+            for lease in message.leases if isinstance(message, Leases) else ():
+                for index in lease.sample_indices:
+                    prompt = np.array(lease.prompt_tokens, np.int32)
+                    await worker.push(Trajectory(lease.group_id, index, prompt, completion, 1.0))
+                    num_answered += 1
+        await worker.close()
+
+    asyncio.run(answer_every_lease())
+    intake.begin_drain()
+    waiting.join(timeout=120)
+    intake.close()
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    assert warned()
+    assert "without progress on the next batch" in caplog.text
+
+
+def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> None:
+    intake = _intake(tmp_path, "algorithm.group_size=2")
+    port = _start(intake)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            intake.take_batch()
+        except UserError as error:
+            raised.append(error)
+
+    async def fail(worker: WorkerChannel, lease: Lease, index: int) -> None:
+        await worker.send(SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no", ""))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, fail), 60))
+    waiting.join()
+    intake.close()
+    assert "the first: reward_error: ValueError: no" in str(raised[0])
+
+
+def test_a_restarted_worker_is_offered_the_version_its_process_lost(tmp_path: Path) -> None:
+    intake = _intake(tmp_path)
+    port = _start(intake)
+    offers: list[tuple[str, int]] = []
+
+    async def offered(incarnation: str) -> None:
+        worker = WorkerChannel(
+            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation=incarnation, limits=LIMITS, max_unacked=8, keys=None
+        )
+        await worker.send(Hello("w", incarnation, 0, 0, ()))
+        while not isinstance(message := await worker.receive(), WeightsNotice):
+            pass
+        offers.append((incarnation, message.policy_version))
+        await worker.close()  # without a word, as a killed process
+
+    async def scenario() -> None:
+        intake.commit(1, partial(gather, MANIFEST, [("w", torch.ones(8))]), evaluate=False)
+        async with asyncio.timeout(60):
+            await offered("1")
+            await offered("2")
+
+    asyncio.run(scenario())
+    intake.stop_workers(0)
+    intake.close()
+    assert offers == [("1", 1), ("2", 1)]
+
+
+def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    intake = _intake(tmp_path, "algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
+    port = _start(intake)
+    batches: list[list[Group] | None] = []
+    waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))
+    waiting.start()
+
+    def completion(num: int) -> Completion:
+        return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
+
+    async def answer(worker: WorkerChannel, lease: Lease, index: int) -> None:
+        prompt = np.array(lease.prompt_tokens, np.int32)
+        num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
+        await worker.push(Trajectory(lease.group_id, index, prompt, completion(num), float(index)))
+
+    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, answer), 60))
+    waiting.join()
+    statistics = intake.statistics()
+    intake.close()
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    (batch,) = batches
+    assert batch is not None
+    assert [[t.sample_index for t in group.trajectories] for group in batch] == [[0, 2, 3]] * 2
+    assert statistics.ledger.dropped["too_long"] >= 2
+    assert f"sample ({batch[0].group_id}, 1) has 202 tokens, more than learner.microbatch_tokens=200" in caplog.text
+
+
+def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> None:
+    ledger = Ledger()
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")] * 8)], lambda _: (1, 2), seed=0, num_epochs=None)
+    prompt = stream.take()
+    assert prompt is not None
+    group = ledger.admit(prompt, group_size=3, admission_version=0, deadline=1)
+    for index, num in enumerate((5, 500, 6)):
+        tokens, versions = np.full(num, 2, np.int32), np.zeros(num, np.int32)
+        completion = Completion(tokens, np.full(num, -1, np.float32), versions, "stop")
+        ledger.lease((0, index), "w")
+        ledger.finish([Trajectory(0, index, np.array([1, 2], np.int32), completion, float(index))])
+    assert group.complete
+    intake = _intake(tmp_path, "learner.microbatch_tokens=200", ledger=ledger, stream=stream)
+    _start(intake)
+    intake.close()
+    assert sorted(group.samples) == [0, 2]
+    assert ledger.counts().dropped == {"too_long": 1}
+
+
+def test_trajectories_of_an_earlier_learner_are_ignored_before_the_hello(tmp_path: Path) -> None:
+    """They waited in the worker's socket while no learner ran; their group ids may name other prompts now."""
+    intake = _intake(tmp_path, "algorithm.group_size=2")
+    port = _start(intake)
+
+    async def scenario() -> None:
+        early, late = (
+            WorkerChannel(
+                f"tcp://127.0.0.1:{port}", worker_id=name, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
+            )
+            for name in ("early", "late")
+        )
+        await late.send(Hello("late", "1", 2, 0, ()))
+        while not isinstance(await late.receive(), Leases):
+            pass
+        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
+        trajectory = Trajectory(0, 0, np.array([1, 2], np.int32), completion, 1.0)
+        await early.push(trajectory)
+        while early.statistics().messages_out == 0:  # noqa: ASYNC110 - its sender has a task of its own
+            await asyncio.sleep(0.01)
+        await early.send(Hello("early", "1", 0, 0, ((0, 0),)))
+        await early.receive()  # so what was pushed before is there
+        assert intake.statistics().ledger.buffered == 0
+        assert early.unacknowledged() == [(0, 0)]
+        await late.push(trajectory)
+        while late.unacknowledged() or not intake.statistics().ledger.buffered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(late.receive(), 0.1)
+        await early.close()
+        await late.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    intake.close()

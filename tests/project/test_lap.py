@@ -1,0 +1,40 @@
+"""Walk the tables of one lap in README.md and ARCHITECTURE.md: a lap with real parts runs exactly these files."""
+
+import re
+from pathlib import Path
+
+from support.lap import PACKAGE, files_of_a_lap
+
+REPO = PACKAGE.parent
+# The test itself takes the place of the learner's loop.
+NOT_RUN = {"learner/loop.py"}
+# Named below the table in ARCHITECTURE.md: a reader can skip them.
+BESIDE = (
+    *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "intake/evaluation.py"),
+    *("intake/reward_failures.py", "learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
+    *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/"),
+)
+MOST_FILES, MOST_LINES = 30, 6_300
+
+
+def _table(document: str) -> list[str]:
+    text = (REPO / document).read_text()
+    table = text[text.index("lap of the loop") :]
+    table = table[table.index("|") :].partition("\n\n")[0]
+    return [path.removeprefix("areal_rloo/") for path in re.findall(r"`([\w/]+\.py)`", table)]
+
+
+def test_both_tables_name_the_same_files_in_the_same_order() -> None:
+    assert _table("README.md") == _table("ARCHITECTURE.md")
+
+
+def test_a_lap_runs_through_the_files_of_the_table(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    lap, ran = set(_table("ARCHITECTURE.md")), files_of_a_lap(tiny_folders["qwen2"], tmp_path)
+    assert lap - ran - NOT_RUN == set(), "files of the table that no lap needs"
+    assert {path for path in ran - lap if not path.startswith(BESIDE)} == set(), "files of a lap that no table names"
+
+
+def test_a_lap_fits_an_afternoon() -> None:
+    lap = _table("ARCHITECTURE.md")
+    assert len(lap) <= MOST_FILES
+    assert sum(len((PACKAGE / path).read_text().splitlines()) for path in lap) <= MOST_LINES

@@ -1,0 +1,68 @@
+"""Checks of the tests' own helpers: zombies, a missing SGLang environment, a blocked event loop."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.event_loops import BlockedLoops
+from support.local_runs import Run
+from support.patience import eventually
+from support.processes import children_with, command_of, processes_with
+from support.sglang_support import server_processes, sglang_python
+
+
+@pytest.fixture
+def zombie() -> Iterator[psutil.Process]:
+    """A child of this process that has ended and was not waited for."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        process = psutil.Process(child.pid)
+        eventually(lambda: process.status() == psutil.STATUS_ZOMBIE, "the child does not end")
+        yield process
+
+
+def test_a_zombie_has_no_command(zombie: psutil.Process) -> None:
+    assert zombie in psutil.Process().children()
+    with pytest.raises(psutil.ZombieProcess):
+        zombie.cmdline()
+    assert command_of(zombie) == []
+
+
+def test_a_zombie_among_the_processes_hides_no_other(zombie: psutil.Process, tmp_path: Path) -> None:
+    code = "print(flush=True); input()"
+    words = ("a-word-of-this-test", f"--run-folder={tmp_path}")
+    with subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert children_with(words[0]) == processes_with(words) == [psutil.Process(child.pid)]
+        child.kill()
+    assert children_with(words[0]) == processes_with(words) == []
+
+
+def test_runs_and_sglang_servers_are_listed_beside_a_zombie(zombie: psutil.Process, tmp_path: Path) -> None:
+    run = Run.__new__(Run)
+    run.folder = tmp_path
+    assert run.children("areal_rloo.learner") == []
+    assert server_processes(tmp_path / "server.log") == []
+
+
+def test_without_an_sglang_environment_a_test_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AREAL_RLOO_SGLANG_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(pytest.skip.Exception, match="run make sglang"):
+        sglang_python()
+
+
+def test_a_callback_that_blocks_its_loop_is_a_failure(no_blocked_loop: BlockedLoops) -> None:
+    async def block() -> None:
+        time.sleep(0.3)  # noqa: ASYNC251
+
+    asyncio.run(block())
+    no_blocked_loop.check()
+    no_blocked_loop.limit_s = 0.2
+    with pytest.raises(AssertionError, match="blocked an event loop"):
+        no_blocked_loop.check()
+    no_blocked_loop.warnings.clear()

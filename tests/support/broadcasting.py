@@ -1,0 +1,80 @@
+"""A broadcaster and a receiver on event loops of their own, for tests that call them from their thread."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from areal_rloo.intake.service import LoopThread
+from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.manifest import Manifest
+from areal_rloo.weights.receive import Received, Receiver
+
+
+class Broadcasting:
+    """A running broadcaster."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        transport: SendTransport,
+        timeout_s: float,
+        send_notice: Callable[[str, int, bytes], None],
+    ) -> None:
+        self._loop = LoopThread("broadcast")
+        self._broadcaster = self._loop.call(
+            lambda: Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
+        )
+        self._loop.begin(self._broadcaster.run(send_notice), lambda task: task.cancelled() or task.result())
+
+    def publish(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None]) -> None:
+        buckets = self._loop.run(self._broadcaster.stage())
+        fill(buckets)
+        self._loop.call(self._broadcaster.publish, policy_version, buckets)
+
+    def join(self, worker_id: str, policy_version: int | None) -> None:
+        self._loop.call(self._broadcaster.join, worker_id, policy_version)
+
+    def heard(self, worker_id: str, policy_version: int | None) -> None:
+        self._loop.call(self._broadcaster.heard, worker_id, policy_version)
+
+    def leave(self, worker_id: str) -> None:
+        self._loop.call(self._broadcaster.leave, worker_id)
+
+    def acknowledge(self, worker_id: str, policy_version: int, checksum: int) -> None:
+        self._loop.call(self._broadcaster.acknowledge, worker_id, policy_version, checksum)
+
+    def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
+        self._loop.call(self._broadcaster.fail, worker_id, policy_version, detail)
+
+    def statistics(self) -> BroadcastStatistics:
+        return self._loop.call(self._broadcaster.statistics)
+
+    def close(self) -> None:
+        self._loop.close()
+        self._broadcaster.close()
+
+
+class Receiving:
+    """A running receiver; `on_received` and `on_failed` are called on its loop."""
+
+    def __init__(
+        self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object], **options: Any
+    ) -> None:
+        self._loop = LoopThread("receive")
+        self._receiver = self._loop.call(lambda: Receiver(**options))
+        self._loop.begin(self._take(on_received, on_failed), lambda task: task.cancelled() or task.result())
+
+    async def _take(self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object]) -> None:
+        async for outcome in self._receiver.receive():
+            if isinstance(outcome, Received):
+                on_received(outcome.policy_version, outcome.checksum)
+            else:
+                on_failed(outcome.policy_version, outcome.detail)
+
+    def offer(self, body: bytes) -> None:
+        self._loop.call(self._receiver.offer, body)
+
+    def close(self) -> None:
+        self._loop.close()

@@ -1,0 +1,37 @@
+"""Intakes with the parts a run gives them, for tests to drive without sockets."""
+
+from pathlib import Path
+
+import torch
+
+from areal_rloo.config import load_config
+from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.tasks import Item, Source
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.shared_memory import SharedMemorySender
+
+MANIFEST = build_manifest([("w", torch.zeros(8))], bucket_bytes=1000)
+
+
+def make_broadcaster(folder: Path) -> Broadcaster:
+    transport = SharedMemorySender(MANIFEST, folder / "segments")
+    return Broadcaster(manifest=MANIFEST, transport=transport, timeout_s=300.0)
+
+
+def make_intake(
+    broadcaster: Broadcaster, *overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None
+) -> Intake:
+    """An intake over eight prompts, without evaluation."""
+    source = Source("all", [Item("1+1=?", "2")] * 8)
+    return Intake(
+        load_config("quickstart.yaml", overrides),
+        ledger=ledger or Ledger(),
+        stream=stream or PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
+        evaluation=Evaluation([], lambda _: None),
+        versions=broadcaster,
+        policy_version=0,
+    )

@@ -1,0 +1,139 @@
+"""A whole run under a launcher, small, for tests to watch, signal and read."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support.processes import command_of, processes_with
+
+from areal_rloo.launcher.run_folder import newest_checkpoint
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model.tiny.warm_start=null",
+    "model.tiny.hidden_size=48",
+    "model.tiny.num_layers=2",
+    "data.eval.num_prompts=8",
+    "rollout.num_slots=16",
+    "rollout.sampling.max_new_tokens=24",
+    "algorithm.group_size=4",
+    "learner.groups_per_step=4",
+    "learner.num_train_steps=5",
+    "evaluation.every_n_versions=2",
+    "checkpoint.every_n_steps=2",
+    "wire.heartbeat_s=0.2",
+    "wire.heartbeat_timeout_s=30",
+    "launcher.drain_timeout_s=60",
+    "launcher.max_learner_restarts=0",
+]
+
+
+class Run:
+    """A launcher process and its run folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        config: str = "quickstart.yaml",
+        launcher: str = "local",
+        before: Sequence[str] = (),
+        entry: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`before` stands in front of the command, as `nsenter ...` does; `entry` is the user's script."""
+        self.folder = folder
+        script = [] if entry is None else [str(entry)]
+        command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
+        self.process = subprocess.Popen(
+            [*before, *command, f"run.folder={folder}", *SMALL, *arguments],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+        )
+
+    def wait(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=240)
+        return self.process.returncode, output
+
+    def records(self) -> list[TrainRecord]:
+        return [r for r in read_records(self.folder / "metrics.jsonl") if isinstance(r, TrainRecord)]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def children(self, module: str) -> list[psutil.Process]:
+        found = processes_with(["-m", module, f"--run-folder={self.folder}"])
+        return [
+            process for process in found if command_of(process)[1:3] == ["-m", module]
+        ]  # no srun around the process
+
+    def rank(self, number: int) -> psutil.Process:
+        (found,) = processes_with([f"--rank={number}"], self.children("areal_rloo.learner"))
+        return found
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + 300
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < ends_s, "the run makes no progress"
+            time.sleep(0.05)
+
+    def wait_for_checkpoint(self, num_steps: int) -> None:
+        """Until there is one after so many steps or more; older ones are removed as the run goes on."""
+        self.wait_for(lambda: self.saved_steps() >= num_steps)
+
+    def saved_steps(self) -> int:
+        """Steps before the newest checkpoint; 0 where there is none."""
+        newest = newest_checkpoint(self.folder)
+        return 0 if newest is None else int(newest.removeprefix("step-"))
+
+
+def assert_drained(run: Run) -> None:
+    """It ended with a checkpoint of its last version, and nothing unaccounted for."""
+    summary = run.summary()
+    assert summary["exit_reason"] == "drained"
+    assert balanced(summary["ledger"])
+    assert (run.folder / "checkpoints" / f"step-{summary['policy_version']:06d}").is_dir()
+
+
+def assert_kills_cost_nothing(run: Run) -> None:
+    """Of a run of 32 steps with two ranks, kill a worker and, each after a checkpoint, the learner's rank 0, then its
+    rank 1; each sample is trained on once."""
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.children("areal_rloo.rollout")[0].kill()
+    for rank, after in ((0, 4), (1, 10)):
+        run.wait_for_checkpoint(after)
+        run.rank(rank).kill()
+    code, output = run.wait()
+    assert code == 0, output
+    assert output.count("the learner restarts from step-0000") == 2, output
+    summary = run.summary()
+    assert summary["num_train_steps"] == 32
+    assert balanced(summary["ledger"])
+    assert (summary["ledger"]["trained"], summary["ledger"]["dropped"]) == (32 * 16, {})
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 33))
+
+
+def gone(run: Run) -> bool:
+    ends_s = time.monotonic() + 120
+    while run.children("areal_rloo.learner") or run.children("areal_rloo.rollout"):
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def balanced(ledger: dict[str, Any]) -> bool:
+    parts = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["buffered"] + ledger["in_flight"]
+    return bool(ledger["admitted"] == parts)

@@ -1,0 +1,34 @@
+"""An NVIDIA driver of our making: the functions of NVML that the package calls, without a GPU."""
+
+import threading
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+MIB = 2**20
+
+
+def play_driver(monkeypatch: pytest.MonkeyPatch, *used_mib: int, error: int | None = None, hangs: bool = False) -> None:
+    """Let NVML report a GPU for each number of MiB in use, fail with an error, or hang."""
+
+    def initialize() -> None:
+        if hangs:
+            threading.Event().wait(60.0)
+        if error is not None:
+            raise pynvml.NVMLError(error)
+
+    def memory(index: int, version: int) -> SimpleNamespace:
+        return SimpleNamespace(total=81920 * MIB, used=used_mib[index] * MIB)
+
+    for name, function in (
+        ("nvmlInit", initialize),
+        ("nvmlShutdown", lambda: None),
+        ("nvmlSystemGetDriverVersion", lambda: "550.1"),
+        ("nvmlDeviceGetCount", lambda: len(used_mib)),
+        ("nvmlDeviceGetHandleByIndex", lambda index: index),
+        ("nvmlDeviceGetUUID", lambda index: f"GPU-{index}abc"),
+        ("nvmlDeviceGetName", lambda index: "NVIDIA X1"),
+        ("nvmlDeviceGetMemoryInfo", memory),
+    ):
+        monkeypatch.setattr(pynvml, name, function)

@@ -1,0 +1,34 @@
+"""Processes of tests: how to start them quickly, and lists of them that survive a zombie."""
+
+import multiprocessing
+from collections.abc import Iterable
+from multiprocessing.context import ForkServerContext
+
+import psutil
+
+
+def quickly_started() -> ForkServerContext:
+    """Return a context whose processes are forked from a server that has imported torch: 0.1 s instead of 4 s each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["areal_rloo.learner.building", "areal_rloo.weights.receive"])
+    return context
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; an empty list if the process has ended, even if nobody has reaped it."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # ZombieProcess is a NoSuchProcess
+        return []
+
+
+def children_with(word: str, parent: psutil.Process | None = None) -> list[psutil.Process]:
+    """List the children of `parent` (default: this process) that have `word` among the words of their command."""
+    return processes_with([word], (parent or psutil.Process()).children())
+
+
+def processes_with(words: Iterable[str], among: Iterable[psutil.Process] | None = None) -> list[psutil.Process]:
+    """List the processes (default: of this machine) that have all these words in their command."""
+    wanted = set(words)
+    everywhere = psutil.process_iter() if among is None else among
+    return [process for process in everywhere if wanted <= set(command_of(process))]

@@ -1,0 +1,166 @@
+"""What the tests of the SGLang engine share: engines on a real server, models that say what is right, a sender."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.patience import PATIENCE_S, eventually
+from support.processes import command_of, processes_with
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from transformers import PreTrainedModel
+
+from areal_rloo.config import SGLangConfig
+from areal_rloo.engines.base import GenerationRequest, SamplingParameters
+from areal_rloo.engines.sglang import BucketLayout, Capabilities, ServerPlan, SGLangEngine, UpdateGroup
+from areal_rloo.trajectory import Completion
+
+REPO = Path(__file__).resolve().parents[2]
+PROMPT = (7, 12, 33, 40, 9)
+CAPABILITIES = Capabilities(
+    version="0.5.23",
+    tensor_parallel=1,
+    data_parallel=1,
+    pipeline_parallel=1,
+    context_tokens=64,
+    prompt_tokens=63,
+    cache_tokens=640,
+    radix_cache=True,
+    cache_key="extra_key",
+    weight_versions=True,
+    update_session=True,
+    seeds=False,
+    overlap=False,
+)
+
+
+def sglang_python() -> str:
+    """The Python that has SGLang; skips where there is none."""
+    python = os.environ.get("AREAL_RLOO_SGLANG_PYTHON", str(REPO / ".venv-sglang" / "bin" / "python"))
+    if not os.access(python, os.X_OK):
+        pytest.skip(f"no SGLang at {python}; run make sglang, or set AREAL_RLOO_SGLANG_PYTHON")
+    return str(Path(python).absolute())
+
+
+def make_engine(folder: Path, log: Path, **changes: Any) -> SGLangEngine:
+    """An engine with a server of its own, not awaited."""
+    own = {key: changes.pop(key) for key in list(changes) if key in SGLangConfig.__struct_fields__}
+    sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 1200, "num_threads": 1}
+    plan = ServerPlan(folder, device="cpu", dtype="float32", **{k: changes.pop(k, v) for k, v in sizes.items()})
+    defaults: dict[str, Any] = {"url": None, "update_timeout_s": 30.0}
+    if not changes.get("url"):
+        own = {"python": sglang_python(), **own}
+    return SGLangEngine(plan, config=SGLangConfig(**own), log=log, **{**defaults, **changes})
+
+
+@contextmanager
+def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[SGLangEngine]:
+    """An engine whose server is ready."""
+    engine = make_engine(folder, log, **changes)
+    try:
+        engine.ready.result(timeout=PATIENCE_S)
+        yield engine
+    finally:
+        engine.close()
+
+
+def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: Any) -> GenerationRequest:
+    outer = {key: options.pop(key) for key in ("min_version", "pinned") if key in options}
+    return GenerationRequest(name, prompt, SamplingParameters(**{"max_new_tokens": 20, **options}), **outer)
+
+
+def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
+    return [future.result(timeout=PATIENCE_S) for future in futures]
+
+
+def after(seconds: float, engine: SGLangEngine) -> None:
+    """Wait until requests are really under way: sent, and for a moment."""
+    eventually(lambda: engine.statistics().num_running > 0, "nothing runs")
+    time.sleep(seconds)
+
+
+@torch.no_grad()
+def fresh_logprobs(models: dict[int, PreTrainedModel], prompt: tuple[int, ...], completion: Completion) -> Tensor:
+    """A forward of everything under the weights of each token's version: where the cache is computed again."""
+    ids = torch.tensor([[*prompt, *completion.tokens.tolist()]])
+    each = {
+        v: models[v](ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for v in set(completion.versions.tolist())
+    }
+    pairs = enumerate(zip(completion.tokens.tolist(), completion.versions.tolist(), strict=True))
+    return torch.stack([each[version][place, token] for place, (token, version) in pairs])
+
+
+def assert_close(completion: Completion, expected: Tensor, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(torch.from_numpy(completion.behaviour_logprobs), expected, rtol=0, atol=atol)
+
+
+def version_runs(completion: Completion) -> list[int]:
+    """The versions along a completion, each once."""
+    versions = completion.versions.tolist()
+    return [v for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
+
+
+def server_processes(log: Path) -> list[psutil.Process]:
+    """SGLang's processes, the server before its children."""
+    found = [process for process in processes_with(["sglang.launch_server"]) if _output_of(process) == str(log)]
+    return [*found, *(child for process in found for child in process.children(recursive=True))]
+
+
+def named(log: Path, title: str) -> psutil.Process:
+    (found,) = [p for p in server_processes(log) if title in " ".join(command_of(p))]
+    return found
+
+
+def _output_of(process: psutil.Process) -> str | None:
+    try:
+        return str(Path(f"/proc/{process.pid}/fd/1").readlink())
+    except OSError:
+        return None
+
+
+class Sender:
+    """Rank 0 of a group that servers join: what the learner's end does."""
+
+    def __init__(self, name: str, *, world_size: int = 2, timeout_s: float = 20.0) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.group = UpdateGroup("127.0.0.1", self._store.port, name, 1, world_size, "gloo", timeout_s)
+        self._gloo: ProcessGroupGloo | None = None
+
+    def meet(self) -> None:
+        name = self.group.name
+        store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self.group.timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._gloo = ProcessGroupGloo(store, 0, self.group.world_size, options)
+
+    def send(self, buckets: Sequence[Tensor]) -> None:
+        assert self._gloo is not None
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        for bucket in buckets:
+            self._gloo.broadcast([bucket], options).wait()
+
+    def leave(self) -> None:
+        self._gloo = None
+
+
+def in_buckets(model: PreTrainedModel, num: int = 3) -> tuple[list[BucketLayout], list[Tensor]]:
+    """A model as a sender has it: layouts, and flat bytes."""
+    named_weights = list(model.named_parameters())
+    layouts, flat = [], []
+    for start in range(num):
+        part = named_weights[start::num]
+        layouts.append(
+            BucketLayout(tuple(n for n, _ in part), ("float32",) * len(part), tuple(tuple(p.shape) for _, p in part))
+        )
+        flat.append(torch.cat([p.detach().flatten().view(torch.uint8) for _, p in part]))
+    return layouts, flat

@@ -1,0 +1,29 @@
+"""What a check finds in a situation of our making."""
+
+import os
+from pathlib import Path
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.launcher.doctor import Check, Finding, Situation
+
+REPO = Path(__file__).resolve().parents[2]
+BARE = {"PATH": os.environ["PATH"]}
+HUGE = 10**12  # parameters, which no machine of these days has room for
+
+
+def config(*overrides: str) -> Config:
+    return load_config("quickstart.yaml", overrides)
+
+
+def found(check: Check, *overrides: str, folder: Path | None = None, **environment: str) -> list[Finding]:
+    situation = Situation(config(*overrides), folder, environment={**BARE, **environment})
+    return list(check(situation))
+
+
+def only(check: Check, state: str, *overrides: str, folder: Path | None = None, **environment: str) -> Finding:
+    """The one finding in this state; every one that is not ok says what to do."""
+    every = found(check, *overrides, folder=folder, **environment)
+    assert all(finding.fix for finding in every if finding.state != "ok"), every
+    (finding,) = [finding for finding in every if finding.state == state]
+    assert (finding.error is not None) == (state == "wrong")
+    return finding

@@ -1,0 +1,176 @@
+"""Checkpoints written by transformers: served with the learner's logprobs, or refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.requests_to_serve import assert_agree, learner_logprobs, mixed_requests, results, serving
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from areal_rloo.errors import ModelError
+
+CLASSES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"original_max_position_embeddings": 32, "rope_theta": 1000.0}
+SERVED = {
+    "qwen2 tied": ("qwen2", {}),
+    "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2 one kv head": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen2 no grouping": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen2 window that no layer uses": ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
+    "qwen3 tied": ("qwen3", {"head_dim": 12}),
+    "qwen3 untied": ("qwen3", {"head_dim": 12, "tie_word_embeddings": False}),
+    "qwen3 wide heads": ("qwen3", {"head_dim": 32}),
+    "qwen3 biases": ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    "llama tied": ("llama", {}),
+    "llama untied": ("llama", {"tie_word_embeddings": False}),
+    "llama wide heads": ("llama", {"head_dim": 32}),
+    "llama biases": ("llama", {"attention_bias": True}),
+    "llama biases in the mlp": ("llama", {"mlp_bias": True}),
+    "llama linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}}),
+    "llama llama3 rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1000.0, **LLAMA3}},
+    ),
+    "qwen2 yarn rope": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **YARN}}),
+}
+
+
+def make_model(family: str, options: dict[str, object]) -> PreTrainedModel:
+    """Make a model with random weights, biases and norms, large enough for distributions far from uniform."""
+    config_class, model_class = CLASSES[family]
+    torch.manual_seed(3)
+    model: PreTrainedModel = model_class(config_class(**{**SIZES, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.mul_(4)
+    return model
+
+
+def assert_served_like_the_learner(folder: Path, num: int = 9) -> None:
+    requests = mixed_requests(num, vocab_size=SIZES["vocab_size"], temperature=0.9)
+    with serving(folder) as engine:
+        completions = results(engine.submit(requests))
+    assert_agree(completions, learner_logprobs(folder, requests, completions), 1e-5)
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_a_checkpoint_has_the_learners_logprobs(case: str, tmp_path: Path) -> None:
+    family, options = SERVED[case]
+    make_model(family, options).save_pretrained(tmp_path)
+    assert_served_like_the_learner(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_sharded_checkpoint_is_read(family: str, tmp_path: Path) -> None:
+    make_model(family, {}).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_served_like_the_learner(tmp_path)
+
+
+def test_a_tied_checkpoint_with_a_stored_head_is_read(tmp_path: Path) -> None:
+    make_model("qwen2", {}).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_served_like_the_learner(tmp_path)
+
+
+def test_a_bfloat16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
+    make_model("llama", {}).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert_served_like_the_learner(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_sliding_window_is_refused_with_a_remedy(family: str, tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    make_model(family, window).save_pretrained(tmp_path)
+    with (
+        pytest.raises(ModelError, match=r"sliding-window attention is not served.*rollout\.engine=sglang"),
+        serving(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_length_dependent_rope_is_refused_with_a_remedy(rope_type: str, tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    factors = [1.0] * (SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2)
+    config["rope_parameters"] |= {
+        "rope_type": rope_type,
+        "factor": 2.0,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+    config["rope_parameters"]["original_max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (
+        pytest.raises(ModelError, match=rf"rotary scaling '{rope_type}' is not served.*rollout\.engine=sglang"),
+        serving(tmp_path),
+    ):
+        pass
+
+
+def test_an_unknown_architecture_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    make_model("mistral", {}).save_pretrained(tmp_path)
+    with (
+        pytest.raises(ModelError, match=r"'mistral' is not served by the embedded engine.*rollout\.engine=sglang"),
+        serving(tmp_path),
+    ):
+        pass
+
+
+def test_another_activation_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    make_model("llama", {"hidden_act": "gelu"}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"activation 'gelu' is not served.*rollout\.engine=sglang"), serving(tmp_path):
+        pass
+
+
+def test_the_error_names_a_missing_checkpoint_file(tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"cannot load .*model\.safetensors"), serving(tmp_path):
+        pass
+
+
+def test_the_error_names_a_missing_weight(tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"cannot load .*missing \['model\.norm\.weight'\]"), serving(tmp_path):
+        pass

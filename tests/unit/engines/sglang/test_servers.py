@@ -1,0 +1,151 @@
+"""The start of a managed SGLang server, refused options, and weight files."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_rloo.config import Config, RolloutConfig, SGLangConfig
+from areal_rloo.config.schema import validate
+from areal_rloo.engines.sglang.model_folder import WeightsFolder, read_model
+from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, command_line, environment
+from areal_rloo.errors import ConfigError
+
+
+def _plan(**changes: Any) -> ServerPlan:
+    plan: dict[str, Any] = {
+        "model_path": Path("/models/m"),
+        "model_context_tokens": 4096,
+        "device": "cpu",
+        "dtype": "float32",
+        "tensor_parallel": 1,
+        "num_slots": 8,
+        "context_tokens": 512,
+        "num_threads": 2,
+    }
+    return ServerPlan(**{**plan, **changes})
+
+
+def _options(arguments: dict[str, Any], plan: ServerPlan) -> dict[str, str]:
+    words = command_line(arguments, plan, port=1234)
+    return {
+        word: words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else ""
+        for i, word in enumerate(words)
+        if word.startswith("--")
+    }
+
+
+def test_a_server_is_started_for_its_device() -> None:
+    on_cpu, on_cuda = _options({}, _plan()), _options({}, _plan(device="cuda", tensor_parallel=2))
+    assert on_cpu["--attention-backend"] == "torch_native"
+    assert int(on_cpu["--max-total-tokens"]) >= 8 * 512
+    assert int(on_cpu["--context-length"]) >= 512
+    assert "--attention-backend" not in on_cuda
+    assert (on_cuda["--tp-size"], on_cuda["--weight-version"]) == ("2", "0")
+    assert environment(_plan()) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    assert environment(_plan(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert environment(_plan(device="cuda")) == {}
+
+
+def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:
+    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), tmp_path / "server.log")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", server.port))
+    server.kill()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", server.port))
+
+
+def test_last_words_are_the_fatal_error_not_a_harmless_one(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("ValueError: of an earlier run\n")
+    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), log)
+    server.kill()
+    with log.open("a") as file:
+        file.write(
+            "[2026-11-22 15:02:13] ERROR:    [Errno 98] error while attempting to bind on address\n"
+            "[2026-11-22 15:02:13] INFO:     Waiting for application shutdown.\n"
+            "[2026-11-22 15:02:23] post-warmup freeze_gc failed\n"
+            "Traceback (most recent call last):\n"
+            "TimeoutError: timed out\n\n"
+            "requests.exceptions.ReadTimeout: Read timed out. (read timeout=10)\n"
+            "[2026-11-22 15:02:23] The server is fired up and ready to roll!\n"
+        )
+    assert server.last_words().endswith("[Errno 98] error while attempting to bind on address")
+
+
+def test_the_context_is_limited_only_below_the_models_own() -> None:
+    assert "--context-length" not in _options({}, _plan(model_context_tokens=512))
+    assert "--disable-radix-cache" in _options({}, _plan(radix_cache=False))
+
+
+def test_the_users_arguments_override_ours() -> None:
+    given = {"disable_overlap_schedule": False, "--mem-fraction-static": 0.5, "enable-metrics": None, "trust_x": True}
+    options = _options(given, _plan())
+    assert options["--mem-fraction-static"] == "0.5"
+    assert options["--trust-x"] == ""
+    assert not {"--disable-overlap-schedule", "--enable-metrics"} & set(options)
+
+
+@pytest.mark.parametrize(
+    ("sglang", "message"),
+    [
+        ({"arguments": {"tp_size": 2}}, r"rollout.sglang.arguments.tp_size: .*rollout.tensor_parallel"),
+        ({"arguments": {"--api-key": "x"}}, r"rollout.sglang.arguments.--api-key"),
+        ({"arguments": {"dp": 2}}, r"rollout.num_workers"),
+        ({"urls": ("http://a:1",)}, r"rollout.sglang.urls: expected one for each of rollout.num_workers=2, got 1"),
+        ({"urls": ("http://a:1", "http://a:1")}, r"rollout.sglang.urls: expected different servers"),
+        ({"urls": ("a:1", "b:1")}, r"rollout.sglang.urls: expected http"),
+        ({"api_key_env": "KEY"}, r"rollout.sglang.api_key_env: nothing reads it without urls"),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://localhost:2"), "python": "p"},
+            r"rollout.sglang.python: nothing reads it with urls",
+        ),
+        (
+            {"urls": ("http://127.0.0.1:1", "http://b:1")},
+            r"rollout.sglang.urls: http://b:1 is on another machine.*wire.host=127.0.0.1",
+        ),
+        ({"arguments": {"pp-size": 2}}, r"rollout.sglang.arguments.pp-size: .*rollout.tensor_parallel"),
+    ],
+)
+def test_contradicting_options_are_refused(sglang: dict[str, Any], message: str) -> None:
+    rollout = RolloutConfig(engine="sglang", num_workers=2, sglang=SGLangConfig(**sglang))
+    with pytest.raises(ConfigError, match=message):
+        validate(Config(rollout=rollout))
+
+
+def test_tensor_parallel_needs_sglang() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel: expected 1 with rollout.engine=embedded, got 2"):
+        validate(Config(rollout=RolloutConfig(tensor_parallel=2)))
+    validate(Config(rollout=RolloutConfig(tensor_parallel=2, engine="sglang")))
+
+
+def test_weight_files_are_owner_only_and_removed_after_a_crash(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_rloo.engines.sglang.model_folder._MEMORY", tmp_path)
+    abandoned = tmp_path / "areal_rloo-weights-of-the-dead"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    facts = read_model(tiny_folders["qwen2"])
+    folder = WeightsFolder(facts)
+    assert not abandoned.exists()
+    other = WeightsFolder(facts)
+    weights = {name: torch.zeros(shape) for name, shape in facts.shapes.items()}
+    written = folder.write(1, weights.items())
+    assert written.is_relative_to(tmp_path), "the folder of a live process is left alone"
+    assert written.stat().st_mode & 0o077 == 0
+    folder.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_models_files_give_the_shapes_of_weights(tiny_folders: dict[str, Path]) -> None:
+    facts = read_model(tiny_folders["qwen2"])
+    config = json.loads((tiny_folders["qwen2"] / "config.json").read_text())
+    assert facts.vocab_size == config["vocab_size"]
+    assert facts.shapes["model.norm.weight"] == (64,)

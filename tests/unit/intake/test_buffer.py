@@ -1,0 +1,92 @@
+"""Which groups are worth training on: by the deviation of their rewards, and by a function of the user's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_rloo.config import AlgorithmConfig
+from areal_rloo.intake.buffer import Buffer
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.trajectory import Completion, Group, Item, Trajectory
+
+GROUPS_PER_STEP = 3
+
+
+class _Bench:
+    def __init__(self, *, group_filter: Callable[[Group], bool] | None = None, **algorithm: Any) -> None:
+        self.ledger = Ledger()
+        self.buffer = Buffer(
+            self.ledger,
+            algorithm=AlgorithmConfig(**algorithm),
+            groups_per_step=GROUPS_PER_STEP,
+            give_back=lambda epoch, index: pytest.fail("the prompt of a group that says nothing is not tried again"),
+            group_filter=group_filter,
+        )
+
+    def complete(self, *rewards: float) -> int:
+        """A group with these rewards arrives; gives its id."""
+        group = self.ledger.admit(
+            Prompt(0, 0, (1,), Item("?")), group_size=len(rewards), admission_version=0, deadline=9
+        )
+        for index, reward in enumerate(rewards):
+            self.ledger.lease((group.group_id, index), "rollout-0")
+            completion = Completion(np.array([2]), np.array([-1.0], np.float32), np.array([0]), "stop")
+            finished = self.ledger.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
+            assert finished is not None
+            self.buffer.settle(finished)
+        return group.group_id
+
+    def dropped(self) -> dict[str, int]:
+        counts = self.ledger.counts()
+        assert counts.balanced
+        return counts.dropped
+
+
+def test_groups_of_equal_rewards_are_kept_unless_a_deviation_is_asked_for() -> None:
+    bench = _Bench()
+    kept = bench.complete(1.0, 1.0)
+    assert kept in bench.ledger.groups
+    assert bench.dropped() == {}
+
+
+def test_groups_below_min_reward_std_are_dropped_and_replaced() -> None:
+    bench = _Bench(min_reward_std=0.3)
+    bench.complete(1.0, 1.0, 1.0)
+    bench.complete(1.0, 0.5, 1.0)  # deviation 0.236
+    kept = bench.complete(1.0, 0.0, 1.0)
+    assert list(bench.ledger.groups) == [kept]
+    assert bench.dropped() == {"low_reward_std": 6}
+    assert bench.ledger.dropped_groups == 2
+
+
+def test_a_group_filter_decides_on_whole_groups() -> None:
+    seen: list[Group] = []
+
+    def keep(group: Group) -> bool:
+        seen.append(group)
+        return group.trajectories[0].reward > 0.5
+
+    bench = _Bench(group_filter=keep)
+    bench.complete(0.0, 1.0)
+    kept = bench.complete(1.0, 0.0)
+    assert list(bench.ledger.groups) == [kept]
+    assert [len(group.trajectories) for group in seen] == [2, 2]
+    assert bench.dropped() == {"group_filter": 2}
+
+
+def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> None:
+    def keep(group: Group) -> bool:
+        return group.trajectories[0].reward / group.trajectories[1].reward > 0
+
+    bench = _Bench(group_filter=keep)
+    bench.complete(1.0, 0.0)
+    bench.complete(1.0, 0.0)
+    bench.complete(1.0, 1.0)
+    bench.complete(1.0, 0.0)
+    bench.complete(1.0, 0.0)
+    assert bench.dropped() == {"group_filter_error": 8}
+    with pytest.raises(ZeroDivisionError):
+        bench.complete(1.0, 0.0)

@@ -1,0 +1,171 @@
+"""Evaluation: every held-out prompt once, one at a time, and honest about the version."""
+
+import math
+
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.wire.messages import Lease
+
+PROMPTS = [Prompt(0, index, (index + 1,), Item(f"{index}?")) for index in range(5)]
+
+
+def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
+    completion = Completion(np.zeros(2, np.int32), np.zeros(2, np.float32), np.full(2, version, np.int32), "stop")
+    return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)
+
+
+def test_accuracy_is_the_mean_reward_and_the_version_that_of_the_tokens() -> None:
+    records: list[EvalRecord] = []
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
+    evaluation.request(5)
+    leases = evaluation.take_leases()
+    assert [lease.prompt_tokens for lease in leases] == [prompt.tokens for prompt in PROMPTS[:4]]
+    assert {lease.min_version for lease in leases} == {5}
+    for lease, reward in zip(leases, (1.0, 0.0, 1.0, 1.0), strict=True):
+        evaluation.finish([_finished(lease, reward, 6)])
+    (record,) = records
+    assert (record.accuracy, record.num_prompts, record.policy_version) == (0.75, 4, 6)
+    assert evaluation.finished
+
+
+def test_a_version_that_falls_due_meanwhile_waits_and_the_newest_wins() -> None:
+    records: list[EvalRecord] = []
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
+    evaluation.request(1)
+    first = evaluation.take_leases()
+    evaluation.request(2)
+    evaluation.request(3)
+    assert evaluation.take_leases() == []
+    for lease in first:
+        evaluation.finish([_finished(lease, 1.0, 1)])
+    second = evaluation.take_leases()
+    assert {lease.min_version for lease in second} == {3}
+    assert not {lease.group_id for lease in first} & {lease.group_id for lease in second}
+    assert [lease.prompt_tokens for lease in second] == [prompt.tokens for prompt in PROMPTS[:4]]
+    assert [lease.seed for lease in second] == [lease.seed for lease in first]  # only the weights differ
+    assert not evaluation.finished
+
+
+def test_evaluation_handles_lost_repeated_and_failed_samples() -> None:
+    records: list[EvalRecord] = []
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
+    evaluation.request(0)
+    leases = evaluation.take_leases()
+    evaluation.lose((leases[0].group_id, 0))
+    assert evaluation.take_leases()[0].group_id == leases[0].group_id
+    evaluation.fail((leases[0].group_id, 0))
+    for lease in (*leases[1:], leases[1]):
+        evaluation.finish([_finished(lease, 1.0, 0)])
+    assert [record.accuracy for record in records] == [0.75]
+
+
+def test_a_lost_sample_that_arrives_late_is_not_leased_again() -> None:
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:2])], lambda record: None)
+    evaluation.request(0)
+    first, second = evaluation.take_leases()
+    evaluation.lose((first.group_id, 0))
+    evaluation.finish([_finished(first, 1.0, 0)])
+    evaluation.lose((first.group_id, 0))
+    assert evaluation.take_leases() == []
+    evaluation.finish([_finished(second, 1.0, 0)])
+    assert evaluation.finished
+
+
+def test_without_held_out_prompts_there_is_nothing_to_wait_for() -> None:
+    evaluation = Evaluation([], lambda record: None)
+    evaluation.request(3)
+    assert evaluation.finished
+
+
+def _sampled(lease: Lease, index: int, reward: float, answer: str | None) -> Trajectory:
+    trajectory = _finished(lease, reward, 1)
+    return msgspec.structs.replace(trajectory, sample_index=index, answer=answer)
+
+
+def _measured(*samples: list[tuple[float, str | None]]) -> EvalRecord:
+    """The record of a set with these samples of each prompt."""
+    records: list[EvalRecord] = []
+    num_samples = len(samples[0])
+    evaluation = Evaluation([EvalSet("mine", PROMPTS[: len(samples)], num_samples)], records.append)
+    evaluation.request(1)
+    for lease, outcomes in zip(evaluation.take_leases(), samples, strict=True):
+        assert lease.sample_indices == tuple(range(num_samples))
+        for index, (reward, answer) in enumerate(outcomes):
+            evaluation.finish([_sampled(lease, index, reward, answer)])
+    return records[0]
+
+
+def test_pass_at_k_and_maj_at_k_are_shares_of_prompts() -> None:
+    record = _measured(
+        [(1.0, "4"), (1.0, "4"), (0.0, "5")],  # passes, and the majority is right
+        [(1.0, "4"), (0.0, "5"), (0.0, "5")],  # passes, and the majority is wrong
+        [(1.0, "4"), (0.0, "6"), (0.0, "6")],  # likewise
+        [(0.0, "5"), (0.0, "6"), (0.0, None)],  # neither
+        [(1.0, "4"), (0.0, "5"), (0.0, None)],  # passes; one of two that are as frequent is right
+    )
+    assert (record.num_prompts, record.num_samples) == (5, 3)
+    assert record.accuracy == 5 / 15
+    assert record.pass_share == 4 / 5
+    assert record.majority_share == (1 + 0 + 0 + 0 + 0.5) / 5
+
+
+def test_a_weighted_sum_that_misses_one_by_its_rounding_is_right() -> None:
+    record = _measured([(0.7 + 0.2 + 0.1, "4"), (0.0, "5")])
+    assert 0.7 + 0.2 + 0.1 < 1
+    assert (record.pass_share, record.majority_share) == (1.0, 0.5)
+
+
+def test_samples_without_a_final_answer_do_not_vote() -> None:
+    record = _measured([(1.0, None), (0.0, None)], [(1.0, "4"), (1.0, "4")])
+    assert (record.pass_share, record.majority_share) == (1.0, 0.5)
+
+
+def test_shares_are_nan_without_final_answers_or_with_one_sample() -> None:
+    record = _measured([(1.0, None), (0.0, None)])
+    assert record.pass_share == 1.0
+    assert math.isnan(record.majority_share)
+    record = _measured([(1.0, "4")])
+    assert math.isnan(record.pass_share) and math.isnan(record.majority_share)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from("abc")), min_size=4, max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_majority_is_right_only_where_a_sample_is(samples: list[list[tuple[float, str | None]]]) -> None:
+    record = _measured(*samples)
+    assert 0 <= record.majority_share <= record.pass_share <= 1
+    assert record.accuracy <= record.pass_share
+
+
+def test_several_sets_are_measured_together_each_with_its_own_record() -> None:
+    records: list[EvalRecord] = []
+    evaluation = Evaluation(
+        [EvalSet("a", PROMPTS[:1], 2), EvalSet("b", PROMPTS[1:4]), EvalSet("empty", [])], records.append
+    )
+    evaluation.request(2)
+    leases = evaluation.take_leases()
+    assert [lease.sample_indices for lease in leases] == [(0, 1), (0,), (0,), (0,)]
+    assert len({lease.group_id for lease in leases}) == 4
+    evaluation.lose((leases[0].group_id, 1))
+    (again,) = evaluation.take_leases()
+    assert (again.group_id, again.sample_indices, again.seed) == (leases[0].group_id, (1,), leases[0].seed)
+    evaluation.request(3)
+    for lease in leases[1:]:
+        evaluation.finish([_finished(lease, 1.0, 2)])
+    assert [record.name for record in records] == ["b"]
+    assert not evaluation.finished
+    evaluation.finish([_sampled(leases[0], 0, 1.0, None), _sampled(leases[0], 0, 1.0, None)])
+    evaluation.fail((leases[0].group_id, 1))
+    assert [(record.name, record.accuracy, record.num_prompts) for record in records] == [("b", 1.0, 3), ("a", 0.5, 1)]
+    assert {lease.min_version for lease in evaluation.take_leases()} == {3}

@@ -1,0 +1,185 @@
+"""The intake's event loop: errors of its tasks reach the training thread, and waits do not spin."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import zmq
+from support.intakes import MANIFEST, make_broadcaster, make_intake
+from support.patience import eventually
+from torch import Tensor
+
+from areal_rloo.errors import WeightsError
+from areal_rloo.intake.intake import Outgoing
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.service import IntakeService, LoopThread
+from areal_rloo.tasks import Item, Source
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.manifest import SharedMemoryOffer
+from areal_rloo.weights.shared_memory import SharedMemorySender
+from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.codec import encode
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Heartbeat, Hello, WorkerMessage
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
+
+
+def _channel() -> LearnerChannel:
+    return LearnerChannel.bind("127.0.0.1", 0, limits=Limits(), keys=None)
+
+
+def test_a_call_returns_the_result_or_raises_the_error() -> None:
+    loop = LoopThread("test")
+    assert loop.call(lambda: threading.current_thread().name) == "test"
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 / 0)
+    loop.close()
+
+
+def test_closing_a_loop_cancels_its_tasks() -> None:
+    loop = LoopThread("test")
+    ended: list[bool] = []
+    loop.begin(asyncio.sleep(1000), lambda task: ended.append(task.cancelled()))
+    loop.close()
+    assert ended == [True]
+
+
+def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
+    class Crashing(Broadcaster):
+        async def run(self, send_notice: Callable[[str, int, bytes], None]) -> None:
+            raise KeyError("a bug")
+
+    transport = SharedMemorySender(MANIFEST, tmp_path / "segments")
+    broadcaster = Crashing(manifest=MANIFEST, transport=transport, timeout_s=1.0)
+    service = IntakeService(make_intake(broadcaster), broadcaster, heartbeat_s=1)
+    service.start(_channel)
+    with pytest.raises(KeyError, match="a bug"):
+        service.take_batch()
+    assert service.statistics().num_workers == 0, "statistics outlive a failure"
+    service.close()
+
+
+def test_an_offer_that_fails_is_made_again(tmp_path: Path) -> None:
+    class Flaky(SharedMemorySender):
+        failures = 1
+
+        async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
+            if self.failures:
+                self.failures -= 1
+                raise WeightsError("no file descriptor is left")
+            return await super().offer(buckets, worker_ids)
+
+    notices: list[int] = []
+    broadcaster = Broadcaster(manifest=MANIFEST, transport=Flaky(MANIFEST, tmp_path / "segments"), timeout_s=60.0)
+    loop = LoopThread("broadcast")
+    loop.begin(broadcaster.run(lambda worker_id, version, body: notices.append(version)), lambda task: None)
+
+    async def publish() -> None:
+        broadcaster.publish(1, await broadcaster.stage())
+
+    loop.run(publish())
+    loop.call(broadcaster.join, "w", 0)
+
+    def is_offered() -> bool:
+        loop.call(broadcaster.heard, "w", 0)
+        return notices == [1]
+
+    eventually(is_offered, "the version was not offered again")
+    assert loop.call(broadcaster.statistics).failures == 1
+    loop.close()
+    broadcaster.close()
+
+
+def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:
+    ledger = Ledger()
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
+    prompt = stream.take()
+    assert prompt is not None
+    ledger.admit(prompt, group_size=2, admission_version=0, deadline=1)  # in flight until the drain
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster, ledger=ledger, stream=stream)
+    looks = 0
+    take_batch = intake.take_batch
+
+    def counted() -> object:
+        nonlocal looks
+        looks += 1
+        return take_batch()
+
+    intake.take_batch = counted  # type: ignore[method-assign, assignment]
+    service = IntakeService(intake, broadcaster, heartbeat_s=100)
+    service.start(_channel)
+    waiting = threading.Thread(target=service.take_batch)
+    waiting.start()
+    waiting.join(0.5)
+    service.begin_drain()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert looks < 10
+    service.close()
+
+
+def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) -> None:
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster)
+
+    def exits(now_s: float) -> list[Outgoing]:
+        raise SystemExit(3)
+
+    intake.remove_silent = exits  # type: ignore[method-assign]
+    service = IntakeService(intake, broadcaster, heartbeat_s=0.01)
+    service.start(_channel)
+    with pytest.raises(SystemExit):
+        service.take_batch()
+    service.close()
+
+
+def test_queued_messages_do_not_hold_up_the_training_thread(tmp_path: Path) -> None:
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster)
+    service = IntakeService(intake, broadcaster, heartbeat_s=100)
+    handled = 0
+    handle = intake.handle
+
+    def counted(peer: str, message: WorkerMessage, now_s: float) -> list[Outgoing]:
+        nonlocal handled
+        handled += 1
+        return handle(peer, message, now_s)
+
+    intake.handle = counted  # type: ignore[method-assign]
+    port = service.start(_channel)
+    num = 5_000
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.set_hwm(2 * num)
+    peer.connect(f"tcp://127.0.0.1:{port}")
+    frames = encode(Heartbeat("w", 0, 0.0, 0))
+    for _ in range(num):
+        peer.send_multipart(frames)
+    eventually(lambda: handled > 0, "no message came")
+    before = service.call(lambda: handled)
+    assert before < num, "the call came before the last message"
+    eventually(lambda: handled == num, "messages are missing")
+    peer.close(0)
+    service.close()
+
+
+def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 1000.0)  # no other wake-up
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
+    assert stream.take() is not None  # the only prompt is gone, and the stream does not know yet
+    broadcaster = make_broadcaster(tmp_path)
+    service = IntakeService(make_intake(broadcaster, stream=stream), broadcaster, heartbeat_s=1000)
+    port = service.start(_channel)
+    waiting = threading.Thread(target=service.take_batch, daemon=True)
+    waiting.start()
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.connect(f"tcp://127.0.0.1:{port}")
+    peer.send_multipart(encode(Hello("w", "1", 4, 0, ())))
+    waiting.join(60)
+    assert not waiting.is_alive()
+    peer.close(0)
+    service.close()

@@ -1,0 +1,324 @@
+"""The staleness bound and the ledger, by random schedules over the real admission, leasing, ledger and buffer.
+
+A schedule is a list of small numbers that decides what happens next: a sample finishes, a worker dies or takes the
+newest weights, a reward fails, the learner trains. Every token is tagged as an engine would tag it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_rloo.algorithm.staleness import must_wait, within_bound
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, WireConfig
+from areal_rloo.intake.buffer import Buffer
+from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.fleet import Fleet
+from areal_rloo.intake.leasing import Leasing
+from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.tasks import Item, Source
+from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
+from areal_rloo.wire.messages import Hello
+
+GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
+
+
+class Simulation:
+    """The learner's bookkeeping without sockets, and workers that are a dict of what they hold."""
+
+    def __init__(self, *, max_staleness: int, stale_tokens: str) -> None:
+        self.config = Config(
+            algorithm=AlgorithmConfig(
+                group_size=GROUP_SIZE,
+                max_staleness=max_staleness,
+                stale_tokens=stale_tokens,  # type: ignore[arg-type]
+            ),
+            learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP, num_train_steps=NUM_STEPS),
+            wire=WireConfig(max_attempts=3),
+        )
+        self.version = 0
+        self.ledger = Ledger()
+        sources = [Source("all", [Item(str(index)) for index in range(200)])]
+        self.stream = PromptStream(sources, lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
+        self.buffer = Buffer(
+            self.ledger,
+            algorithm=self.config.algorithm,
+            groups_per_step=GROUPS_PER_STEP,
+            give_back=self.stream.give_back,
+        )
+        self.leasing = Leasing(
+            self.config,
+            ledger=self.ledger,
+            buffer=self.buffer,
+            stream=self.stream,
+            evaluation=Evaluation([], lambda record: None),
+            last_version=NUM_STEPS,
+        )
+        self.workers = Fleet()
+        self.engine_version: dict[str, int] = {}
+        self.incarnation = 0
+        self.min_version: dict[SampleId, int] = {}
+        self.held: dict[str, dict[SampleId, list[int]]] = {}
+        self.trained: Counter[SampleId] = Counter()
+        self.trained_prompts: Counter[int] = Counter()
+        for index in range(NUM_WORKERS):
+            self.join(f"w{index}")
+
+    def join(self, worker_id: str) -> None:
+        """A (new incarnation of a) worker says Hello with the initial weights and nothing in hand."""
+        self.incarnation += 1
+        hello = Hello(worker_id, str(self.incarnation), 8, 0, ())
+        _, lost = self.workers.welcome(hello, worker_id, now_s=0.0, policy_version=self.version)
+        self.leasing.lose(lost)
+        self.engine_version[worker_id] = 0
+        self.held[worker_id] = {}
+        self.grant()
+
+    def grant(self) -> None:
+        for worker, leases in self.leasing.grants(list(self.workers.alive.values()), self.version):
+            for lease in leases.leases:
+                for index in lease.sample_indices:
+                    self.held[worker.worker_id][(lease.group_id, index)] = []
+                    self.min_version[(lease.group_id, index)] = lease.min_version
+
+    def decode(self, worker_id: str) -> None:
+        """A token for every sample this worker may work on."""
+        version = self.engine_version[worker_id]
+        for sample_id, versions in self.held[worker_id].items():
+            if version >= self.min_version[sample_id]:
+                versions.append(version)
+
+    def finish(self, worker_id: str, pick: int) -> None:
+        started = [sample_id for sample_id, versions in self.held[worker_id].items() if versions]
+        if not started:
+            return
+        sample_id = started[pick % len(started)]
+        versions = np.array(self.held[worker_id].pop(sample_id), dtype=np.int32)
+        tokens = np.zeros(len(versions), dtype=np.int32)
+        completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
+        self.workers.alive[worker_id].release(sample_id)
+        group = self.ledger.finish([Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
+        if group is not None:
+            self.buffer.settle(group)
+        self.grant()
+
+    def fail(self, worker_id: str, pick: int) -> None:
+        if self.held[worker_id]:
+            sample_id = list(self.held[worker_id])[pick % len(self.held[worker_id])]
+            del self.held[worker_id][sample_id]
+            self.workers.alive[worker_id].release(sample_id)
+            self.leasing.drop(sample_id, "reward_error")
+            self.grant()
+
+    def train(self) -> None:
+        if self.version == NUM_STEPS:
+            return
+        batch = self.buffer.take(self.version, last=self.leasing.exhausted)
+        self.grant()
+        if batch is None:
+            return
+        self.check_batch(batch)
+        self.buffer.trained()
+        self.version += 1
+        self.grant()
+
+    def check_batch(self, batch: Sequence[Group]) -> None:
+        eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens
+        assert len(batch) == GROUPS_PER_STEP
+        for group in batch:
+            assert len(group.trajectories) >= 2
+            self.trained_prompts[self.ledger.groups[group.group_id].prompt.item_index] += 1
+            for trajectory in group.trajectories:
+                self.trained[trajectory.sample_id] += 1
+                versions = trajectory.completion.versions
+                fresh = within_bound(versions, policy_version=self.version, max_staleness=eta)
+                assert (self.version - versions[fresh] <= eta).all()
+                if policy != "mask" or eta == 0:
+                    assert fresh.all(), f"version {self.version} trains on {versions} under {policy}, eta {eta}"
+
+    def check_ledger(self) -> None:
+        counts = self.ledger.counts()
+        assert counts.balanced
+        assert counts.trained == sum(self.trained.values())
+        assert set(self.trained.values()) <= {1}
+        assert set(self.trained_prompts.values()) <= {1}
+        live = self.ledger.admitted_groups - self.ledger.dropped_groups
+        assert live <= (self.version + self.config.algorithm.max_staleness + 1) * GROUPS_PER_STEP
+        assert live <= NUM_STEPS * GROUPS_PER_STEP
+
+    def act(self, what: int, who: int, pick: int) -> None:
+        worker_id = f"w{who % NUM_WORKERS}"
+        match what:
+            case 0 | 1 | 2:
+                self.finish(worker_id, pick)
+            case 3 | 4:
+                self.decode(worker_id)
+            case 5 | 6:
+                self.train()
+            case 7:
+                self.engine_version[worker_id] = self.version
+            case 8 if pick % 4 == 0:
+                self.join(worker_id)
+            case 9 if pick % 4 == 0:
+                self.fail(worker_id, pick)
+        self.check_ledger()
+
+    def run_out(self) -> None:
+        """Let everything go well until the run is over."""
+        for _ in range(4000):
+            if self.version == NUM_STEPS:
+                return
+            for worker_id in self.held:
+                self.engine_version[worker_id] = self.version
+                self.decode(worker_id)
+                self.finish(worker_id, 0)
+            self.train()
+            self.check_ledger()
+        raise AssertionError(f"no progress beyond version {self.version}")
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 3),
+    st.sampled_from(["mask", "drop", "wait"]),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 11)), max_size=250),
+)
+def test_no_schedule_breaks_the_bound_or_the_ledger_and_every_run_ends(
+    max_staleness: int, stale_tokens: str, schedule: list[tuple[int, int, int]]
+) -> None:
+    simulation = Simulation(max_staleness=max_staleness, stale_tokens=stale_tokens)
+    for what, who, pick in schedule:
+        simulation.act(what, who, pick)
+    simulation.run_out()
+    counts = simulation.ledger.counts()
+    assert counts.buffered == counts.in_flight == 0
+    assert counts.admitted == counts.trained + sum(counts.dropped.values())
+
+
+def test_under_wait_the_step_waits_for_the_group_that_would_go_stale() -> None:
+    assert must_wait(policy_version=3, groups_per_step=2, deadlines_left=[3])
+    assert not must_wait(policy_version=3, groups_per_step=2, deadlines_left=[4, 4])
+    assert must_wait(policy_version=3, groups_per_step=2, deadlines_left=[4, 4, 4])
+
+
+def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
+    outcomes = {}
+    for policy in ("mask", "drop", "wait"):
+        simulation = Simulation(max_staleness=1, stale_tokens=policy)
+        (first, *_), holder = list(simulation.held["w0"]), simulation.held["w0"]
+        simulation.decode("w0")
+        simulation.decode("w1")
+        straggler = {first: holder.pop(first)}
+        for _ in range(400):
+            for worker_id in simulation.held:
+                simulation.engine_version[worker_id] = simulation.version
+                simulation.decode(worker_id)
+                simulation.finish(worker_id, 0)
+            simulation.train()
+        outcomes[policy] = simulation.version
+        holder.update(straggler)
+        simulation.run_out()
+        outcomes[policy + " dropped"] = dict(simulation.ledger.counts().dropped)
+    assert outcomes["wait"] < outcomes["mask"]
+    assert outcomes["drop dropped"] == {"stale": 1} or "stale" in outcomes["drop dropped"]
+    assert outcomes["mask dropped"] == outcomes["wait dropped"] == {}
+
+
+def test_a_worker_that_lags_starts_on_nothing_admitted_after_its_version() -> None:
+    simulation = Simulation(max_staleness=1, stale_tokens="wait")
+    while simulation.version < 3:
+        simulation.engine_version["w1"] = simulation.version
+        for worker_id in ("w0", "w1"):
+            simulation.decode(worker_id)
+            simulation.finish(worker_id, 0)
+        if not any(versions for versions in simulation.held["w0"].values()) and simulation.held["w0"]:
+            break  # all it holds was admitted later than its version 0
+        simulation.train()
+    assert simulation.version > 0
+    assert set(simulation.engine_version.values()) != {0}
+    assert all(versions == [] for versions in simulation.held["w0"].values())
+    simulation.run_out()
+
+
+def test_a_sample_is_dropped_after_max_attempts_without_its_group() -> None:
+    simulation = Simulation(max_staleness=1, stale_tokens="mask")
+    for _ in range(3):
+        for worker_id in ("w0", "w1"):
+            simulation.join(worker_id)
+    assert simulation.ledger.counts().dropped["max_attempts"] > 0
+    simulation.check_ledger()
+    simulation.run_out()
+
+
+def test_a_restored_ledger_leases_samples_in_flight_again() -> None:
+    simulation = Simulation(max_staleness=2, stale_tokens="mask")
+    for worker_id in ("w0", "w1"):
+        simulation.decode(worker_id)
+        simulation.finish(worker_id, 0)
+    state = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(simulation.ledger.state()), type=type(simulation.ledger.state())
+    )
+    live = simulation.ledger.groups
+    trajectories = by_sample(t for g in live.values() for s in g.samples.values() for t in s.trajectories)
+    restored = Ledger.restored(state, {name: group.prompt for name, group in live.items()}, trajectories)
+    assert restored.counts() == simulation.ledger.counts()
+    waiting = sum(len(indices) for _, indices in restored.waiting())
+    assert waiting == restored.counts().in_flight
+
+
+def test_a_repeated_trajectory_changes_nothing() -> None:
+    simulation = Simulation(max_staleness=1, stale_tokens="mask")
+    simulation.decode("w0")
+    sample_id = next(iter(simulation.held["w0"]))
+    completion = Completion(*(np.zeros(1, dtype=d) for d in (np.int32, np.float32, np.int32)), "stop")
+    trajectory = Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, 1.0)
+    assert simulation.ledger.finish([trajectory]) is not None
+    before = simulation.ledger.counts()
+    assert simulation.ledger.finish([trajectory]) is None
+    assert simulation.ledger.counts() == before
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_a_restored_stream_continues_the_epoch(num_epochs: int) -> None:
+    def stream() -> PromptStream:
+        sources = [Source("all", [Item(str(index)) for index in range(7)])]
+        return PromptStream(sources, lambda item: (int(item.text) + 1,), seed=3, num_epochs=num_epochs)
+
+    one, other = stream(), stream()
+    taken = [one.take() for _ in range(5)]
+    assert taken[0] is not None
+    one.give_back(taken[0].epoch, taken[0].item_index)
+    other.restore(one.state())
+    rest = []
+    while (prompt := other.take()) is not None:
+        rest.append(prompt)
+    assert rest[0] == taken[0]
+    seen = Counter((p.epoch, p.item_index) for p in [*taken[1:], *rest] if p is not None)
+    assert seen == Counter((epoch, index) for epoch in range(num_epochs) for index in range(7))
+
+
+def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda item: (1,), seed=0, num_epochs=1)
+    config = Config(
+        algorithm=AlgorithmConfig(group_size=2, stale_tokens="drop"),
+        learner=LearnerConfig(groups_per_step=1, num_train_steps=9),
+    )
+    ledger = Ledger()
+    buffer = Buffer(ledger, algorithm=config.algorithm, groups_per_step=1, give_back=stream.give_back)
+    evaluation = Evaluation([], lambda record: None)
+    leasing = Leasing(config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation, last_version=9)
+    workers = Fleet()
+    worker, _ = workers.welcome(Hello("w", "1", 99, 0, ()), "w", now_s=0.0, policy_version=0)
+    ((_, first),) = leasing.grants([worker], 5)
+    assert (len(first.leases), leasing.exhausted) == (2, True)
+    ledger.drop_group(0, "stale")
+    stream.give_back(0, 0)
+    ((_, second),) = leasing.grants([worker], 5)
+    assert [lease.item.text for lease in second.leases] == ["a"]
+    assert leasing.grants([worker], 5) == []
+    assert leasing.exhausted

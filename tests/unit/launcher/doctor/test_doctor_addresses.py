@@ -1,0 +1,60 @@
+"""Servers, services, ports and addresses, each made to fail."""
+
+import socket
+
+import pytest
+from support.situations import found, only
+
+from areal_rloo.launcher.doctor.addresses import (
+    check_host_name,
+    check_ports,
+    check_servers,
+    check_wire_host,
+)
+
+
+def test_silent_servers_and_services_are_wrong(server: str) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        urls = ("rollout.engine=sglang", "rollout.num_workers=2", f"rollout.sglang.urls=[{server}, {dead}]")
+        answered, refused = found(check_servers, *urls)
+        assert (answered.state, refused.state) == ("ok", "wrong")
+        assert dead in refused.what and "refused" in refused.what
+        rewards = f"data.train.rewards=[{{url: {dead}/score}}]"
+        assert only(check_servers, "wrong", rewards).name == "rewards"
+
+
+def test_a_port_in_use_is_wrong_also_for_a_worker() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert only(check_ports, "wrong", f"wire.port={port}").what.startswith(
+            f"port {port} is in use (Address already"
+        )
+        _, second = found(check_ports, f"telemetry.metrics_port={port - 1}")
+        assert second.state == "wrong" and str(port) in second.what
+
+
+def test_the_metrics_port_is_checked_on_the_metrics_host() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = f"telemetry.metrics_port={taken.getsockname()[1]}"
+        assert [finding.state for finding in found(check_ports, port)] == ["ok", "ok"]
+        elsewhere, _ = found(check_ports, port, "telemetry.metrics_host=127.0.0.2")
+        assert elsewhere.state == "wrong"
+
+
+def test_a_wire_host_of_another_host_is_wrong() -> None:
+    assert "is no address of this host" in only(check_wire_host, "wrong", "wire.host=203.0.113.7").what
+    assert only(check_wire_host, "unsure", "wire.host=0.0.0.0")
+    assert found(check_wire_host, "wire.host=127.0.0.1") == []
+
+
+def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert "no other host can connect to" in only(check_host_name, "unsure").what
+    monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
+    assert "cannot be resolved" in only(check_host_name, "unsure").what

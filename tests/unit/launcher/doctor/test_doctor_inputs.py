@@ -1,0 +1,140 @@
+"""Models, data, functions, tools and SGLang's environment, each made to fail on real files."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from support.situations import config, found, only
+
+from areal_rloo.errors import ModelError
+from areal_rloo.launcher.doctor import Situation
+from areal_rloo.launcher.doctor.addresses import (
+    check_hub,
+)
+from areal_rloo.launcher.doctor.inputs import (
+    check_data_files,
+    check_functions,
+    check_hub_models,
+    check_models,
+    check_sglang,
+    check_sglang_imports,
+    check_tool_sandbox,
+)
+
+
+def test_the_parameters_of_a_complete_model_are_counted(model: Path) -> None:
+    assert only(check_models, "ok", f"model.path={model}").what == f"{model}: 12 parameters"
+
+
+def test_a_missing_shard_is_named(model: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    finding = only(check_models, "wrong", f"model.path={model}")
+    assert "1 of its 2 files of weights are missing, the first is model-00002-of-00002.safetensors" in finding.what
+    assert finding.fix == "download the model again"
+    assert isinstance(finding.error, ModelError)
+
+
+def test_a_truncated_file_is_named(model: Path) -> None:
+    file = model / "model-00001-of-00002.safetensors"
+    num_bytes = file.stat().st_size
+    os.truncate(file, num_bytes - 1)
+    finding = only(check_models, "wrong", f"model.path={model}")
+    assert f"{num_bytes - 1} of {num_bytes} bytes are present" in finding.what
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 a zip file", b"\x10\0\0\0\0\0\0\0{not json", b"\2\0\0\0\0\0\0\0[]"])
+def test_a_file_of_the_wrong_kind_is_named(model: Path, content: bytes) -> None:
+    (model / "model-00001-of-00002.safetensors").write_bytes(content)
+    assert "model-00001-of-00002.safetensors is not whole" in only(check_models, "wrong", f"model.path={model}").what
+
+
+def test_a_git_lfs_pointer_is_recognised(model: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n"
+    (model / "model-00001-of-00002.safetensors").write_text(pointer)
+    assert only(check_models, "wrong", f"model.path={model}").fix == "run git lfs pull in its folder"
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}'])
+def test_a_broken_index_is_reported(model: Path, index: str) -> None:
+    (model / "model.safetensors.index.json").write_text(index)
+    assert "index.json cannot be read" in only(check_models, "wrong", f"model.path={model}").what
+
+
+def test_a_folder_without_weights_is_no_model(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    assert "no .safetensors file in it" in only(check_models, "wrong", f"model.path={bare}").what
+    checkpoint = tmp_path / "step-000001"
+    checkpoint.mkdir()
+    model.rename(checkpoint / "model")
+    assert only(check_models, "wrong", f"model.path={checkpoint}").fix == f"its model is {checkpoint / 'model'}"
+    assert "config.json cannot be read" in only(check_models, "wrong", f"model.path={bare / 'config.json'}").what
+
+
+def test_only_the_policy_needs_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    states = [f.state for f in found(check_models, f"model.path={model}", f"model.reference.path={model}")]
+    assert states == ["wrong", "ok"]
+
+
+def test_a_model_missing_on_a_login_node_is_unsure() -> None:
+    submitting = Situation(config("model.path=/nowhere/model"), runs_here=False)
+    (finding,) = check_models(submitting)
+    assert (finding.state, finding.what) == ("unsure", "/nowhere/model: not on this host")
+
+
+def test_a_hub_model_offline_is_wrong_unless_cached(model: Path, tmp_path: Path) -> None:
+    home = {"HF_HOME": str(tmp_path / "hf")}
+    named = "model.path=org/name"
+    assert "every host will download" in only(check_hub_models, "unsure", named, **home).what
+    offline = {**home, "HF_HUB_OFFLINE": "1"}
+    finding = only(check_hub_models, "wrong", named, **offline)
+    assert "not in " in finding.what and finding.fix.startswith("unset HF_HUB_OFFLINE")
+    cached = tmp_path / "hf" / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    model.rename(cached / "snapshots" / "abc")
+    assert only(check_hub_models, "ok", named, **offline).what == "org/name: downloaded, 12 parameters"
+    (cached / "snapshots" / "abc" / "model-00001-of-00002.safetensors").unlink()
+    assert "1 of its 2 files of weights are missing" in only(check_hub_models, "wrong", named, **offline).what
+
+
+def test_a_name_unknown_to_the_hub_is_wrong(server: str, tmp_path: Path) -> None:
+    where = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path)}
+    assert only(check_hub, "wrong", "model.path=org/absent", **where).what == f"org/absent: {server}: HTTP 404"
+    assert only(check_hub, "ok", "model.path=org/there", **where)
+    assert found(check_hub, "model.path=org/absent", **where, HF_HUB_OFFLINE="1") == []
+
+
+def test_missing_data_and_functions_are_wrong(tmp_path: Path) -> None:
+    finding = only(check_data_files, "wrong", "data.train.task=gsm8k", f"data.train.path={tmp_path}/no.jsonl")
+    assert finding.what.endswith("no.jsonl: no such file")
+    assert only(check_data_files, "ok").name == "data"
+    finding = only(check_functions, "wrong", "algorithm.group_filter=no.py:keep")
+    assert (finding.name, "no.py cannot be imported" in finding.what) == ("algorithm.group_filter", True)
+
+
+def test_a_sandbox_that_could_read_the_run_folder_is_wrong() -> None:
+    tools = ("rollout.episode.type=tool_use", "rollout.episode.tools=[python]")
+    (finding,) = found(check_tool_sandbox, *tools, folder=Path(sysconfig.get_paths()["purelib"]) / "runs")
+    assert finding.state == "wrong"
+    assert found(check_tool_sandbox) == []
+
+
+def test_a_missing_or_broken_sglang_is_wrong(tmp_path: Path) -> None:
+    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
+    assert f"{sys.executable} has no sglang" in only(check_sglang, "wrong", *sglang).what
+    broken = tmp_path / "python"
+    broken.write_text(
+        "#!/bin/sh\ncase \"$2\" in *importlib*) exit 0;; esac\necho 'ImportError: no libnuma' >&2; exit 1\n"
+    )
+    broken.chmod(0o755)
+    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={broken}")
+    assert only(check_sglang, "ok", *sglang)
+    assert only(check_sglang_imports, "wrong", *sglang).what.endswith("ImportError: no libnuma")
+    broken.write_text("#!/bin/sh\necho 'sglang 0.1 with torch 2'\n")
+    assert only(check_sglang_imports, "unsure", *sglang).what.startswith("sglang 0.1 with torch 2; tested is ")

@@ -1,0 +1,97 @@
+"""Limits of the system, of a container and of the memory, each lowered."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from support.situations import REPO, found, only
+
+from areal_rloo.launcher.doctor.limits import (
+    cgroup_value,
+    check_cores,
+    check_limits,
+    check_memory,
+    check_process_limit,
+    cpu_quota,
+)
+
+
+def _limited(limits: str) -> dict[str, dict[str, str]]:
+    """Findings by name, of a doctor with these soft limits."""
+    command = f"ulimit -S {limits}; exec {sys.executable} -m areal_rloo.launcher.doctor --quick --json"
+    done = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=False)
+    return {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_low_limits_are_reported() -> None:
+    few = _limited("-n 100 -u 100")
+    assert (few["open files"]["state"], few["processes"]["state"]) == ("wrong", "wrong")
+    assert few["open files"]["what"].startswith("ulimit -n is 100, a run needs some")
+    assert few["open files"]["fix"].startswith("ulimit -n 4096")
+    some = _limited("-n 1024 -f 1000000")
+    assert (some["open files"]["state"], some["file size"]["state"]) == ("unsure", "unsure")
+
+
+def test_the_fix_names_a_hard_limit_that_is_too_low() -> None:
+    code = (
+        "import resource; from areal_rloo.launcher.doctor.limits import Situation, check_limits; "
+        f"resource.setrlimit({resource.RLIMIT_NOFILE}, (200, 300)); print(next(check_limits(Situation())).fix)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "ulimit -n 4096; the hard limit is 300: raise it in limits.conf"
+
+
+def test_a_container_s_limit_is_the_lowest_of_its_groups(tmp_path: Path) -> None:
+    inner = tmp_path / "cgroup" / "job" / "task"
+    inner.mkdir(parents=True)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/job/task\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text("1000\n")
+    root = tmp_path / "cgroup"
+    assert cpu_quota(root, membership) == 1.5
+    assert cgroup_value("memory.max", root, membership) == 1000
+    assert cgroup_value("pids.max", root, membership) is None
+    assert cpu_quota(root, tmp_path / "absent") is None
+
+
+def test_a_container_s_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = "areal_rloo.launcher.doctor.limits."
+    monkeypatch.setattr(f"{limits}cpu_quota", lambda: 0.5)
+    assert "the container may use 0.5" in only(check_cores, "unsure").what
+    monkeypatch.setattr(f"{limits}cgroup_value", {"pids.max": 100, "pids.current": 10}.get)
+    assert "90 more processes" in only(check_process_limit, "wrong").what
+    monkeypatch.setattr(f"{limits}cgroup_value", {"memory.max": 1000, "memory.current": 400}.get)
+    assert only(check_memory, "ok").what == "600 B of 1000 B free"
+    monkeypatch.setattr(f"{limits}cgroup_value", {"pids.max": 2000, "pids.current": 0}.get)
+    assert only(check_process_limit, "unsure")
+
+
+def test_little_memory_and_much_swap_are_unsure(huge_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = SimpleNamespace(used=2**33)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**15, available=2**30))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: swap)
+    assert only(check_memory, "unsure").what.startswith("8 GiB in use")
+    swap.used = 0
+    assert "of 909.5 TiB free; weights" in only(check_memory, "unsure", f"model.path={huge_model}").what
+
+
+def test_a_limit_of_locked_memory_is_unsure_with_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits._INFINIBAND", tmp_path)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+    (finding,) = [finding for finding in found(check_limits) if finding.name == "locked memory"]
+    assert (finding.state, finding.what) == ("unsure", "ulimit -l is 64 KiB, and InfiniBand locks buffers in memory")
+
+
+def test_more_threads_than_cores_are_unsure() -> None:
+    many = f"rollout.num_threads={10 * (os.cpu_count() or 1)}"
+    assert only(check_cores, "unsure", many).name == "threads"

@@ -1,0 +1,109 @@
+"""Ports and GPUs of several runs on a host; hosts from the config and from Slurm."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.nvml import play_driver
+
+from areal_rloo.config import LauncherConfig
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.hosts import ClaimedGpus, capped, described_hosts, this_host
+from areal_rloo.launcher.placement import Host
+from areal_rloo.launcher.slurm.job import counts_per_node
+from areal_rloo.ports import ReservedPorts
+
+GPUS = Host("n", "127.0.0.1", 8, ("0", "1", "2", "3"), 2**30)
+
+
+def test_a_reserved_port_is_unique_and_can_be_reused_by_the_run() -> None:
+    with ReservedPorts(3) as one, ReservedPorts(3) as other:
+        assert len({*one.ports, *other.ports}) == 6
+        for _ in range(2):  # a learner, and the one that begins anew
+            with socket.socket() as learner:
+                learner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ and torch do
+                learner.bind(("127.0.0.1", one.ports[0]))
+                learner.listen()
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", one.ports[0]))
+
+
+def test_a_run_keeps_its_gpus_until_its_process_dies(tmp_path: Path) -> None:
+    one, other = ClaimedGpus(tmp_path / "gpus"), ClaimedGpus(tmp_path / "gpus")
+    assert one.claim(GPUS).gpu_ids == ("0", "1", "2", "3")
+    one.keep(("0", "2"))
+    assert other.claim(GPUS).gpu_ids == ("1", "3")
+    other.close()
+    killed = (
+        "import os, sys; from pathlib import Path\n"
+        "from areal_rloo.launcher.hosts import ClaimedGpus; from areal_rloo.launcher.placement import Host\n"
+        "claimed = ClaimedGpus(Path(sys.argv[1])).claim(Host('n', '', 1, ('1', '3'))); print(claimed.gpu_ids)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-uc", killed, str(tmp_path / "gpus")], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (-9, "('1', '3')")
+    assert other.claim(GPUS).gpu_ids == ("1", "3")
+    one.close()
+    other.close()
+
+
+def test_a_run_waits_while_another_run_chooses_gpus(tmp_path: Path) -> None:
+    one, other = ClaimedGpus(tmp_path / "gpus"), ClaimedGpus(tmp_path / "gpus")
+    assert len(one.claim(GPUS).gpu_ids) == 4
+    threading.Timer(0.2, one.keep, [("0", "1")]).start()
+    assert other.claim(GPUS).gpu_ids == ("2", "3")
+    one.close()
+    other.close()
+
+
+def test_a_host_is_capped_by_the_config() -> None:
+    capped_to = capped(GPUS, LauncherConfig(cores_per_host=2, gpus_per_host=1, memory_per_host=1000))
+    assert (capped_to.num_cores, capped_to.gpu_ids, capped_to.memory_bytes) == (2, ("0",), 1000)
+    assert capped(GPUS, LauncherConfig()) == GPUS
+    with pytest.raises(PreflightError, match=r"gpus_per_host: expected 6 GPUs on n, which has 4, 2 too few"):
+        capped(GPUS, LauncherConfig(gpus_per_host=6))
+
+
+def test_this_host_has_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert this_host(LauncherConfig()).gpu_ids == ("3", "5")
+    for hidden in ("-1", "3,-1,5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert this_host(LauncherConfig()).gpu_ids == (("3",) if "3" in hidden else ()), "as CUDA reads it"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = this_host(LauncherConfig())
+    assert (here.gpu_ids, here.num_cores) == ((), len(os.sched_getaffinity(0)))
+
+
+def test_a_driver_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_driver(monkeypatch, hangs=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("areal_rloo.launcher.hosts._DRIVER_TIMEOUT_S", 0.2)
+    with pytest.raises(PreflightError, match="gpus: the NVIDIA driver does not answer"):
+        this_host(LauncherConfig())
+
+
+def test_this_host_has_the_gpus_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_driver(monkeypatch, 0, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert this_host(LauncherConfig()).gpu_ids == ("0", "1")
+
+
+def test_described_hosts_follow_the_config() -> None:
+    hosts = described_hosts(LauncherConfig(num_hosts=16, gpus_per_host=8, cores_per_host=96))
+    assert len(hosts) == 16
+    assert sum(len(host.gpu_ids) for host in hosts) == 128
+    assert {host.num_cores for host in hosts} == {96}
+
+
+@pytest.mark.parametrize(
+    ("written", "counts"), [("4", [4]), ("4(x2)", [4, 4]), ("8,4(x3),2", [8, 4, 4, 4, 2]), ("16(x1)", [16])]
+)
+def test_slurm_s_core_counts_are_parsed(written: str, counts: list[int]) -> None:
+    assert counts_per_node(written) == counts

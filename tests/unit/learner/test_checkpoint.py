@@ -1,0 +1,196 @@
+"""Test checkpoints: complete or absent, and everything in them is restored."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import save, stream, trained
+
+from areal_rloo.config import load_config
+from areal_rloo.errors import CheckpointError
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.checkpoint import (
+    Checkpoints,
+    _seal,
+    restore_ledger,
+)
+from areal_rloo.models.loading import load_policy
+
+CPU = torch.device("cpu")
+TESTS = Path(__file__).resolve().parents[2]  # a program that starts there finds support/
+
+
+def test_a_checkpoint_restores_state_and_its_model_loads(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, tiny_folders["qwen2"], 3)
+    newest = checkpoints.load_newest()
+    assert newest is not None
+    path, state = newest
+    assert path.name == "step-000003"
+    prompts = stream()
+    ledger = restore_ledger(state, prompts)
+    assert ledger.counts().buffered == 1
+    assert ledger.counts().in_flight == 3
+    both = ledger.groups[1].samples[0].trajectories
+    assert [trajectory.completion.spans for trajectory in both] == [(), (1, 1)]
+    assert state.totals.trained_tokens == 7
+    following, expected = prompts.take(), [stream().take() for _ in range(1)]
+    assert following is not None
+    assert following.item_index not in {group.prompt.item_index for group in ledger.groups.values()}
+    assert expected[0] is not None
+    weights = load_policy(str(path / "model"), device=CPU).state_dict()
+    expected_weights = trained(tiny_folders["qwen2"]).own.policy.causal.state_dict()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
+    assert (state.kl_coefficient, state.num_optimizer_steps) == (0.1, 2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("learner.optimizer={schedule: cosine, warmup_steps: 1}",),
+        ("learner.optimizer.state_dtype=bfloat16",),
+        ("learner.lora={rank: 4}",),
+        ("algorithm.kl.coefficient=0.1", "model.reference.refresh_every_n_versions=2"),
+    ],
+)
+def test_a_restored_rank_continues_bit_for_bit(
+    tmp_path: Path, tiny_folders: dict[str, Path], overrides: tuple[str, ...]
+) -> None:
+    """Compare a further step: weights, moments, rate, random numbers and a refreshed reference."""
+    if "lora" in overrides[0]:
+        pytest.importorskip("peft", reason="the extra peft is not installed")
+    folder = tiny_folders["qwen2"]
+    team = trained(folder, *overrides)
+    if team.own.reference is not None:
+        with torch.no_grad():
+            next(team.own.reference.policy.parameters()).add_(1)
+    written = team.save_shards(tmp_path / "shards")
+    drawn = torch.rand(3)
+    with torch.no_grad():  # training continues during the write
+        kept = [(tensor, tensor.clone()) for tensor in team.own.state().values()]
+        for tensor, _ in kept:
+            tensor.zero_()
+        written.result()
+        for tensor, before in kept:
+            tensor.copy_(before)
+    torch.manual_seed(1)
+    config = load_config("quickstart.yaml", ["learner.optimizer.learning_rate=1e-2", *overrides])
+    again = build_rank(config, model_path=str(folder), device=CPU)
+    again.load(tmp_path / "shards", num_optimizer_steps=2)
+    assert torch.equal(torch.rand(3), drawn)
+    for rank in (team.own, again):
+        for parameter in (p for p in rank.policy.parameters() if p.requires_grad):
+            parameter.grad = torch.ones_like(parameter)
+        rank.optimizer.step()
+        rank.schedule.step()
+    assert again.schedule.get_last_lr() == team.own.schedule.get_last_lr()
+    for name, parameter in team.own.policy.named_parameters():
+        assert torch.equal(parameter, again.policy.get_parameter(name)), name
+    if team.own.reference is not None:
+        assert again.reference is not None
+        pairs = zip(team.own.reference.policy.parameters(), again.reference.policy.parameters(), strict=True)
+        assert all(torch.equal(own, theirs) for own, theirs in pairs)
+
+
+def test_shards_of_another_model_are_refused(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    trained(tiny_folders["qwen2"]).save_shards(tmp_path / "shards").result()
+    other = build_rank(load_config("quickstart.yaml"), model_path=str(tiny_folders["llama"]), device=CPU)
+    with pytest.raises(CheckpointError, match="does not fit this model and optimizer"):
+        other.load(tmp_path / "shards", num_optimizer_steps=2)
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (1, 2, 3):
+        save(checkpoints, tiny_folders["qwen2"], version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("file", ["state.msgpack", "shards/__0_0.distcp", "model/model.safetensors", "checksums.json"])
+def test_a_damaged_checkpoint_is_skipped_for_the_previous(
+    tmp_path: Path, tiny_folders: dict[str, Path], file: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (1, 2):
+        save(checkpoints, tiny_folders["qwen2"], version)
+    damaged = tmp_path / "step-000002" / file
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    newest = checkpoints.load_newest()
+    assert newest is not None
+    assert newest[0].name == "step-000001"
+    (tmp_path / "step-000001" / "state.msgpack").unlink()
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        checkpoints.load_newest()
+
+
+def test_rewriting_a_checkpoint_keeps_it_complete_at_all_times(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    """A drain may follow a checkpoint of the same version. A kill between the two renames restores the first."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for _ in range(2):
+        path = save(checkpoints, tiny_folders["qwen2"], 3)
+        assert path is not None
+        assert [entry.name for entry in tmp_path.iterdir()] == ["step-000003"]
+    path.rename(tmp_path / ".replaced-step-000003")
+    newest = Checkpoints(tmp_path, keep=2).load_newest()
+    assert newest is not None
+    assert newest[0] == path
+
+
+def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    (tmp_path / ".unfinished-000009" / "model").mkdir(parents=True)
+    assert Checkpoints(tmp_path, keep=2).load_newest() is None
+
+
+def test_a_failed_write_leaves_the_previous_checkpoint_complete(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, tiny_folders["qwen2"], 1)
+    code = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from support.checkpoints import save, Checkpoints\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "sys.exit(0 if save(Checkpoints(Path(sys.argv[1]), keep=2), Path(sys.argv[2]), 2) is None else 1)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(tiny_folders["qwen2"])]
+    ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    newest = checkpoints.load_newest()
+    assert newest is not None
+    assert newest[0].name == "step-000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    folder = save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3)
+    assert folder is not None
+    (folder / "state.msgpack").write_bytes(msgspec.msgpack.encode({"format": 2, "stream": {"epoch": 0}}))
+    (folder / "checksums.json").unlink()
+    _seal(folder)
+    with pytest.raises(
+        CheckpointError, match="format 2, this version reads 4; resume with the version that wrote the checkpoint"
+    ):
+        Checkpoints(tmp_path, keep=2).load_newest()
+
+
+def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
+    tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    """Kill the save 50 times (SIGKILL), each after another number of written bytes."""
+    folder = tiny_folders["qwen2"]
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert save(checkpoints, folder, 1) is not None
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    offsets = np.random.default_rng(0).integers(0, size, 50).tolist()
+    command = [sys.executable, "-m", "support.checkpoints_to_kill", str(tmp_path), str(folder), *map(str, offsets)]
+    ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert len(rows) == 50
+    assert sum(killed == "1" for killed, *_ in rows) >= 40
+    assert len({size for _, size, *_ in rows}) > 10, "it died at many places"
+    assert len({num_files for _, _, num_files, _ in rows}) > 3, "and in several files"
+    for killed, size, _, newest in rows:
+        assert newest == "step-000001" or killed == "0" or size == "0", "a later one is there after its rename alone"

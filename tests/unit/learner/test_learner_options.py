@@ -1,0 +1,123 @@
+"""Test options of the learner: low-precision moments, schedules, counted FLOPs, and refused values."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.one_rank import policy_of
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from areal_rloo.config import OptimizerConfig, load_config
+from areal_rloo.errors import ConfigError
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.costs import peak_flops, train_flops
+from areal_rloo.learner.optimizer import make_optimizer, schedule_factor, set_schedule, states_on
+from areal_rloo.learner.packing import Row, pack
+from areal_rloo.trajectory import Completion, Trajectory
+
+CPU = torch.device("cpu")
+
+
+def _after(num_steps: int, config: OptimizerConfig) -> torch.Tensor:
+    """Return a weight after steps on noisy gradients of a quadratic."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 8))
+    optimizer, schedule = make_optimizer([weight], config, num_optimizer_steps=num_steps)
+    for _ in range(num_steps):
+        weight.grad = weight.detach() + 0.1 * torch.randn(weight.shape)
+        optimizer.step()
+        schedule.step()
+    state = optimizer.state[weight]
+    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {getattr(torch, config.state_dtype)}
+    return weight.detach()
+
+
+def test_bfloat16_moments_give_the_steps_of_float32_moments() -> None:
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    exact = _after(50, OptimizerConfig(**settings))
+    rounded = _after(50, OptimizerConfig(**settings, state_dtype="bfloat16"))
+    torch.manual_seed(0)
+    moved = (exact - torch.randn(64, 8)).abs().max()
+    assert float(moved) > 0.3
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.01 * float(moved))
+
+
+def test_schedules_warm_up_and_reach_their_final_rate() -> None:
+    for name, middle in (("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)):
+        config = OptimizerConfig(schedule=name, warmup_steps=10)
+        factors = [schedule_factor(step, config, 110) for step in range(111)]
+        assert factors[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+        assert factors[60] == pytest.approx(middle)
+        assert factors[110] == pytest.approx(1.0 if name == "constant" else 0.0)
+
+
+def test_a_set_schedule_equals_a_stepped_schedule() -> None:
+    config = OptimizerConfig(schedule="cosine", warmup_steps=3, learning_rate=1e-3)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    (one, stepped), (other, placed) = (make_optimizer([weight], config, num_optimizer_steps=20) for _ in range(2))
+    for _ in range(7):
+        one.step()
+        stepped.step()
+    set_schedule(placed, 7)
+    for _ in range(3):
+        assert other.param_groups[0]["lr"] == one.param_groups[0]["lr"]
+        assert placed.get_last_lr() == stepped.get_last_lr()
+        for optimizer, schedule in ((one, stepped), (other, placed)):
+            optimizer.step()
+            schedule.step()
+
+
+@pytest.mark.gpu
+def test_offloaded_moments_are_in_cpu_memory_between_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer, _ = make_optimizer([weight], OptimizerConfig(), num_optimizer_steps=1)
+    weight.grad = torch.ones_like(weight)
+    for _ in range(2):
+        with states_on(optimizer, torch.device("cuda"), home=CPU):
+            optimizer.step()
+        assert optimizer.state[weight]["exp_avg"].device == CPU
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_counted_flops_equal_the_count_of_torch(tiny_folders: dict[str, Path], name: str) -> None:
+    lengths, num_targets = [30, 9, 17], [20, 8, 5]
+    trajectories = [
+        Trajectory(
+            0,
+            index,
+            np.full(length + 1 - num, 3, np.int32),
+            Completion(np.full(num, 4, np.int32), np.zeros(num, np.float32), np.zeros(num, np.int32), "stop"),
+            0.0,
+        )
+        for index, (length, num) in enumerate(zip(lengths, num_targets, strict=True))
+    ]
+    ((microbatch,),) = pack(trajectories, max_tokens=100).microbatches
+    row = Row.of(microbatch, CPU)
+    with FlopCounterMode(display=False) as counter:
+        logprobs, _ = policy_of(tiny_folders[name])(row.input_ids, row.layout, row.predicts, row.targets)
+        logprobs.sum().backward()
+    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    products = sum(count for operation, count in counts.items() if operation in {"aten.mm", "aten.addmm"})
+    config = AutoConfig.from_pretrained(tiny_folders[name])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    seen = sum(length * (length + 1) // 2 for length in lengths)
+    attention = 3 * 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * seen
+    assert train_flops(config, lengths, num_targets) - attention == pytest.approx(products, rel=0.01)
+
+
+def test_peak_flops_are_configured_or_unknown() -> None:
+    assert peak_flops(CPU, configured=3e12, dtype="float32") == 3e12
+    assert math.isnan(peak_flops(CPU, configured=None, dtype="bfloat16"))
+
+
+def test_unsupported_options_are_refused_by_name(tiny_folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"learner.num_replicas: expected a divisor of learner.num_ranks=4, got 3"):
+        load_config("quickstart.yaml", ["learner.num_ranks=4", "learner.num_replicas=3"])
+    with pytest.raises(ConfigError, match=r"learner.optimizer.betas: expected a second beta of at most 0.99"):
+        load_config("quickstart.yaml", ["learner.optimizer={state_dtype: bfloat16, betas: [0.9, 0.999]}"])
+    config = load_config("quickstart.yaml", ["learner.kernels=liger"])
+    with pytest.raises(ConfigError, match=r"learner.kernels: expected torch on a CPU, got liger"):
+        build_rank(config, model_path=str(tiny_folders["qwen2"]), device=CPU)

@@ -1,0 +1,100 @@
+"""Test the memory estimate against the tensors torch keeps, and the message when memory runs out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.train_steps import long_trajectory
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.costs import activation_bytes, estimate
+from areal_rloo.learner.packing import Row, pack
+from areal_rloo.models.policy import TokenLogprobs
+
+CPU = torch.device("cpu")
+TESTS = Path(__file__).resolve().parents[2]  # a program that starts there finds support/
+
+
+def _kept_bytes(folder: Path, config: Config, num_tokens: int) -> int:
+    """Count the bytes autograd keeps for the backward pass of a row, each storage once, without weights."""
+    policy = build_rank(config, model_path=str(folder), device=CPU).policy
+    ((microbatch,),) = pack([long_trajectory(num_tokens + 1)], max_tokens=num_tokens).microbatches
+    row = Row.of(microbatch, CPU)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def loss(given: TokenLogprobs, part: slice) -> torch.Tensor:
+        return given.logprobs.sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        total, *_ = policy(row.input_ids, row.layout, row.predicts, row.targets, token_loss=loss)
+    assert total.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen2", "float32"), ("qwen3", "float32"), ("llama", "float32"), ("llama", "bfloat16")]
+)
+def test_estimated_activations_match_the_tensors_autograd_keeps(
+    tiny_folders: dict[str, Path], name: str, dtype: str
+) -> None:
+    config = load_config("quickstart.yaml", [f"model.dtype={dtype}"])
+    few, many = (_kept_bytes(tiny_folders[name], config, num) for num in (512, 1536))
+    model = build_rank(config, model_path=str(tiny_folders[name]), device=CPU).policy.causal.config
+    assert activation_bytes(model, config) == pytest.approx((many - few) / 1024, rel=0.25)
+
+
+def test_every_memory_saving_option_lowers_the_estimate(tiny_folders: dict[str, Path]) -> None:
+    model = build_rank(load_config("quickstart.yaml"), model_path=str(tiny_folders["llama"]), device=CPU)
+    dimensions = model.policy.causal.config
+
+    def of(*overrides: str) -> float:
+        config = load_config("quickstart.yaml", overrides)
+        return sum(estimate(dimensions, config, num_parameters=10**9, num_trained=10**9).values())
+
+    for override in (
+        "learner.microbatch_tokens=1024",
+        "learner.gradient_checkpointing=true",
+        "learner.num_ranks=2",
+        "learner.offload=optimizer",
+        "learner.offload=parameters",
+        "learner.optimizer.state_dtype=bfloat16",
+    ):
+        assert of(override) < of(), override
+    rows = (
+        "learner.microbatch_tokens=4194304"  # for short rows the bfloat16 copy of the weights costs more than is saved
+    )
+    assert of(rows, "model.dtype=bfloat16") < of(rows)
+    assert of("algorithm.kl.coefficient=0.1") > of()
+    assert of("algorithm.kl.coefficient=0.1", "model.reference.offload=true") == of()
+
+
+def test_out_of_memory_names_the_estimate_and_the_remedies(tiny_folders: dict[str, Path]) -> None:
+    code = (
+        "import resource, sys, torch; from pathlib import Path\n"
+        "from areal_rloo.config import load_config\n"
+        "from areal_rloo.errors import UserError\n"
+        "from support.one_rank import one_rank\n"
+        "from support.train_steps import long_group\n"
+        "torch.set_num_threads(1)\n"
+        "config = load_config('quickstart.yaml', ['learner.microbatch_tokens=100000', 'data.max_prompt_tokens=1'])\n"
+        "step, groups = one_rank(Path(sys.argv[1]), config), [long_group(20_000)]\n"
+        "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))\n"
+        "try:\n    step.step(groups, policy_version=0)\n"
+        "except UserError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tiny_folders["llama"])]
+    ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("out of memory: a step with learner.microbatch_tokens=100000 needs about ")
+    assert "lower learner.microbatch_tokens=100000, set learner.gradient_checkpointing=true" in ended.stdout

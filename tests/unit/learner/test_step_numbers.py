@@ -1,0 +1,65 @@
+"""The numbers of a batch and of a step in a record, against values by hand."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from support.train_steps import ragged_groups, spied_step, step_config
+
+from areal_rloo.learner.advantages import Masks
+from areal_rloo.learner.reporting import batch_numbers
+from areal_rloo.telemetry.records import TrainRecord
+from areal_rloo.trajectory import Completion, Group, Trajectory
+
+
+def _group(group_id: int, *rewards: float, num: int = 2, reason: str = "stop") -> Group:
+    completion = Completion(np.arange(num), np.zeros(num, np.float32), np.zeros(num, np.int32), reason)  # type: ignore[arg-type]
+    made = [Trajectory(group_id, index, np.array([1]), completion, reward) for index, reward in enumerate(rewards)]
+    return Group(group_id, 1, tuple(made))
+
+
+def test_batch_numbers_are_of_rewards_lengths_and_endings() -> None:
+    batch = [_group(0, *range(8)), _group(1, 8.0, 9.0, 10.0, num=6, reason="length"), _group(2, 3.0, 3.0, num=2)]
+    got = batch_numbers(batch)
+    rewards = [*range(11), 3.0, 3.0]
+    assert got["reward_mean"] == pytest.approx(np.mean(rewards))
+    assert got["reward_std"] == pytest.approx(np.std(rewards))
+    assert got["reward_lower_decile"] == pytest.approx(np.quantile(rewards, 0.1))
+    assert got["reward_median"] == 4.0
+    assert got["reward_upper_decile"] == pytest.approx(np.quantile(rewards, 0.9))
+    assert got["zero_variance_group_share"] == pytest.approx(1 / 3)
+    assert (got["completion_tokens_mean"], got["completion_tokens_max"]) == (pytest.approx((10 * 2 + 3 * 6) / 13), 6)
+    assert got["truncated_share"] == pytest.approx(3 / 13)
+
+
+def test_a_trajectory_spans_if_several_versions_sampled_it() -> None:
+    made = []
+    for index, versions in enumerate([[3, 3], [3, 4], [3, 4, 4, 7], [5]]):
+        num = len(versions)
+        completion = Completion(np.arange(num), np.zeros(num, np.float32), np.array(versions, np.int32), "stop")
+        made.append(Trajectory(0, index, np.array([1]), completion, 1.0))
+    assert batch_numbers([Group(0, 1, tuple(made))])["spanning_share"] == 0.5
+
+
+def test_token_shares_are_of_all_completion_tokens() -> None:
+    got = Masks([], stale_tokens=[15, 5], num_truncated=10, staleness_tokens=Counter({0: 35, 2: 35})).numbers()
+    assert got["trained_tokens"] == 70
+    assert (got["masked_token_share"], got["truncated_token_share"]) == (0.2, 0.1)
+    assert (got["staleness_mean"], got["staleness_max"]) == (1.0, 2)
+    assert Masks([], [], 0, Counter()).numbers()["masked_token_share"] == 0.0
+
+
+def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict[str, Path]) -> None:
+    _, result = spied_step(tiny_folders["qwen2"], ragged_groups(), step_config())
+    of_the_batch = batch_numbers([_group(0, 1.0)])
+    assert not of_the_batch.keys() & result.numbers.keys()
+    given = {*of_the_batch, *result.numbers}
+    of_the_loop = {
+        *("num_train_steps", "policy_version", "wall_s", "skipped_steps", "failed_checkpoints", "wait_s"),
+        *("learner_idle_s", "rollout_idle_s", "generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s"),
+        *("num_workers", "ledger", "filtered_prompts", "truncated_prompts"),
+    }
+    assert given | of_the_loop == {field.name for field in msgspec.structs.fields(TrainRecord)}
+    assert not given & of_the_loop

@@ -1,0 +1,201 @@
+"""The report: one page that stands alone, of any run folder, at any time."""
+
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_rloo.config import Config, dump_config
+from areal_rloo.errors import DataError
+from areal_rloo.report import write_report
+from areal_rloo.report.charts import Curve, line_chart, stacked_chart, ticks
+from areal_rloo.telemetry.metric import declared_metrics
+from areal_rloo.telemetry.metrics import MetricsFile
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+MakeTrainRecord = Callable[..., TrainRecord]
+
+SUMMARY = {
+    "exit_reason": "completed",
+    "num_train_steps": 3,
+    "policy_version": 3,
+    "evaluation": [{"policy_version": 0, "accuracy": 0.5, "num_prompts": 200}],
+    "ledger": {"admitted": 1234, "trained": 1200, "dropped": {"stale": 34}, "buffered": 0, "in_flight": 0},
+    "staleness": {"max_trained": 2, "mean_trained": 0.87, "masked_token_share": 0.0123, "by_value": {"0": 1}},
+    "tokens": {"generated": 5000, "trained": 4321},
+    "time_s": {"warm_start": 61.0, "wall": 3725.0, "learner_idle": 1.0, "rollout_idle": 1.0},
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> Path:
+    folder = tmp_path / "my <run>"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(Config()))
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step in range(1, 4):
+        file.append(make_train_record(num_train_steps=step, policy_version=step, reward_mean=0.25 * step))
+    file.append(eval_record)
+    file.close()
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would load or run, and the text it would show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.shown = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in {"src", "href", "srcset", "data"}]
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+
+
+def test_the_page_stands_alone(run_folder: Path) -> None:
+    text = write_report(run_folder).read_text()
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.links == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_has_every_curve_the_facts_the_ledger_and_the_config(run_folder: Path) -> None:
+    (run_folder / "summary.json").write_text(json.dumps(SUMMARY))
+    page = Page(write_report(run_folder).read_text())
+    for part in (
+        *("Held-out accuracy", "Reward", "Staleness", "past the bound", "Completion length", "truncated completions"),
+        *("Tokens per second", "Ratio", "behaviour_weight", "Entropy", "Gradient norm", "Idle"),
+        *("ended: completed", "0.250 → 0.750", "4,321", "0.87, 2", "1.23 %", "1 min 1 s"),
+        *("admitted", "1,234", "dropped: stale", "34", "max_staleness: 2"),
+    ):
+        assert part in page.shown, part
+    assert page.tags.count("svg") == page.tags.count("section") - 2, "all sections but ledger and config are charts"
+    assert "my <run>" in page.shown, "the name of the folder is text, not markup"
+
+
+def test_a_run_in_progress_has_a_page_with_the_ledger_of_its_last_step(run_folder: Path) -> None:
+    page = Page(write_report(run_folder).read_text())
+    assert "in progress" in page.shown
+    assert "dropped: reward_failed" in page.shown
+
+
+def test_a_run_that_has_not_trained_yet_has_a_page(run_folder: Path) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    page = Page(write_report(run_folder).read_text())
+    assert "nothing measured yet" in page.shown
+    assert "svg" not in page.tags
+
+
+def test_numbers_that_are_not_finite_leave_a_gap(run_folder: Path, make_train_record: MakeTrainRecord) -> None:
+    file = MetricsFile(run_folder / "metrics.jsonl")
+    file.append(make_train_record(num_train_steps=4, policy_version=4, ratio_max=math.inf, entropy=math.nan))
+    file.close()
+    text = write_report(run_folder).read_text()
+    assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def run_main(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "areal_rloo.report", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_names_the_page_it_wrote(run_folder: Path) -> None:
+    ended = run_main(str(run_folder))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(run_folder / "report.html")
+    assert (run_folder / "report.html").is_file()
+
+
+def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
+    ended = run_main(str(tmp_path))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {tmp_path}: no run here")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_summary_that_cannot_be_read_is_named(run_folder: Path) -> None:
+    (run_folder / "summary.json").write_text("{")
+    with pytest.raises(DataError, match="the report cannot be made"):
+        write_report(run_folder)
+
+
+numbers = st.floats(-1e12, 1e12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), numbers), max_size=20), st.booleans())
+def test_whatever_is_drawn_lies_inside_its_frame(points: list[tuple[int, float]], dots: bool) -> None:
+    section = line_chart("a & b", [Curve("<c>", sorted(points))], dots=dots)
+    svg = re.search(r"<svg.*</svg>", section)
+    if not points:
+        assert svg is None
+        return
+    assert svg is not None
+    quoted = re.sub(r"=([^\s'>]+)", r"='\1'", svg.group())
+    drawing = ElementTree.fromstring(quoted)
+    for circle in drawing.iter("circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= 420
+        assert 0 <= float(circle.attrib["cy"]) <= 220
+    assert len(list(drawing.iter("circle"))) == len(points)
+
+
+@given(numbers, numbers)
+def test_ticks_are_few_round_and_hold_what_is_drawn(one: float, other: float) -> None:
+    low, high = min(one, other), max(one, other)
+    found = ticks(low, high, 5)
+    slack = 1e-9 * max(abs(low), abs(high), 1.0)
+    assert found[0] <= low + slack
+    assert found[-1] >= high - slack
+    assert 2 <= len(found) <= 8
+    assert found == sorted(set(found))
+
+
+def test_stacked_shares_fill_the_frame() -> None:
+    curves = [Curve("0", [(1, 0.25), (2, 0.5)]), Curve("1", [(1, 0.75), (2, 0.5)])]
+    text = stacked_chart("shares", curves)
+    areas = [
+        [tuple(map(float, pair.split(","))) for pair in points.split()]
+        for points in re.findall(r"<polygon points='([^']+)'", text)
+    ]
+    lowest, highest = max(y for _, y in areas[0]), min(y for _, y in areas[1])
+    assert (lowest, highest) == (194, 12), "from the floor of the frame to its ceiling"
+    assert areas[0][:2] == areas[1][:1:-1], "the second area stands on the first"
+
+
+def test_every_declared_chart_and_number_is_on_the_page(
+    run_folder: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    file = MetricsFile(run_folder / "metrics.jsonl")
+    both = {"a": 0.1, "b": 0.2}
+    file.append(make_train_record(num_train_steps=4, policy_version=4, reward_parts=both, reward_by_source=both))
+    file.append(msgspec.structs.replace(eval_record, num_samples=4, pass_share=0.75, majority_share=0.5))
+    file.close()
+    shown = Page(write_report(run_folder).read_text()).shown
+    drawn = [declared for struct in (TrainRecord, EvalRecord) for declared in declared_metrics(struct)]
+    assert sum(declared.metric.chart is not None for declared in drawn) > 30
+    for declared in drawn:
+        if declared.metric.chart is not None:
+            assert declared.metric.chart.title in shown
+    for declared in declared_metrics(TrainRecord):
+        if declared.metric.label is None and len(declared.path) == 1:
+            assert declared.field in shown
+            assert declared.metric.help in shown

@@ -1,0 +1,234 @@
+"""Rewards in processes that can be killed: what one of them does is felt by no other."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import children_with
+
+from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.request import RewardRequest
+from areal_rloo.trajectory import Item
+
+SCORER = """
+import os, subprocess, sys, threading, time
+from areal_rloo.rewards.request import read_worth
+
+def reward(completion, answer):
+    if completion == "hang":
+        while True:
+            pass
+    if completion == "crash":
+        os._exit(7)
+    if completion == "raise":
+        raise ValueError("no such thing\\nand more of it")
+    if completion == "leave":
+        sys.exit("bye")
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1"
+    if completion.startswith("sleep"):
+        time.sleep(0.2)
+    if completion == "print":
+        print("reward: " * 100_000)
+        sys.stdout.flush()
+    if completion == "fork and wait":
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    if completion == "fork and both go on":
+        os.fork()
+    if completion == "fork and crash":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(7)
+    if completion == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    if completion.startswith("start "):
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(completion.removeprefix("start "), "w").write(str(started.pid))
+        started.wait()
+    return float(completion == answer)
+
+def make(argument):
+    def score(job):
+        value = reward(job.request.completion, job.request.item.answer)
+        return read_worth(value + len(argument) if value != "1" else value, job.request, returns="trajectory")
+    return score
+
+def broken(argument):
+    raise RuntimeError("cannot be made")
+
+def once(argument):
+    path = argument.decode()
+    if os.path.exists(path):
+        raise RuntimeError("not a second time")
+    open(path, "w").close()
+    return make(b"")
+"""
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> str:
+    (tmp_path / "scorer.py").write_text(SCORER)
+    return f"{tmp_path / 'scorer.py'}"
+
+
+@pytest.fixture
+def pool(scorer: str) -> Iterator[RewardPool]:
+    made = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=1.0)
+    yield made
+    made.close()
+
+
+def _request(completion: str, answer: str) -> RewardRequest:
+    return RewardRequest(
+        purpose="train",
+        item=Item("what?", answer),
+        completion=completion,
+        turns=(completion,),
+        prompt_ids=(1,),
+        completion_ids=(2,),
+        finish_reason="stop",
+    )
+
+
+def _scorers() -> list[psutil.Process]:
+    """The worker processes of this test; others of the session may have left children of their own."""
+    return children_with("areal_rloo.rewards")
+
+
+async def _outcome(pool: RewardPool, completion: str, answer: str = "right") -> float | str:
+    try:
+        return (await pool.score(_request(completion, answer), "part")).reward
+    except RewardError as failure:
+        return failure.reason
+
+
+async def _outcomes(pool: RewardPool, *completions: str) -> list[float | str]:
+    return list(await asyncio.gather(*(_outcome(pool, completion) for completion in completions)))
+
+
+def test_waiting_under_load_does_not_count_towards_the_deadline(scorer: str) -> None:
+    """40 rewards of 0.2 s on one worker with a deadline of 6 s: the last waits for eight."""
+    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=6.0)
+
+    async def scenario() -> list[float | str]:
+        return list(await asyncio.gather(*(_outcome(pool, f"sleep {i}", f"sleep {i}") for i in range(40))))
+
+    assert asyncio.run(scenario()) == [1.0] * 40
+    assert pool.statistics().restarts == 0
+    assert pool.statistics().busy_s >= 40 * 0.2
+    pool.close()
+
+
+def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: RewardPool) -> None:
+    completions = ["right", "hang", "right", "crash", "wrong", "raise", "right", "leave", "nan", "text", "right"]
+    expected = [1.0, "reward_timeout", 1.0, "reward_crash", 0.0, "reward_error", 1.0, "reward_crash"]
+    assert asyncio.run(_outcomes(pool, *completions)) == [*expected, "reward_not_finite", "reward_wrong_type", 1.0]
+    assert pool.statistics().restarts == 3  # after the hang and both crashes
+
+
+def test_an_exception_is_reported_with_a_summary_and_the_traceback(pool: RewardPool) -> None:
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(pool.score(_request("raise", "right"), "part"))
+    assert caught.value.summary == "ValueError: no such thing"
+    assert 'scorer.py", line' in caught.value.detail
+    assert caught.value.detail.endswith("ValueError: no such thing\nand more of it")
+
+
+def test_a_crash_is_reported_with_its_exit_code(pool: RewardPool) -> None:
+    with pytest.raises(RewardError, match="ended with code 7"):
+        asyncio.run(pool.score(_request("crash", "right"), "part"))
+
+
+def test_killing_an_idle_worker_drops_no_sample(pool: RewardPool) -> None:
+    (worker,) = _scorers()
+    os.kill(worker.pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + 60
+    while worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert asyncio.run(_outcome(pool, "right")) == 1.0
+    assert pool.statistics().restarts == 1
+
+
+def test_a_reward_may_print_fork_and_start_threads(pool: RewardPool) -> None:
+    completions = ["print", "right", "fork and wait", "right", "fork and both go on", "right", "thread", "right"]
+    expected = [0.0, 1.0] * 4
+    assert asyncio.run(_outcomes(pool, *completions)) == expected
+    assert pool.statistics().restarts == 0
+
+
+def test_a_crash_is_noticed_while_a_fork_of_the_worker_survives(scorer: str) -> None:
+    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=60.0)
+    assert asyncio.run(_outcomes(pool, "fork and crash", "right")) == ["reward_crash", 1.0]
+    pool.close()
+
+
+def test_processes_started_by_a_reward_end_with_its_worker(pool: RewardPool, tmp_path: Path) -> None:
+    assert asyncio.run(_outcome(pool, f"start {tmp_path / 'pid'}")) == "reward_timeout"
+    started = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 60
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_workers_run_in_parallel(scorer: str) -> None:
+    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=6.0)
+
+    async def scenario() -> list[float | str]:
+        hang = asyncio.create_task(_outcome(pool, "hang"))
+        rest = [await _outcome(pool, "right") for _ in range(5)]
+        assert not hang.done()
+        return [*rest, await hang]
+
+    assert asyncio.run(scenario()) == [4.0] * 5 + ["reward_timeout"]
+    pool.close()
+
+
+def test_closing_the_pool_ends_idle_and_busy_workers(scorer: str) -> None:
+    pool = RewardPool(f"{scorer}:make", b"", num_workers=2, deadline_s=60.0)
+    children = _scorers()
+    assert len(children) == 2
+
+    async def scenario() -> None:
+        hang = asyncio.create_task(_outcome(pool, "hang"))
+        await asyncio.sleep(0.1)
+        pool.close()
+        assert await hang == "reward_crash"
+
+    asyncio.run(scenario())
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert (len(gone), alive) == (2, [])
+    assert _scorers() == []
+
+
+def test_a_scorer_that_cannot_be_made_is_refused_with_the_reason(scorer: str) -> None:
+    for name, reason in (("broken", "cannot be made"), ("absent", "has no function 'absent'")):
+        with pytest.raises(ConfigError, match=reason):
+            RewardPool(f"{scorer}:{name}", b"", num_workers=2, deadline_s=1.0)
+    assert _scorers() == []
+
+
+def test_a_scorer_that_fails_at_restart_fails_every_later_reward(scorer: str, tmp_path: Path) -> None:
+    pool = RewardPool(f"{scorer}:once", str(tmp_path / "made").encode(), num_workers=1, deadline_s=1.0)
+    with pytest.raises(ConfigError, match="not a second time"):
+        asyncio.run(_outcome(pool, "crash"))
+    with pytest.raises(ConfigError, match="not a second time"):
+        asyncio.run(_outcome(pool, "right"))
+    pool.close()
+
+
+def test_a_reward_that_never_ends_is_killed_only_at_its_deadline(pool: RewardPool) -> None:
+    began_s = time.monotonic()
+    assert asyncio.run(_outcome(pool, "hang")) == "reward_timeout"
+    assert time.monotonic() - began_s >= 1.0, "not before its deadline"

@@ -1,0 +1,54 @@
+"""What an episode of the user's may give: trajectories of its sample, all with one finite reward."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_rloo.errors import EpisodeError
+from areal_rloo.rollout.episode import Sample
+from areal_rloo.rollout.worker import checked_trajectories
+from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.wire.columns import Limits
+
+SAMPLE = Sample((3, 1), "train", Item("?"), (5,))
+
+
+def _trajectory(reward: float = 1.0, *, sample_index: int = 1, num_tokens: int = 2) -> Trajectory:
+    arrays = (np.ones(num_tokens, np.int32), np.zeros(num_tokens, np.float32), np.ones(num_tokens, np.int32))
+    return Trajectory(3, sample_index, np.array([5], np.int32), Completion(*arrays, "stop"), reward)
+
+
+def _changed(**changes: object) -> Trajectory:
+    return msgspec.structs.replace(_trajectory(), **changes)
+
+
+def test_numpy_rewards_become_python_floats() -> None:
+    (checked,) = checked_trajectories(
+        SAMPLE, [_changed(reward=np.float64(0.5), reward_parts={"a": np.float32(1)})], Limits()
+    )
+    assert (type(checked.reward), checked.reward, checked.reward_parts) == (float, 0.5, {"a": 1.0})
+
+
+def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
+    checked_trajectories(SAMPLE, [_trajectory()], Limits())
+    checked_trajectories(SAMPLE, [_trajectory(), _trajectory()], Limits())
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "words"),
+    [
+        ([], "expected at least one trajectory, got none"),
+        ([_trajectory(sample_index=2)], r"expected trajectories of sample \(3, 1\), got one of \(3, 2\)"),
+        ([_trajectory(num_tokens=0)], "num_tokens: expected 1 to"),
+        ([_trajectory(1.0), _trajectory(0.5)], r"expected one reward for all trajectories, got \[1.0, 0.5\]"),
+        ([_trajectory(float("nan"))], "reward: expected a finite number, got nan"),
+        ([_changed(reward_parts={"a": float("inf")})], "reward_parts: expected finite numbers"),
+        ([_changed(reward="much")], "can be sent: could not convert string to float"),
+        ([_changed(token_rewards=np.zeros(3, np.float32))], r"token_rewards: expected shape \[2\], got \[3\]"),
+        ([_changed(answer=object())], "can be sent"),
+        ([_changed(completion="text")], "can be sent"),
+    ],
+)
+def test_wrong_trajectories_drop_the_sample_with_the_reason(trajectories: list[Trajectory], words: str) -> None:
+    with pytest.raises(EpisodeError, match=words):
+        checked_trajectories(SAMPLE, trajectories, Limits())

@@ -1,0 +1,248 @@
+"""The codec: everything comes back, and nothing but the two wire errors ever comes out of bad bytes."""
+
+import re
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from areal_rloo.errors import DecodeError, WireVersionError
+from areal_rloo.trajectory import Completion, Item, Message, Trajectory
+from areal_rloo.wire.codec import decode_learner, decode_worker, encode
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns
+from areal_rloo.wire.messages import (
+    Abort,
+    Drain,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Lease,
+    Leases,
+    SampleFailed,
+    TrajectoryAck,
+    TrajectoryBatch,
+    WeightsNotice,
+    WeightsReceived,
+    Welcome,
+)
+
+ITEM = Item((Message("user", "1+3=?"),), "#### 4", "mine", {"level": 3, "tags": ["a", None], "x": {"y": 0.5}})
+LIMITS = Limits(max_message_bytes=2**20, max_trajectories=8, max_tokens=1000)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    num = draw(st.integers(1, 40))
+    logprobs = draw(st.lists(st.floats(-1e4, 0, width=32), min_size=num, max_size=num))
+    versions = sorted(draw(st.lists(st.integers(0, 9), min_size=num, max_size=num)))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num, max_size=num))
+    completion = Completion(
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(versions, np.int32),
+        draw(st.sampled_from(["stop", "length"])),
+        draw(spans(num)),
+    )
+    prompt = np.array(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=9)), np.int32)
+    rewards = draw(st.none() | st.lists(st.floats(-9, 9, width=32), min_size=num, max_size=num))
+    return Trajectory(
+        draw(st.integers(-(2**40), 2**40)),
+        draw(st.integers(0, 99)),
+        prompt,
+        completion,
+        draw(st.floats(-9, 9)),
+        draw(st.dictionaries(st.text(max_size=4), st.floats(-9, 9), max_size=3)),
+        None if rewards is None else np.array(rewards, np.float32),
+        draw(st.none() | st.text(max_size=5)),
+    )
+
+
+@st.composite
+def spans(draw: st.DrawFn, num: int) -> tuple[int, ...]:
+    """Nothing, or numbers above 0 that add up."""
+    cuts = draw(st.lists(st.integers(1, num), max_size=4, unique=True))
+    ends = sorted({*cuts, num}) if cuts else []
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+
+def _same(one: Trajectory, other: Trajectory) -> bool:
+    arrays = [(one.prompt_tokens, other.prompt_tokens)] + [
+        (getattr(one.completion, name), getattr(other.completion, name))
+        for name in ("tokens", "behaviour_logprobs", "versions")
+    ]
+    if one.token_rewards is not None and other.token_rewards is not None:
+        arrays.append((one.token_rewards, other.token_rewards))
+    return (
+        one.sample_id == other.sample_id
+        and one.reward == other.reward
+        and one.reward_parts == other.reward_parts
+        and one.answer == other.answer
+        and (one.token_rewards is None) == (other.token_rewards is None)
+        and one.completion.spans == other.completion.spans
+        and one.completion.finish_reason == other.completion.finish_reason
+        and all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays)
+    )
+
+
+@given(st.lists(trajectories(), max_size=5))
+def test_a_batch_of_trajectories_comes_back_bit_for_bit(batch: list[Trajectory]) -> None:
+    message = decode_worker(encode(TrajectoryBatch("rollout-0", 7, tuple(batch))), LIMITS)
+    assert isinstance(message, TrajectoryBatch)
+    assert (message.worker_id, message.batch_id) == ("rollout-0", 7)
+    assert all(_same(a, b) for a, b in zip(batch, message.trajectories, strict=True))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello("rollout-0", "abc", 128, 3, ((1, 2), (-4, 0))),
+        Heartbeat("rollout-0", 3, 0.5, 12345),
+        SampleFailed("rollout-0", 5, 1, "reward_error", "ValueError: no", "3+5=9"),
+        WeightsReceived("rollout-0", 4, 2**62),
+    ],
+)
+def test_worker_messages_come_back(message: msgspec.Struct) -> None:
+    assert decode_worker(encode(message), LIMITS) == message  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Welcome("learner", 3),
+        Leases(1, (Lease(5, (0, 1), (7, 8), ITEM, 3, 2**45), Lease(-1, (0,), (7,), Item("?"), 0, 0))),
+        TrajectoryAck((1, 2)),
+        HeartbeatReply("learner", 3, 9),
+        WeightsNotice(4, b"\x00\xff"),
+        Abort(((1, 2),)),
+        Drain(),
+    ],
+)
+def test_learner_messages_come_back(message: msgspec.Struct) -> None:
+    assert decode_learner(encode(message), LIMITS) == message  # type: ignore[arg-type]
+
+
+@given(st.lists(st.binary(max_size=60), max_size=4))
+def test_random_bytes_raise_nothing_but_wire_errors(frames: list[bytes]) -> None:
+    for decode in (decode_worker, decode_learner):
+        with pytest.raises((DecodeError, WireVersionError)):
+            decode(frames, LIMITS)
+
+
+@given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_damaged_batch_raises_nothing_but_wire_errors(
+    batch: list[Trajectory], number: int, place: int, flip: int
+) -> None:
+    frames = [bytearray(frame) for frame in encode(TrajectoryBatch("w", 1, tuple(batch)))]
+    assume(len(frames[number]) > 0)
+    frames[number][place % len(frames[number])] ^= flip
+    try:
+        decode_worker([bytes(frame) for frame in frames], LIMITS)
+    except (DecodeError, WireVersionError):
+        return  # refused; what is not refused is at least well-formed
+
+
+def _decode_two(changes: dict[str, object]) -> tuple[Trajectory, ...]:
+    """Trajectories (1, 0) of two tokens and (2, 3) of three, with changes to the second or to the columns."""
+    columns = {
+        "tokens": np.array([1, 2, 3, 4, 5, 6, 7, 8], "<i4"),
+        "behaviour_logprobs": np.array([-1, -2, -3, -4, -5], "<f4"),
+        "version_runs": np.array([0, 2, 4, 1, 6, 2], "<i4"),
+        "token_rewards": np.array([0.5, 0, 1], "<f4"),
+    }
+    columns |= {name: value for name, value in changes.items() if name in columns}  # type: ignore[misc]
+    fields: dict[str, object] = {
+        **{"group_id": 2, "sample_index": 3, "reward": 0.5, "finish_reason": "length"},
+        **{"num_prompt_tokens": 1, "num_tokens": 3, "num_version_runs": 2},
+        **{"spans": (1, 1, 1), "reward_parts": {"a": 1.0}, "has_token_rewards": True},
+    }
+    fields |= {name: value for name, value in changes.items() if name in fields}
+    headers = [TrajectoryHeader(1, 0, 1.0, "stop", 2, 2, 1), TrajectoryHeader(**fields)]  # type: ignore[arg-type]
+    return decode_columns(headers, [column.tobytes() for column in columns.values()], LIMITS)
+
+
+def test_columns_are_cut_where_the_headers_say() -> None:
+    first, second = _decode_two({})
+    assert (first.prompt_tokens.tolist(), first.completion.tokens.tolist()) == ([1, 2], [3, 4])
+    assert (second.prompt_tokens.tolist(), second.completion.tokens.tolist()) == ([5], [6, 7, 8])
+    assert second.completion.behaviour_logprobs.tolist() == [-3, -4, -5]
+    assert (first.completion.versions.tolist(), second.completion.versions.tolist()) == ([0, 0], [4, 6, 6])
+    assert (second.sample_id, second.reward, second.completion.finish_reason) == ((2, 3), 0.5, "length")
+    assert (first.completion.spans, second.completion.spans) == ((), (1, 1, 1))
+    assert first.token_rewards is None
+    assert second.token_rewards is not None and second.token_rewards.tolist() == [0.5, 0, 1]
+    assert (first.reward_parts, second.reward_parts) == ({}, {"a": 1.0})
+
+
+INFINITY, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_tokens": 0}, "(2, 3): num_tokens: expected 1 to 1000, got 0"),
+        ({"num_tokens": 1001}, "(2, 3): num_tokens: expected 1 to 1000, got 1001"),
+        ({"num_tokens": 2**70}, "(2, 3): num_tokens: expected 1 to 1000"),
+        ({"num_prompt_tokens": -1}, "(2, 3): num_prompt_tokens: expected 1 to 1000, got -1"),
+        ({"num_prompt_tokens": 2}, "tokens: expected 36 bytes, as the headers say, got 32"),
+        ({"num_version_runs": 0}, "(2, 3): num_version_runs: expected 1 to 1000, got 0"),
+        ({"num_version_runs": 3}, "version_runs: expected 32 bytes, as the headers say, got 24"),
+        ({"tokens": np.array([1, 2, 3, 4, 5, 6, -7, 8], "<i4")}, "(2, 3): tokens: expected ids of at least 0, got -7"),
+        ({"tokens": np.array([1, 2, -3, 4, 5, 6, 7, 8], "<i4")}, "(1, 0): tokens: expected ids of at least 0, got -3"),
+        ({"behaviour_logprobs": np.zeros(4, "<f4")}, "behaviour_logprobs: expected 20 bytes, as the headers say"),
+        *(
+            ({"behaviour_logprobs": np.array([-1, -2, -3, -4, value], "<f4")}, f"(2, 3): behaviour_logprobs: {words}")
+            for value, words in (
+                (NAN, "expected finite values of at most 0, got nan"),
+                (-INFINITY, "expected finite values of at most 0, got -inf"),
+                (INFINITY, "expected finite values of at most 0, got inf"),
+                (0.5, "expected finite values of at most 0, got 0.5"),
+            )
+        ),
+        *(
+            ({"version_runs": np.array([*first, *second], "<i4")}, f"{words}")
+            for first, second, words in (
+                ((0, 2), (4, 1, 6, 3), "(2, 3): version_runs: expected counts for 3 tokens, got 4"),
+                ((0, 1), (4, 1, 6, 2), "(1, 0): version_runs: expected counts for 2 tokens, got 1"),
+                ((0, 2), (4, 3, 6, 0), "(2, 3): version_runs: expected counts above 0, got 0"),
+                ((0, 2), (-4, 1, 6, 2), "(2, 3): version_runs: expected versions of at least 0, got -4"),
+                ((0, 2), (6, 1, 4, 2), "(2, 3): version_runs: expected versions that only grow"),
+                ((0, 2), (4, 1, 4, 2), "(2, 3): version_runs: expected versions that only grow"),
+            )
+        ),
+        ({"reward": NAN}, "(2, 3): reward: expected a finite number, got nan"),
+        ({"finish_reason": "tired"}, "(2, 3): finish_reason: expected abort, length, stop, got 'tired'"),
+        ({"spans": (1, 1)}, "(2, 3): spans: expected numbers above 0 that add up to 3 tokens, got (1, 1)"),
+        ({"spans": (4, -1)}, "(2, 3): spans: expected numbers above 0 that add up to 3 tokens, got (4, -1)"),
+        ({"reward_parts": {"a": INFINITY}}, "(2, 3): reward_parts: expected finite numbers, got a inf"),
+        ({"token_rewards": np.array([0, NAN, 0], "<f4")}, "(2, 3): token_rewards: expected finite numbers"),
+        ({"has_token_rewards": False}, "token_rewards: expected 0 bytes, as the headers say, got 12"),
+        ({"sample_index": -1}, "(2, -1): sample_index: expected at least 0, got -1"),
+    ],
+)
+def test_each_wrong_field_is_named_with_its_trajectory(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DecodeError, match=re.escape(words)):
+        _decode_two(changes)
+
+
+def test_versions_may_fall_from_one_trajectory_to_the_next() -> None:
+    first, second = _decode_two({"version_runs": np.array([9, 2, 4, 1, 6, 2], "<i4")})
+    assert (first.completion.versions.tolist(), second.completion.versions.tolist()) == ([9, 9], [4, 6, 6])
+
+
+def test_too_many_trajectories_and_missing_columns_are_refused() -> None:
+    with pytest.raises(DecodeError, match="trajectories: expected at most 8, got 9"):
+        decode_columns([TrajectoryHeader(1, 0, 1.0, "stop", 1, 1, 1)] * 9, [b""] * 4, LIMITS)
+    with pytest.raises(DecodeError, match="expected 4 columns, got 2"):
+        decode_columns([], [b""] * 2, LIMITS)
+
+
+def test_another_wire_version_is_named_with_the_remedy() -> None:
+    with pytest.raises(WireVersionError, match="peer speaks wire version 5, this process speaks 4; run the same"):
+        decode_worker([msgspec.msgpack.encode((5, {}))], LIMITS)
+
+
+def test_too_large_a_message_is_refused() -> None:
+    with pytest.raises(DecodeError, match="expected at most 1048576 bytes"):
+        decode_worker([bytes(2**20 + 1)], LIMITS)
