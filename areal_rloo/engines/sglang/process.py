@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 from areal_rloo.config import SGLangConfig, argument_name
@@ -147,7 +147,8 @@ def find_python(config: SGLangConfig) -> str:
     Raises:
         ConfigError: there is no such Python, or none with sglang.
     """
-    if config.python is None and find_spec("sglang") is not None:
+    # The distribution, not the module: any folder named sglang on the path can be imported as a namespace package.
+    if config.python is None and any(distributions(name="sglang")):
         return sys.executable
     python = config.python or str(_BESIDE.absolute())
     remedy = (

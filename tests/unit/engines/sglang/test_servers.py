@@ -12,7 +12,7 @@ import torch
 from areal_rloo.config import Config, RolloutConfig, SGLangConfig
 from areal_rloo.config.schema import validate
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, read_model
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, command_line, environment
+from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, command_line, environment, find_python
 from areal_rloo.errors import ConfigError
 
 
@@ -149,3 +149,11 @@ def test_the_models_files_give_the_shapes_of_weights(tiny_folders: dict[str, Pat
     config = json.loads((tiny_folders["qwen2"] / "config.json").read_text())
     assert facts.vocab_size == config["vocab_size"]
     assert facts.shapes["model.norm.weight"] == (64,)
+
+
+def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="found none at .*venv-sglang"):
+        find_python(SGLangConfig())
