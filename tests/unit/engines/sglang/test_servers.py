@@ -155,5 +155,5 @@ def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeyp
     (tmp_path / "sglang").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="found none at .*venv-sglang"):
+    with pytest.raises(ConfigError, match=r"found none at .*venv-sglang"):
         find_python(SGLangConfig())
