@@ -1,10 +1,10 @@
-"""The quickstart as a Slurm job and on Ray, over two nodes each, to the target it has locally.
+"""Run the quickstart with SGLang as a Slurm job, and with the embedded engine on Ray, over two nodes each.
 
     learn_on_clusters.py FOLDER RUN_FOLDER
 
-Starts a real cluster of two nodes for each, runs the quickstart with its learner on one and its rollout worker on the
-other, from the model that RUN_FOLDER was trained from, and leaves run folders in FOLDER/slurm and FOLDER/ray, to be
-looked at by check_learned.py. Not collected by pytest; CI runs it.
+Each run has a real cluster of two nodes: the learner on the first, the rollout worker on the second. The runs start
+from the model of RUN_FOLDER and leave the run folders FOLDER/slurm and FOLDER/ray for check_learned.py. pytest does not
+collect this file; CI runs it.
 """
 
 import json
@@ -19,20 +19,25 @@ from support.ray_cluster import ray_cluster
 from support.slurm_cluster import slurm_cluster
 
 REPO = Path(__file__).resolve().parents[2]
-# One node has room for one process: the worker goes to the other, and weights travel over the network.
+# A node has room for a single process: the worker runs on the other node, and weights travel over the network.
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
+EMBEDDED = ("learner.num_train_steps=28",)
+SGLANG = (
+    *("rollout.engine=sglang", "rollout.num_slots=64"),
+    *("learner.num_train_steps=34", "learner.groups_per_step=32"),  # some 10 s a step here
+)
 
 
 def main() -> int:
     folder, before = Path(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((before / "model.json").read_text())["path"]
-    for launcher, cluster in (("slurm", _on_slurm), ("ray", _on_ray)):
+    for launcher, cluster, changes in (("slurm", _on_slurm, SGLANG), ("ray", _on_ray, EMBEDDED)):
         with cluster(folder / f"{launcher}-cluster") as (arguments, environment):
             command = [
                 *(sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *arguments, "--config", "quickstart.yaml"),
                 *(f"run.folder={folder / launcher}", f"model.path={model}", *ON_TWO_NODES),
-                *("learner.num_train_steps=28", "evaluation.every_n_versions=0"),
+                *("evaluation.every_n_versions=0", *changes),
             ]
             code = subprocess.run(
                 command, cwd=REPO, env={**environment, "PYTHONUNBUFFERED": "1"}, check=False
