@@ -7,6 +7,7 @@ ends with the process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,10 +53,13 @@ def move_into_place(unfinished: Path, final: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
+    """Flush a file or a folder to the disk; a folder only where the file system can flush folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network and FUSE file systems refuse folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

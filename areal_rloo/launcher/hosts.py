@@ -98,7 +98,7 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:
-    """List the GPUs of the driver, whatever CUDA_VISIBLE_DEVICES says; None without a driver library.
+    """List the GPUs of the driver, whatever CUDA_VISIBLE_DEVICES says; None without a driver.
 
     Raises:
         DriverError: the driver reports an error or does not answer in time.
@@ -107,7 +107,7 @@ def list_gpus() -> tuple[Gpu, ...] | None:
         return call_within(_DRIVER_TIMEOUT_S, _ask_driver)
     except TimeoutError as error:
         raise DriverError(f"the NVIDIA driver does not answer: {error}") from error
-    except pynvml.NVMLError_LibraryNotFound:
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:
         raise DriverError(f"the NVIDIA driver fails: {error}") from error
@@ -125,9 +125,11 @@ def _ask_driver() -> tuple[Gpu, ...]:
 def _gpu(index: int, driver: str) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     total_bytes = used_bytes = 0
-    with contextlib.suppress(pynvml.NVMLError_NotSupported):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)  # without the driver's own share
-        total_bytes, used_bytes = memory.total, memory.used
+    for version in (pynvml.nvmlMemory_v2, None):  # v2 excludes the driver's own share; drivers before 510 have v1 only
+        with contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version)
+            total_bytes, used_bytes = memory.total, memory.used
+            break
     uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
     return Gpu(str(index), uuid, name, total_bytes, used_bytes, driver)
 

@@ -57,8 +57,10 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
     unfinished, accuracy = _made(recipe, folder.parent, num_threads)
     try:
         move_into_place(unfinished, folder)
-    except OSError:  # another process was faster and made the same model
-        shutil.rmtree(unfinished)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not folder.is_dir():  # otherwise another process was faster and made the same model
+            raise
     return PreparedModel(str(folder), time.monotonic() - started_s, accuracy, cached=False)
 
 

@@ -9,8 +9,17 @@ import pytest
 MIB = 2**20
 
 
-def play_driver(monkeypatch: pytest.MonkeyPatch, *used_mib: int, error: int | None = None, hangs: bool = False) -> None:
-    """Let NVML report a GPU for each number of MiB in use, fail with an error, or hang."""
+def play_driver(
+    monkeypatch: pytest.MonkeyPatch,
+    *used_mib: int,
+    error: int | None = None,
+    hangs: bool = False,
+    before_510: bool = False,
+) -> None:
+    """Let NVML report a GPU for each number of MiB in use, fail with an error, or hang.
+
+    A driver before 510 does not have the second version of the call for memory.
+    """
 
     def initialize() -> None:
         if hangs:
@@ -18,7 +27,9 @@ def play_driver(monkeypatch: pytest.MonkeyPatch, *used_mib: int, error: int | No
         if error is not None:
             raise pynvml.NVMLError(error)
 
-    def memory(index: int, version: int) -> SimpleNamespace:
+    def memory(index: int, version: int | None) -> SimpleNamespace:
+        if before_510 and version is not None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return SimpleNamespace(total=81920 * MIB, used=used_mib[index] * MIB)
 
     for name, function in (

@@ -52,7 +52,11 @@ def check_gpus(situation: Situation) -> Iterator[Finding]:
         yield wrong("gpus", str(error), "see `dmesg`; reload the NVIDIA driver, or reboot")
         return
     if listed is None and _DEVICE_FILES[0].exists():
-        yield unsure("gpus", "there are GPUs, but no libnvidia-ml.so.1", "install the library of the NVIDIA driver")
+        yield unsure(
+            "gpus",
+            "there are GPUs, but no libnvidia-ml.so.1 with a loaded driver",
+            "install the NVIDIA driver's library",
+        )
         return
     if not listed:
         yield from _without_gpus(situation.config, visible)

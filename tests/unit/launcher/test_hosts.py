@@ -7,12 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
+import pynvml
 import pytest
-from support.nvml import play_driver
+from support.nvml import MIB, play_driver
 
 from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.hosts import ClaimedGpus, capped, described_hosts, this_host
+from areal_rloo.launcher.hosts import ClaimedGpus, capped, described_hosts, list_gpus, this_host
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.slurm.job import counts_per_node
 from areal_rloo.ports import ReservedPorts
@@ -93,6 +94,17 @@ def test_this_host_has_the_gpus_of_the_driver(monkeypatch: pytest.MonkeyPatch) -
     play_driver(monkeypatch, 0, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert this_host(LauncherConfig()).gpu_ids == ("0", "1")
+
+
+def test_a_driver_before_510_lists_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_driver(monkeypatch, 7, 0, before_510=True)
+    assert [gpu.used_bytes // MIB for gpu in list_gpus() or ()] == [7, 0]
+
+
+def test_a_driver_that_is_not_loaded_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_driver(monkeypatch, error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert this_host(LauncherConfig()).gpu_ids == ()
 
 
 def test_described_hosts_follow_the_config() -> None:

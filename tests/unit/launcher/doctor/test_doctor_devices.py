@@ -93,7 +93,7 @@ def test_a_driver_that_hangs_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_without_the_library_of_the_driver_are_unsure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     play_driver(monkeypatch, error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setattr("areal_rloo.launcher.doctor.devices._DEVICE_FILES", (tmp_path,))
-    assert only(check_gpus, "unsure").what == "there are GPUs, but no libnvidia-ml.so.1"
+    assert only(check_gpus, "unsure").what == "there are GPUs, but no libnvidia-ml.so.1 with a loaded driver"
 
 
 @pytest.mark.gpu
