@@ -86,7 +86,7 @@ class Job:
             raise
         finally:
             self._supervisor.stop_all(grace_s)
-            shutil.rmtree(self._request.addresses.segment_folder, ignore_errors=True)
+            shutil.rmtree(self._request.segment_folder, ignore_errors=True)
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except (DataError, OSError) as error:  # the run has ended well, with or without a report

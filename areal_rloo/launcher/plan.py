@@ -20,22 +20,15 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
-    """Ports of the learner's host (0: not used), and the folder of the shared memory."""
-
-    wire_port: int
-    meeting_port: int  # of the learner's ranks
-    segment_folder: Path
-
-
-@dataclass(frozen=True, slots=True)
 class JobRequest:
     """A run, ready to start: the config has numbers for counts, and all hosts see the run folder."""
 
     config: Config
     placement: Placement
     folder: Path
-    addresses: Addresses
+    wire_port: int  # of the learner's host; 0: not used
+    meeting_port: int  # of the learner's ranks; 0: not used
+    segment_folder: Path  # of the shared memory
     resume: bool
 
 
@@ -87,16 +80,16 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
         model_path: a folder or a hub name; read by every process.
         warm_start_s: duration of the preparation, for the summary.
     """
-    config, placement, addresses = request.config, request.placement, request.addresses
+    config, placement = request.config, request.placement
     common = (f"--run-folder={request.folder}", f"--model-path={model_path}")
     same_host = len(placement.used_hosts) == 1
     meeting_host = "127.0.0.1" if same_host else placement.learner_host.address
     of_learner = (
         *common,
-        f"--meeting={meeting_host}:{addresses.meeting_port}",
-        f"--port={addresses.wire_port}",
+        f"--meeting={meeting_host}:{request.meeting_port}",
+        f"--port={request.wire_port}",
         f"--metrics-port={config.telemetry.metrics_port}",
-        f"--segment-folder={addresses.segment_folder}",
+        f"--segment-folder={request.segment_folder}",
         f"--warm-start-s={warm_start_s}",
         *(("--same-host",) if same_host else ()),
         *(("--resume",) if request.resume else ()),
@@ -115,7 +108,7 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
             for rank, seat in enumerate(placement.learner)
         ),
         workers=tuple(
-            _rollout_worker(config, index, seat, (*common, f"--address=tcp://{config.wire.host}:{addresses.wire_port}"))
+            _rollout_worker(config, index, seat, (*common, f"--address=tcp://{config.wire.host}:{request.wire_port}"))
             for index, seat in enumerate(placement.workers)
         ),
         max_learner_restarts=config.launcher.max_learner_restarts,

@@ -19,7 +19,7 @@ from areal_rloo.errors import ConfigError, PreflightError, UserError
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
-from areal_rloo.launcher.plan import Addresses, JobRequest, as_json, as_table, on_network, plan_run
+from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
 from areal_rloo.launcher.run_folder import has_begun, second_run, segment_folder, write_beginning
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.logs import get_logger, setup_logs
@@ -56,9 +56,8 @@ def parse(
 ) -> Options:
     """Read `[SCRIPT.py] --config NAME.yaml [key.path=value ...] [--key.path=value ...] [--dry-run] [--resume] ...`.
 
-    A script before all other arguments means the same as `--entry`. The entry is imported here.
-
-    `options` are options of this launcher alone, each with the arguments of `add_argument`.
+    A script before all other arguments means the same as `--entry`. The entry is imported here. `options` are options
+    of this launcher alone, each with the arguments of `add_argument`.
 
     Raises:
         ConfigError: the config, an override or the entry is wrong.
@@ -117,8 +116,7 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
 def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
-    addresses = Addresses(config.wire.port, 0, segment_folder(folder))
-    request = JobRequest(config, placement, folder, addresses, options.resume)
+    request = JobRequest(config, placement, folder, config.wire.port, 0, segment_folder(folder), options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
     try:
@@ -132,9 +130,8 @@ def hold(
 ) -> None:
     """Make the run folder and lock it until this process ends.
 
-    Launchers call this before they look at GPUs and ports: an earlier run in this folder may still hold some.
-
-    The wait is longer if Slurm restarted this job (`again`): a crashed node may still hold the lock.
+    Launchers call this before they look at GPUs and ports: an earlier run in this folder may still hold some. The wait
+    is longer if Slurm restarted this job (`again`): a crashed node may still hold the lock.
 
     Raises:
         PreflightError: another launcher or learner uses the folder, and did not end in time.
@@ -173,8 +170,8 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
     """
     wire_port, meeting_port = ports
     write_beginning(folder, config, placement.hosts)
-    addresses = Addresses(config.wire.port or wire_port, meeting_port, segment_folder(folder))
-    return JobRequest(config, placement, folder, addresses, resume)
+    wire_port = config.wire.port or wire_port
+    return JobRequest(config, placement, folder, wire_port, meeting_port, segment_folder(folder), resume)
 
 
 def _say(line: str) -> None:

@@ -211,7 +211,7 @@ class RayStarter:
     def close(self) -> None:
         """Remove the learner's shared memory."""
         with contextlib.suppress(RayError):
-            ray.get(self._keeper.remove.remote(self._request.addresses.segment_folder), timeout=ANSWER_TIMEOUT_S)
+            ray.get(self._keeper.remove.remote(self._request.segment_folder), timeout=ANSWER_TIMEOUT_S)
 
 
 def _alive_nodes() -> dict[str, Host]:

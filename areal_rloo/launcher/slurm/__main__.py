@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from types import FrameType
 
 from areal_rloo.config import Config, LauncherConfig, argument_name, dump_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import described_hosts
+from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
 from areal_rloo.launcher.run_folder import choose_folder, point_latest, submitted_file
 from areal_rloo.launcher.start import check, parse, placed, run_main, show_plan
@@ -30,13 +30,6 @@ _MIB = 2**20
 _TEMPLATE = "slurm/run.sbatch"
 _LOOK_EVERY_S = 0.2
 _WAIT_HELP = "follow the job's output and end with its exit code"
-
-
-class SubmissionCutError(PreflightError):
-    """Ctrl-C came before sbatch answered; the job may be in the queue or not."""
-
-    def __init__(self) -> None:
-        super().__init__("stopped while sbatch submitted the job; `squeue --me` says whether it is queued")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,10 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         if options.of_launcher["wait"]:
             return _follow(job_script, output)
         _, job_id = _submitted(job_script)
-    except PreflightError as error:
-        if not isinstance(error, SubmissionCutError):
-            submitted.unlink()  # no job has this file
+    except PreflightError:
+        submitted.unlink()  # no job has this file
         raise
+    except KeyboardInterrupt:  # before sbatch answered, so the job may be in the queue or not
+        words = "stopped while sbatch submitted the job; `squeue --me` says whether it is queued"
+        raise PreflightError(words) from None
     print(f"job {job_id} is submitted; run folder: {folder}")  # noqa: T201
     print(f"output: tail -F {output}; drain it: scancel --batch --signal=TERM {job_id}")  # noqa: T201
     return 0
@@ -144,11 +139,14 @@ def _output_name(config: Config, index: str) -> str:
     return "job.out" if config.launcher.slurm.num_seeds == 1 else f"job-{index}.out"
 
 
-def _submitted(script: Path, *options: str, signals: _Signals | None = None) -> tuple[subprocess.Popen[str], str]:
+def _submitted(script: Path, *options: str, signals: Signals | None = None) -> tuple[subprocess.Popen[str], str]:
     """Submit a job script; give the sbatch, which may still wait for the job, and the job's id.
 
+    Installs `signals` as soon as the job has an id.
+
     Raises:
-        PreflightError: Slurm refuses the job; or Ctrl-C came before sbatch answered.
+        PreflightError: Slurm refuses the job.
+        KeyboardInterrupt: Ctrl-C came before sbatch answered.
     """
     submission: subprocess.Popen[str] | None = None
     try:
@@ -164,11 +162,11 @@ def _submitted(script: Path, *options: str, signals: _Signals | None = None) -> 
         if signals is None:
             submission.wait()
         else:
-            signals.job_id = job_id
-    except KeyboardInterrupt:  # a later Ctrl-C is for the job
+            signals.install()
+    except KeyboardInterrupt:
         if submission is not None:
             submission.kill()
-        raise SubmissionCutError from None
+        raise
     if not job_id:
         words = " ".join(submission.stderr.read().split())
         raise PreflightError(f"sbatch refuses the job: {words}; see launcher.slurm, or --dry-run for the script")
@@ -182,49 +180,35 @@ def _follow(script: Path, output: Path) -> int:
     The first Ctrl-C or SIGTERM drains the job, the second cancels the job.
     """
     tail = Tail(output)  # skips the output of an earlier job
-    signals = _Signals()
+    signals, num_obeyed = Signals(), 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the job has an id
     submission, job_id = _submitted(script, "--wait", signals=signals)
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
     while submission.poll() is None:
         _say(tail.read())
-        signals.obey()
+        if signals.num_ends > num_obeyed:
+            num_obeyed = signals.num_ends
+            _stop(job_id, drain=num_obeyed == 1)
         time.sleep(_LOOK_EVERY_S)
     _say(tail.read())
     return submission.returncode
 
 
-class _Signals:
-    """Passes signals on to the job. Before the job has an id, a signal raises KeyboardInterrupt."""
+def _stop(job_id: str, *, drain: bool) -> None:
+    """Drain or cancel a job."""
+    if not drain:
+        _scancel(job_id)
+        return
+    _say(f"draining job {job_id}; once more cancels it\n")
+    # Signal the script of a running job only, which drains the steps in order. A pending job has no script.
+    _scancel("--batch", "--signal=TERM", "--state=RUNNING", job_id)
+    _scancel("--state=PENDING", job_id)
 
-    def __init__(self) -> None:
-        self.job_id = ""
-        self._num_asked = 0
-        self._num_passed_on = 0
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def obey(self) -> None:
-        """Drain or cancel the job if a signal came since the last call."""
-        if self._num_passed_on == self._num_asked:
-            return
-        self._num_passed_on = self._num_asked
-        if self._num_asked == 1:
-            _say(f"draining job {self.job_id}; once more cancels it\n")
-            # Signal the script of a running job only, which drains the steps in order. A pending job has no script.
-            self._scancel("--batch", "--signal=TERM", "--state=RUNNING")
-            self._scancel("--state=PENDING")
-        else:
-            self._scancel()
-
-    def _scancel(self, *options: str) -> None:
-        ended = subprocess.run(["scancel", *options, self.job_id], capture_output=True, text=True, check=False)
-        if ended.returncode != 0:
-            _say(f"scancel {' '.join(options)} {self.job_id}: {' '.join(ended.stderr.split())}\n")
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.job_id:
-            raise KeyboardInterrupt
-        self._num_asked += 1
+def _scancel(*arguments: str) -> None:
+    ended = subprocess.run(["scancel", *arguments], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        _say(f"scancel {' '.join(arguments)}: {' '.join(ended.stderr.split())}\n")
 
 
 def _say(text: str) -> None:

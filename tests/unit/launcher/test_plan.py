@@ -8,7 +8,7 @@ import pytest
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
-from areal_rloo.launcher.plan import Addresses, JobRequest, Plan, ProcessSpec, as_json, as_table, on_network, plan_run
+from areal_rloo.launcher.plan import JobRequest, Plan, ProcessSpec, as_json, as_table, on_network, plan_run
 
 SGLANG = "rollout.engine=sglang"
 ON_GPUS = ("rollout.device=auto", "learner.device=auto")
@@ -31,7 +31,7 @@ def placed(*overrides: str, on: list[Host]) -> tuple[Config, Placement]:
 
 def planned(*overrides: str, on: list[Host] | None = None) -> Plan:
     config, placement = placed(*overrides, on=on or hosts())
-    request = JobRequest(config, placement, Path("/run"), Addresses(1, 9, Path("/segments")), resume=False)
+    request = JobRequest(config, placement, Path("/run"), 1, 9, Path("/segments"), resume=False)
     return plan_run(request, model_path="/model")
 
 
