@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_rloo.errors import DataError, UserError
-from areal_rloo.inspect import select, trajectories_of
+from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
 from areal_rloo.inspect.text import By, View, show, table, tallied
 from areal_rloo.telemetry.progress import stop_printing
-from areal_rloo.telemetry.trajectories import TrajectoryRecord, read_trajectories
+from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 
 _INTERRUPTED = 130
 _UNWRAPPED = 10_000  # columns; a pipe gets whole lines
@@ -149,10 +149,22 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     if asked.limit < 0:
         raise DataError(f"--limit {asked.limit}: expected a number of trajectories, or 0 for all of them")
     asked.limit = asked.limit or None
-    asked.path = trajectories_of(asked.run_folder)
+    asked.path = _trajectories_of(asked.run_folder)
     asked.conditions = _conditions(asked)
     asked.view = View(tokens=asked.tokens, full=asked.full or asked.grep is not None, pattern=asked.grep)
     return asked
+
+
+def _trajectories_of(folder: Path) -> Path:
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise DataError(
+            f"{folder}: no {FILE_NAME}: expected after the first train step of a run with "
+            "telemetry.trajectories_per_step above 0"
+        )
+    return path
 
 
 def _conditions(asked: Options) -> list[select.Condition]:

@@ -205,16 +205,11 @@ def spread(
     Whole groups, spread evenly over the run, show advantages beside their siblings. Drops are rare, so some of each
     reason are kept. Return the records in file order, and the number of all records.
     """
-    not_dropped = _Spread(most)
-    dropped: dict[str, _Spread] = {}
+    parts: dict[str | None, _Spread] = {None: _Spread(most)}  # by the reason of the drop
     num_records = 0
-    for record in records:
-        part = not_dropped
-        if record.dropped is not None:
-            part = dropped.setdefault(record.dropped, _Spread(most_by_reason))
-        part.add(num_records, record)
-        num_records += 1
-    chosen = [pair for part in (not_dropped, *dropped.values()) for pair in part.kept()]
+    for num_records, record in enumerate(records, start=1):
+        parts.setdefault(record.dropped, _Spread(most_by_reason)).add(num_records, record)
+    chosen = [pair for part in parts.values() for pair in part.kept()]
     return [record for _, record in sorted(chosen, key=lambda pair: pair[0])], num_records
 
 

@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class LocalProcess:
-    """A running process of this host."""
+    """A running process of this host: a `Handle` (supervisor.py)."""
 
     def __init__(
         self,
@@ -54,14 +54,12 @@ class LocalProcess:
         self.label = f"pid {self._process.pid}"
 
     def exit_code(self) -> int | None:
-        """Give the exit code, 128 + n for signal n as in a shell; None while the process runs."""
         if self._process.returncode is None and self._process.poll() is not None:
             self._kill_session()  # at once: later the system may give this process id to another process
         code = self._process.returncode
         return code if code is None or code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
-        """Send a signal if the process still runs."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

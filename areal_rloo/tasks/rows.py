@@ -125,17 +125,20 @@ def _from_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
         raise DataError(f"{path}: expected a {', '.join(_READERS)} file, got '{file.suffix}'")
     places: dict[str | int, str] = {}
     where = None
-    for where, found in _read(reader, file):
-        if not isinstance(found, dict):
-            raise DataError(f"{where}: expected an object, got {type(found).__name__}")
-        row = _renamed(found, fields, where)
-        try:
-            msgspec.msgpack.encode(row)  # as on the wire to the rollout workers
-        except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{where}: a field cannot be sent to a rollout worker: {error}") from error
-        if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
-            raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
-        yield where, row
+    try:
+        for where, found in reader(file):
+            if not isinstance(found, dict):
+                raise DataError(f"{where}: expected an object, got {type(found).__name__}")
+            row = _renamed(found, fields, where)
+            try:
+                msgspec.msgpack.encode(row)  # as on the wire to the rollout workers
+            except (TypeError, ValueError, OverflowError) as error:
+                raise DataError(f"{where}: a field cannot be sent to a rollout worker: {error}") from error
+            if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
+                raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
+            yield where, row
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
     if where is None:
         raise DataError(f"{path}: no row in it")
 
@@ -160,13 +163,6 @@ def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
             got = ", ".join(map(str, row))
             raise DataError(f"{where}: expected a field '{theirs}' (for {ours}), got the fields {got}")
     return row | {ours: row[theirs] for ours, theirs in fields.items()}
-
-
-def _read(reader: Callable[[Path], Iterator[tuple[str, Any]]], path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from reader(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

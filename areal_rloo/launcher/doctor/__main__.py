@@ -17,12 +17,10 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, import_entry, load_config
-from areal_rloo.errors import ConfigError, UserError
+from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor import Finding, findings
-from areal_rloo.launcher.doctor.base import refused, unsure
+from areal_rloo.launcher.doctor.base import refused, unsure, wrong
 from areal_rloo.telemetry.progress import stop_printing
-
-_MARGIN = 8
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Finding]:
     for argument in overrides:
         if "=" not in argument or options.config is None:
-            error = ConfigError(f"argument '{argument}': expected key.path=value, and --config before it")
-            yield refused("arguments", error, fix="see --help")
+            what = f"argument '{argument}': expected key.path=value, and --config before it"
+            yield wrong("arguments", what, "see --help")
             return
     config: Config | None = None
     if options.config is not None:
@@ -74,9 +72,9 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
 
 def _show(finding: Finding) -> None:
     """Print a finding, each text on a line."""
-    _print(f"{finding.state:<{_MARGIN - 1}} {finding.name}: {' '.join(finding.what.split())}")
+    _print(f"{finding.state:<7} {finding.name}: {' '.join(finding.what.split())}")
     if finding.fix:
-        _print(f"{'':<{_MARGIN}}fix: {' '.join(finding.fix.split())}")
+        _print(f"        fix: {' '.join(finding.fix.split())}")
 
 
 def _print(line: str) -> None:

@@ -87,8 +87,7 @@ def check_servers(situation: Situation) -> Iterator[Finding]:
     if config is None:
         return
     for url in config.rollout.server_urls:
-        trouble = _no_answer(f"{url.rstrip('/')}/health")
-        if trouble:
+        if trouble := _no_answer(f"{url.rstrip('/')}/health"):
             yield wrong("rollout.sglang.urls", f"{url}: {trouble}", "start the server, or correct the url", ConfigError)
         else:
             yield ok("rollout.sglang.urls", f"{url} answers")
@@ -110,13 +109,11 @@ def check_hub(situation: Situation) -> Iterator[Finding]:
     """Ask the hub for access to each model not downloaded yet."""
     if situation.config is None or offline_variable(situation) is not None:
         return
-    base = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/")
+    base, token = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/"), situation.environment.get("HF_TOKEN")
     for key, path in model_paths(situation.config):
         if path == "tiny" or not is_hub_name(path) or cached_folder(path, situation.environment) is not None:
             continue
-        token = situation.environment.get("HF_TOKEN")
-        trouble = _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, through_proxies=True)
-        if trouble:
+        if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, through_proxies=True):
             fix = f"correct {key}, log in with `hf auth login`, or download it elsewhere and name its folder"
             yield wrong(key, f"{path}: {base}: {trouble}", fix)
         else:

@@ -46,11 +46,8 @@ def check_python(situation: Situation) -> Iterator[Finding]:
         yield ok("python", f"{version} at {sys.executable}, areal_rloo {areal_rloo.__version__} of {home}")
     for part in filter(None, situation.environment.get("PYTHONPATH", "").split(":")):
         if "site-packages" in part or (Path(part) / "torch").is_dir():
-            yield unsure(
-                "PYTHONPATH",
-                f"packages of {part} come before those of {sys.prefix}",
-                "unset PYTHONPATH where they are of another Python",
-            )
+            what = f"packages of {part} come before those of {sys.prefix}"
+            yield unsure("PYTHONPATH", what, "unset PYTHONPATH where they are of another Python")
 
 
 def check_packages(situation: Situation) -> Iterator[Finding]:
@@ -134,9 +131,8 @@ def _adapters(environment: Mapping[str, str]) -> Iterator[Finding]:
         names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
         absent = [name for name in names if not any(real.startswith(name) for real in present)]
         if absent:
-            what = (
-                f"{value}: no such adapter here: {', '.join(absent)}; there are {', '.join(sorted(present)) or 'none'}"
-            )
+            there = ", ".join(sorted(present)) or "none"
+            what = f"{value}: no such adapter here: {', '.join(absent)}; there are {there}"
             yield wrong("NCCL_IB_HCA", what, "unset NCCL_IB_HCA, or name those that `ibv_devices` shows")
 
 

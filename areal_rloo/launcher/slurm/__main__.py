@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from areal_rloo.config import Config, LauncherConfig, argument_name, dump_config
+from areal_rloo.config import Config, argument_name, dump_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.job import Signals
@@ -102,36 +102,30 @@ def _template() -> str:
 def _directives(config: Config, folder: Path) -> list[str]:
     launcher, slurm = config.launcher, config.launcher.slurm
     escaped = str(folder).replace("%", "%%")  # Slurm replaces %
-    cores = [f"--cpus-per-task={launcher.cores_per_host}"] if launcher.cores_per_host else ["--exclusive"]
-    directives = [
-        f"--job-name={shlex.quote(config.run.name)}",
-        f"--nodes={launcher.num_hosts}",
-        "--ntasks-per-node=1",
-        *cores,
-        *_memory(launcher),
-        *([f"--gpus-per-node={launcher.gpus_per_host}"] if launcher.gpus_per_host else []),
-        f"--output={shlex.quote(escaped + '/' + _output_name(config, '%a'))}",
-        "--open-mode=append",
-        f"--signal=B:USR1@{slurm.warn_before_s}",
-        "--requeue" if slurm.requeue else "--no-requeue",
-        *([f"--array=0-{slurm.num_seeds - 1}"] if slurm.num_seeds > 1 else []),
-        *([f"--time={slurm.time_limit}"] if slurm.time_limit else []),
-        *([f"--partition={slurm.partition}"] if slurm.partition else []),
-        *([f"--account={slurm.account}"] if slurm.account else []),
-    ]
-    for written, value in slurm.arguments.items():
-        if value is not None and value is not False:
-            name = argument_name(written)
-            directives.append(f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}")
-    return directives
-
-
-def _memory(launcher: LauncherConfig) -> list[str]:
-    """Ask for all memory of a node by default, unless the arguments set memory per core or per GPU."""
+    arguments = {argument_name(written): value for written, value in slurm.arguments.items()}
+    memory = None if any(name.startswith("mem-per-") for name in arguments) else "0"  # 0: all memory of a node
     if launcher.memory_per_host:
-        return [f"--mem={-(-launcher.memory_per_host // _MIB)}M"]
-    by_part = any(argument_name(written).startswith("mem-per-") for written in launcher.slurm.arguments)
-    return [] if by_part else ["--mem=0"]
+        memory = f"{-(-launcher.memory_per_host // _MIB)}M"
+    options: dict[str, str | float | bool | None] = {  # True: a bare flag; False or None: left out
+        "job-name": config.run.name,
+        "nodes": launcher.num_hosts,
+        "ntasks-per-node": 1,
+        "cpus-per-task": launcher.cores_per_host or None,
+        "exclusive": not launcher.cores_per_host,
+        "mem": memory,
+        "gpus-per-node": launcher.gpus_per_host or None,
+        "output": f"{escaped}/{_output_name(config, '%a')}",
+        "open-mode": "append",
+        "signal": f"B:USR1@{slurm.warn_before_s}",
+        "requeue" if slurm.requeue else "no-requeue": True,
+        "array": f"0-{slurm.num_seeds - 1}" if slurm.num_seeds > 1 else None,
+        "time": slurm.time_limit or None,
+        "partition": slurm.partition or None,
+        "account": slurm.account or None,
+        **arguments,
+    }
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return [f"--{name}" if v is True else f"--{name}={shlex.quote(str(v))}" for name, v in given.items()]
 
 
 def _output_name(config: Config, index: str) -> str:
