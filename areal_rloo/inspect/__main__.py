@@ -24,7 +24,6 @@ from areal_rloo.inspect.text import By, View, show, table, tallied
 from areal_rloo.telemetry.progress import stop_printing
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 
-_INTERRUPTED = 130
 _UNWRAPPED = 10_000  # columns; a pipe gets whole lines
 _ANY = ""  # --dropped without a reason
 _MOST = 10
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `| head` has ended
         stop_printing()
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130
     return 0
 
 

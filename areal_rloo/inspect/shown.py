@@ -26,7 +26,6 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 summary { cursor: pointer; } pre { overflow-x: auto; font-size: .82rem; line-height: 1.4; }
 """
 _JOINERS = "\u200c\u200d\u00ad"  # harmless parts of words and emoji
-_CONTROL_PICTURES = 0x2400
 
 
 class _Visible(dict[int, str]):
@@ -37,7 +36,7 @@ class _Visible(dict[int, str]):
         if shown not in _JOINERS and unicodedata.category(shown) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:
             shown = f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
             if code < 0x20:
-                shown = chr(_CONTROL_PICTURES + code)
+                shown = chr(0x2400 + code)  # the block "Control Pictures"
         self[code] = shown
         return shown
 

@@ -13,13 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_type_hints
 
 import msgspec
 
 PREFIX = "areal_rloo_"
-
-Meta = TypeVar("Meta", "Metric", "Label")
 
 Values = dict[tuple[str, ...], float]  # by the values of the labels
 Samples = Mapping[str, Values]  # by name at /metrics
@@ -98,12 +96,12 @@ def healthy_range(declared: Declared) -> str:
 
 def declared_metrics(struct: type[Measured]) -> list[Declared]:
     """Give the metrics of a struct, and of the structs in its fields, in order."""
-    return list(_declared(struct, struct.metrics_prefix, (), tuple(label.name for _, label in _labels(struct))))
+    return list(_declared(struct, struct.metrics_prefix, (), tuple(_labels(struct).values())))
 
 
 def read_samples(instance: Measured) -> Samples:
     """Read the metrics of an instance."""
-    outer = tuple(str(getattr(instance, field)) for field, _ in _labels(type(instance)))
+    outer = tuple(str(getattr(instance, field)) for field in _labels(type(instance)))
     samples = {}
     for declared in declared_metrics(type(instance)):
         value = attrgetter(declared.field)(instance)
@@ -114,7 +112,7 @@ def read_samples(instance: Measured) -> Samples:
 
 def _declared(struct: type, prefix: str, path: tuple[str, ...], labels: tuple[str, ...]) -> Iterator[Declared]:
     for name, hint in _hints(struct).items():
-        for metric in _metadata(hint, Metric):
+        for metric in (meta for meta in get_args(hint) if isinstance(meta, Metric)):
             own = () if metric.label is None else (metric.label,)
             yield Declared((*path, name), prometheus_name(prefix + name, metric.kind), metric, (*labels, *own))
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
@@ -128,9 +126,8 @@ def _hints(struct: type) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True) | returned
 
 
-def _metadata(hint: Any, kind: type[Meta]) -> list[Meta]:
-    return [meta for meta in get_args(hint) if isinstance(meta, kind)]
-
-
-def _labels(struct: type) -> list[tuple[str, Label]]:
-    return [(name, label) for name, hint in _hints(struct).items() for label in _metadata(hint, Label)]
+def _labels(struct: type) -> dict[str, str]:
+    """Give the label that each text field declares, by field."""
+    return {
+        field: meta.name for field, hint in _hints(struct).items() for meta in get_args(hint) if isinstance(meta, Label)
+    }

@@ -100,8 +100,7 @@ def _visible(listed: Sequence[Gpu], variable: str | None) -> tuple[list[Gpu], li
 def _without_gpus(config: Config | None, visible: str | None) -> Iterator[Finding]:
     named = [part for part in (visible or "").split(",") if part.strip()]
     if named and not any(file.exists() for file in _DEVICE_FILES):
-        what = f"{visible}: there is no driver of GPUs here"
-        yield wrong("CUDA_VISIBLE_DEVICES", what, f"unset it, or {_ON_CPU}")
+        yield wrong("CUDA_VISIBLE_DEVICES", f"{visible}: there is no driver of GPUs here", f"unset it, or {_ON_CPU}")
     elif config is not None and _asks_for_gpu(config):
         devices = f"learner.device={config.learner.device}, rollout.device={config.rollout.device}"
         yield wrong("gpus", f"{devices}, and there is none here", _ON_CPU)

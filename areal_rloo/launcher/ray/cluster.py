@@ -120,11 +120,9 @@ class RayCluster:
 
     def reserve_ports(self, num: int) -> tuple[int, ...]:
         """Reserve ports of the learner's host until the end of the run."""
-        self._keeper = (
-            ray.remote(num_cpus=0)(Keeper).options(scheduling_strategy=_in_place(self._groups[0], 0)).remote()
-        )
-        ports: tuple[int, ...] = tuple(ray.get(self._keeper.reserve.remote(num)))
-        return ports
+        in_place = _in_place(self._groups[0], 0)
+        self._keeper = ray.remote(num_cpus=0)(Keeper).options(scheduling_strategy=in_place).remote()
+        return tuple(ray.get(self._keeper.reserve.remote(num)))
 
     def starter(self, request: JobRequest) -> RayStarter:
         return RayStarter(request, self._groups, self._keeper, self._folder)

@@ -142,24 +142,22 @@ def _submitted(script: Path, *options: str, signals: Signals | None = None) -> t
         PreflightError: Slurm refuses the job.
         KeyboardInterrupt: Ctrl-C came before sbatch answered.
     """
-    submission: subprocess.Popen[str] | None = None
+    submission = subprocess.Popen(
+        ["sbatch", *options, "--parsable", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C must not reach sbatch
+    )
+    assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
     try:
-        submission = subprocess.Popen(
-            ["sbatch", *options, "--parsable", str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C must not reach sbatch
-        )
-        assert submission.stdout is not None and submission.stderr is not None, "both are pipes"
         job_id = submission.stdout.readline().strip().partition(";")[0]
         if signals is None:
             submission.wait()
         else:
             signals.install()
     except KeyboardInterrupt:
-        if submission is not None:
-            submission.kill()
+        submission.kill()
         raise
     if not job_id:
         words = " ".join(submission.stderr.read().split())
