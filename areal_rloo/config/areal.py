@@ -14,20 +14,13 @@ from areal_rloo.errors import ConfigError
 _NO_NORM = {"mean_level": "none", "mean_leave1out": False, "std_level": "none"}
 _BATCH_LEVELS = {"mean_level": "batch", "mean_leave1out": False, "std_level": "batch"}
 _NORM_DEFAULTS = _BATCH_LEVELS | {"std_unbiased": True, "over": "trajectories", "eps": 1e-5}
-_REJECTION_DEFAULTS = {
-    "level": "token",
-    "action": "mask",
-    "metric": "ratio",
-    "agg": "mean",
-    "lower": None,
-    "upper": 5.0,
-}
+_RULE_DEFAULTS = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "lower": None, "upper": 5.0}
 
 _SECTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     # key in `actor`: path of our section, defaults of absent keys, meaning of null in place of the section
     "adv_norm": (("algorithm", "adv_norm"), _NORM_DEFAULTS, _NO_NORM),
     "reward_norm": (("algorithm", "reward_norm"), _NORM_DEFAULTS, _NO_NORM),
-    "rejection_sampling": (("algorithm", "loss", "behaviour_weight"), _REJECTION_DEFAULTS, {"rule": "none"}),
+    "rejection_sampling": (("algorithm", "loss", "behaviour_weight"), _RULE_DEFAULTS, {"rule": "none"}),
 }
 _KEYS = {"action": "rule", "agg": "aggregate"}  # of rejection_sampling
 _METRICS = {"kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3"}

@@ -10,17 +10,6 @@
 """
 
 from areal_rloo.tasks.base import Item, Message, Split, Task
-from areal_rloo.tasks.loading import Source, check_data, eval_sources, load_eval, load_train, make_task
+from areal_rloo.tasks.loading import Source, check_data, load_eval, load_train, make_task
 
-__all__ = [
-    "Item",
-    "Message",
-    "Source",
-    "Split",
-    "Task",
-    "check_data",
-    "eval_sources",
-    "load_eval",
-    "load_train",
-    "make_task",
-]
+__all__ = ["Item", "Message", "Source", "Split", "Task", "check_data", "load_eval", "load_train", "make_task"]
