@@ -173,7 +173,6 @@ class Job:
         code = ranks.exit_code()
         if code is None:
             return None
-        code = ranks.finish(code)
         ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
         return code if ends or not ranks.restart(code) else None
 

@@ -169,7 +169,7 @@ class LearnerRanks:
             self._supervisor.start(spec)
 
     def exit_code(self) -> int | None:
-        """Give the exit code of rank 0; None while rank 0 runs.
+        """Give the exit code of the learner, with the cause if a follower has it; None while rank 0 runs.
 
         Without a follower, the learner can neither train nor save, and may wait for a batch without noticing: kill
         rank 0 then.
@@ -177,19 +177,10 @@ class LearnerRanks:
         if any(self._supervisor.exit_code(name) for name in self._followers):
             self._supervisor.wait([self._leader], _GRACE_S)  # rank 0 may end with a better message
             self._supervisor.kill(self._leader)
-        return self._supervisor.exit_code(self._leader)
-
-    def drain(self) -> None:
-        """Ask rank 0 for a checkpoint and the end."""
-        self._supervisor.signal(self._leader, signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._supervisor.kill(self._leader)
-
-    def finish(self, code: int) -> int:
-        """Wait for the followers after the end of rank 0 with this code, and find the exit code with the cause."""
-        self._supervisor.wait(self._followers, _GRACE_S)
-        if code in (0, 2):
+        code = self._supervisor.exit_code(self._leader)
+        if code is not None:
+            self._supervisor.wait(self._followers, _GRACE_S)
+        if code in (None, 0, 2):
             return code
         for name in self._followers:
             own = self._supervisor.exit_code(name)
@@ -197,6 +188,13 @@ class LearnerRanks:
                 self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
                 code = 2 if own == 2 else code
         return code
+
+    def drain(self) -> None:
+        """Ask rank 0 for a checkpoint and the end."""
+        self._supervisor.signal(self._leader, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._supervisor.kill(self._leader)
 
     def last_words(self, code: int) -> str:
         return f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
