@@ -47,6 +47,8 @@ QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     limits.check_memory,
     inputs.check_tool_sandbox,
 )
+# Left out without a config. The other checks then take the default config, and report on the machine alone.
+NEED_A_CONFIG: tuple[Check, ...] = (inputs.check_models, inputs.check_data_files, disk.check_free_disk)
 THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
 THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
     devices.check_torch,
@@ -64,9 +66,10 @@ def findings(
     Without a config, only the machine is checked; without a folder, the checks of the run folder are skipped. A host
     that only submits the run (`runs_here` is False) cannot check the hosts of the run. Thorough checks take minutes.
     """
-    situation = Situation(config, folder, runs_here)
+    situation = Situation(config or Config(), folder, runs_here)
     checks = [*QUICK, *(QUICK_WHERE_IT_RUNS if runs_here else ())]
     if thorough:
         checks += [*THOROUGH, *(THOROUGH_WHERE_IT_RUNS if runs_here else ())]
     for check in checks:
-        yield from guarded(check, situation)
+        if config is not None or check not in NEED_A_CONFIG:
+            yield from guarded(check, situation)

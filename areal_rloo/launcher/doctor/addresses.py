@@ -23,8 +23,6 @@ _HUB = "https://huggingface.co"
 
 def check_ports(situation: Situation) -> Iterator[Finding]:
     """Check for ports of the config in use. All other ports of a run are chosen among free ones."""
-    if situation.config is None:
-        return
     for key, host, port in _ports(situation.config):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,8 +44,6 @@ def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
 
 def check_wire_host(situation: Situation) -> Iterator[Finding]:
     """Compare wire.host with the addresses of this host."""
-    if situation.config is None:
-        return
     host = situation.config.wire.host
     try:
         address = ipaddress.ip_address(host)
@@ -84,8 +80,6 @@ def check_host_name(situation: Situation) -> Iterator[Finding]:
 def check_servers(situation: Situation) -> Iterator[Finding]:
     """Connect to running SGLang servers and reward services."""
     config = situation.config
-    if config is None:
-        return
     for url in config.rollout.server_urls:
         if trouble := _no_answer(f"{url.rstrip('/')}/health"):
             yield wrong("rollout.sglang.urls", f"{url}: {trouble}", "start the server, or correct the url", ConfigError)
@@ -107,7 +101,7 @@ def check_servers(situation: Situation) -> Iterator[Finding]:
 
 def check_hub(situation: Situation) -> Iterator[Finding]:
     """Ask the hub for access to each model not downloaded yet."""
-    if situation.config is None or offline_variable(situation) is not None:
+    if offline_variable(situation) is not None:
         return
     base, token = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/"), situation.environment.get("HF_TOKEN")
     for key, path in model_paths(situation.config):

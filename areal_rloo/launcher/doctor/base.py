@@ -32,12 +32,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The input of a check: no config to check the machine only, and a folder that may not exist yet.
+    """The input of a check: the config, and a folder that may not exist yet.
 
     `runs_here`: True if the run will use this host, False if this host only submits the run.
     """
 
-    config: Config | None = None
+    config: Config = field(default_factory=Config)
     folder: Path | None = None
     runs_here: bool = True
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

@@ -77,7 +77,7 @@ def check_gpus(situation: Situation) -> Iterator[Finding]:
     if shown and _built_without_cuda():
         what = f"built without CUDA, and {len(shown)} GPUs are here"
         config = situation.config
-        may_use = config is None or _asks_for_gpu(config) or "auto" in (config.learner.device, config.rollout.device)
+        may_use = _asks_for_gpu(config) or "auto" in (config.learner.device, config.rollout.device)
         yield wrong_or_unsure("torch", what, _INSTALL, is_wrong=may_use)
 
 
@@ -97,11 +97,11 @@ def _visible(listed: Sequence[Gpu], variable: str | None) -> tuple[list[Gpu], li
     return shown, absent
 
 
-def _without_gpus(config: Config | None, visible: str | None) -> Iterator[Finding]:
+def _without_gpus(config: Config, visible: str | None) -> Iterator[Finding]:
     named = [part for part in (visible or "").split(",") if part.strip()]
     if named and not any(file.exists() for file in _DEVICE_FILES):
         yield wrong("CUDA_VISIBLE_DEVICES", f"{visible}: there is no driver of GPUs here", f"unset it, or {_ON_CPU}")
-    elif config is not None and _asks_for_gpu(config):
+    elif _asks_for_gpu(config):
         devices = f"learner.device={config.learner.device}, rollout.device={config.rollout.device}"
         yield wrong("gpus", f"{devices}, and there is none here", _ON_CPU)
     else:
@@ -117,9 +117,7 @@ def _busy(shown: Sequence[Gpu]) -> Iterator[Finding]:
             yield wrong_or_unsure(f"gpu {gpu.index}", what, fix, is_wrong=share > 0.5)
 
 
-def _asks_for_gpu(config: Config | None) -> bool:
-    if config is None:
-        return False
+def _asks_for_gpu(config: Config) -> bool:
     rollout = config.rollout.device.startswith("cuda") and not config.rollout.server_urls
     return rollout or config.learner.device.startswith("cuda")
 

@@ -57,7 +57,7 @@ def check_run_folder(situation: Situation) -> Iterator[Finding]:
 def check_free_disk(situation: Situation) -> Iterator[Finding]:
     """Check the free space for logs and checkpoints."""
     config, folder = situation.config, situation.folder
-    if config is None or folder is None or not _is_mounted(situation, folder):
+    if folder is None or not _is_mounted(situation, folder):
         return
     place = existing(folder)
     free, least = shutil.disk_usage(place).free, config.launcher.min_free_disk_bytes
@@ -126,7 +126,7 @@ def clock_finding(offset_s: float) -> Finding:
 def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     """Check the shared memory for the weights, which the learner writes and the workers of the same host read."""
     config = situation.config
-    if config is not None and config.weights_transport(same_host=True) != "shared_memory":
+    if config.weights_transport(same_host=True) != "shared_memory":
         return
     base = segment_folder(Path()).parent
     usage = shutil.disk_usage(base)
@@ -139,7 +139,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         what += f", and {len(left)} folders of other runs"
         fix += f"; if no other run is on, rm -r {base}/areal_rloo-*"
     parameters = policy_parameters(situation)
-    if parameters is None or config is None:
+    if parameters is None:
         enough = usage.free >= _LEAST_SHARED_BYTES
         yield ok("shared memory", what) if enough else unsure("shared memory", what, fix)
         return

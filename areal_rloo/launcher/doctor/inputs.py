@@ -27,7 +27,7 @@ _SGLANG_ASK = "import sglang, torch; print(f'sglang {sglang.__version__} with to
 def check_sglang(situation: Situation) -> Iterator[Finding]:
     """Check for a Python with SGLang, or for the key of running servers."""
     config = situation.config
-    if config is None or config.rollout.engine != "sglang":
+    if config.rollout.engine != "sglang":
         return
     from areal_rloo.engines.sglang import find_api_key, find_python  # noqa: PLC0415 - imports torch
 
@@ -45,7 +45,7 @@ def check_sglang(situation: Situation) -> Iterator[Finding]:
 def check_sglang_imports(situation: Situation) -> Iterator[Finding]:
     """Import SGLang in a process, and compare with the tested version."""
     config = situation.config
-    if config is None or config.rollout.engine != "sglang" or config.rollout.sglang.urls:
+    if config.rollout.engine != "sglang" or config.rollout.sglang.urls:
         return
     from areal_rloo.engines.sglang import find_python  # noqa: PLC0415 - imports torch
     from areal_rloo.engines.sglang.client import TESTED_VERSION  # noqa: PLC0415 - imports torch
@@ -66,8 +66,6 @@ def check_sglang_imports(situation: Situation) -> Iterator[Finding]:
 
 def check_models(situation: Situation) -> Iterator[Finding]:
     """Check for complete, readable models of the policy and the reference, with a tokenizer."""
-    if situation.config is None:
-        return
     for key, path in model_paths(situation.config):
         if path == "tiny":
             yield ok(key, "tiny, made on first use")
@@ -89,8 +87,6 @@ def check_models(situation: Situation) -> Iterator[Finding]:
 
 def check_hub_models(situation: Situation) -> Iterator[Finding]:
     """Check each model of the hub: downloaded and complete, or allowed to be downloaded."""
-    if situation.config is None:
-        return
     for key, path in model_paths(situation.config):
         if path == "tiny" or Path(path).exists():
             continue
@@ -121,8 +117,6 @@ def offline_variable(situation: Situation) -> str | None:
 
 def check_functions(situation: Situation) -> Iterator[Finding]:
     """Import the user's functions."""
-    if situation.config is None:
-        return
     episode = situation.config.rollout.episode
     paths = {
         "algorithm.group_filter": situation.config.algorithm.group_filter,
@@ -141,8 +135,6 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
 
 def check_data_files(situation: Situation) -> Iterator[Finding]:
     """Check the data section: tasks, files, rewards."""
-    if situation.config is None:
-        return
     try:
         check_data(situation.config.data)
         check_rewards(situation.config.data)
@@ -155,8 +147,6 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
 
 def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
     """Try the sandbox of the policy's Python on this host."""
-    if situation.config is None:
-        return
     episode = situation.config.rollout.episode
     if episode.type != "tool_use" or "python" not in episode.tools:
         return
@@ -177,9 +167,9 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 def policy_parameters(situation: Situation) -> int | None:
     """Count the parameters of the policy; None if the number is unknown, or too small to matter."""
-    if situation.config is None or situation.config.model.path == "tiny":
-        return None
     path = situation.config.model.path
+    if path == "tiny":
+        return None
     folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
     try:
         return None if folder is None else num_parameters(folder)

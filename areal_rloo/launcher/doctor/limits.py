@@ -23,7 +23,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 def check_limits(situation: Situation) -> Iterator[Finding]:
     """Check the soft limits of `ulimit`."""
-    files = _BASIC_FILES if situation.config is None else _BASIC_FILES + _num_connections(situation.config)
+    files = _BASIC_FILES + _num_connections(situation.config)
     yield _counted("open files", "-n", resource.RLIMIT_NOFILE, needed=files, many=_MANY_FILES)
     yield _counted("processes", "-u", resource.RLIMIT_NPROC, needed=_BASIC_PROCESSES, many=_MANY_PROCESSES)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -69,8 +69,6 @@ def check_cores(situation: Situation) -> Iterator[Finding]:
         what = f"{cores} cores are visible, the container may use {quota:g}: threads would wait for each other"
         fix = "start it with a set of cores (--cpuset-cpus), or set learner.num_threads and rollout.num_threads"
         yield unsure("cores", what, fix)
-    if situation.config is None:
-        return
     learner, rollout = situation.config.learner, situation.config.rollout
     threads = learner.num_ranks * learner.num_threads + rollout.num_workers * rollout.num_threads
     if threads > cores:
@@ -87,7 +85,7 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
         yield unsure("swap", f"{size(swap)} in use: a process that touches it is very slow", "end other processes")
     what = f"{size(available)} of {size(total)} free"
     parameters = policy_parameters(situation)
-    if parameters is None or situation.config is None:
+    if parameters is None:
         yield ok("memory", what)
         return
     needed = _least_memory(situation.config, parameters)
