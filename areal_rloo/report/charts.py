@@ -70,10 +70,10 @@ def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: boo
     return _section(title, hint, parts, curves)
 
 
-def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str:
+def stacked_chart(title: str, curves: Sequence[Curve]) -> str:
     """Draw shares that add up to 1 as areas on top of each other; all curves have the same x values."""
     if not curves or not curves[0].points:
-        return _section(title, hint, [], [])
+        return _section(title, "", [], [])
     xs = [x for x, _ in curves[0].points]
     frame = _frame(xs, [0.0, 1.0])
     parts = frame.grid()
@@ -84,7 +84,7 @@ def stacked_chart(title: str, curves: Sequence[Curve], *, hint: str = "") -> str
         middle = [(x, (low + high) / 2) for x, low, high in zip(xs, floor, ceiling, strict=True)]
         parts += _marks(frame, Curve(curve.name, middle), index, visible=False, values=[y for _, y in curve.points])
         floor = ceiling
-    return _section(title, hint, parts, curves)
+    return _section(title, "", parts, curves)
 
 
 def _marks(

@@ -46,8 +46,18 @@ class RowTask(Task):
         """Make the item of a row; raise DataError if a field is wrong."""
 
     def items(self, split: Split) -> Sequence[Item]:
-        hub = self.eval_hub or self.hub if split == "eval" else self.hub
-        return [self.item(row, where) for where, row in _rows_of(self._source, split, hub)]
+        return [self.item(row, where) for where, row in self._rows(split)]
+
+    def _rows(self, split: Split) -> Iterator[Located]:
+        """Read the source's file, else the source's dataset, else the task's dataset."""
+        source, key = self._source, f"data.{split}"
+        if source.path is not None:
+            return _from_file(source.path, source.fields)
+        name = source.hub or (self.eval_hub if split == "eval" else None) or self.hub
+        if name is None:
+            raise DataError(f"{key}: the task {source.task} needs a file or a hub dataset; set {key}.path or {key}.hub")
+        hub_split = source.hub_split or ("train" if split == "train" else "test")
+        return _from_hub(name, hub_split, source.fields, f"{key}.path")
 
 
 class RowsTask(RowTask):
@@ -81,18 +91,6 @@ class RowsTask(RowTask):
             got = "an empty text" if prompt == "" else got
             raise DataError(f"{where}: expected a text or messages in the field 'prompt', got {got}")
         return Item(prompt, str(answer), fields=row)
-
-
-def _rows_of(source: ConfiguredSource, split: Split, hub: str | None) -> Iterator[Located]:
-    """Yield the rows of a source, in order: from its file, from its dataset, or from the task's dataset `hub`."""
-    if source.path is not None:
-        return _from_file(source.path, source.fields)
-    name = source.hub or hub
-    if name is None:
-        key = f"data.{split}"
-        raise DataError(f"{key}: the task {source.task} needs a file or a hub dataset; set {key}.path or {key}.hub")
-    hub_split = source.hub_split or ("train" if split == "train" else "test")
-    return _from_hub(name, hub_split, source.fields, f"data.{split}.path")
 
 
 def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) -> Iterator[Located]:
