@@ -105,18 +105,16 @@ class Job:
             self._progress.say(
                 "the tiny model has random weights: it is shown sums before the training, and nothing else"
             )
-        name = preparation.name
         self._supervisor.start(preparation)
-        while (code := self._supervisor.exit_code(name)) is None:
+        while (code := self._supervisor.exit_code(preparation.name)) is None:
             if self._signals.any:
                 self.unfinished = self._signals.num_ends == 0
                 raise PreflightError("stopped during the warm start; nothing was trained yet")
             time.sleep(_LOOK_EVERY_S)
         if code != 0:
-            words = self._supervisor.last_words(name).removeprefix("error: ")
+            words = self._supervisor.last_words(preparation.name).removeprefix("error: ")
             raise PreflightError(f"the warm start ended with code {code}: {words}")
-        made = self._made()
-        if made is None:
+        if (made := self._made()) is None:
             raise PreflightError(
                 f"the warm start left no model that {self._folder / 'model.json'} names; do all hosts see the folder?"
             )
@@ -159,14 +157,22 @@ class Job:
         return code if failure is None else failure
 
     def _look_around(self, tail: RecordTail) -> None:
-        """Show new records and warn of a full disk. An error of the disk does not end the run."""
+        """Show new records, and warn when the disk becomes full: logs on a full disk may miss the error."""
         try:
             self._progress.show(tail.read())
-            self._look_at_disk()
+            free = shutil.disk_usage(self._folder).free
         except OSError as error:
             if self._trouble != str(error):
                 logger.error("the launcher cannot look at the run: %s; the run goes on", error)
             self._trouble = str(error)
+            return
+        least, was_full = self._config.launcher.min_free_disk_bytes, self._disk_is_full
+        self._disk_is_full = free < least
+        if self._disk_is_full and not was_full:
+            self._progress.warn(
+                f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
+                "on, but checkpoints, metrics and logs may be missing; free some disk"
+            )
 
     def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""
@@ -196,17 +202,6 @@ class Job:
             )
             return 1
         return None
-
-    def _look_at_disk(self) -> None:
-        """Warn on the terminal when the disk becomes full: logs on a full disk may miss the error."""
-        free, least = shutil.disk_usage(self._folder).free, self._config.launcher.min_free_disk_bytes
-        full = free < least
-        if full and not self._disk_is_full:
-            self._progress.warn(
-                f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
-                "on, but checkpoints, metrics and logs may be missing; free some disk"
-            )
-        self._disk_is_full = full
 
     def _obey_signals(self, ranks: LearnerRanks) -> None:
         if self._signals.any and self._drain_ends_s is None:
