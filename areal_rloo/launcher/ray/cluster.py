@@ -8,6 +8,7 @@ its owner or their node dies, Ray restarts the owner, and the owner starts the p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -109,13 +110,10 @@ class RayCluster:
         config = with_counts(config, hosts)
         wanted = place(config, hosts)
         bundles = [_bundle(seat, wanted, config.learner.num_threads) for seat in wanted.learner]
-        packed = self._reserve(bundles, "PACK", f"{name}/learner")
+        learner = self._reserve(wanted.learner, bundles, "PACK", f"{name}/learner")
         bundles = [_bundle(seat, wanted, config.rollout.num_threads) for seat in wanted.workers]
-        spread = self._reserve(bundles, "SPREAD", f"{name}/rollout")
-        nodes = _alive_nodes()
-        placement = Placement(
-            tuple(nodes.values()), _seated(wanted.learner, packed, nodes), _seated(wanted.workers, spread, nodes)
-        )
+        workers = self._reserve(wanted.workers, bundles, "SPREAD", f"{name}/rollout")
+        placement = Placement(tuple(_alive_nodes().values()), learner, workers)
         return on_network(config, placement), placement
 
     def reserve_ports(self, num: int) -> tuple[int, ...]:
@@ -127,8 +125,10 @@ class RayCluster:
     def starter(self, request: JobRequest) -> RayStarter:
         return RayStarter(request, self._groups, self._keeper, self._folder)
 
-    def _reserve(self, bundles: list[dict[str, float]], strategy: str, name: str) -> list[str]:
-        """Make a placement group; give the node id of each bundle."""
+    def _reserve(
+        self, seats: Sequence[Seat], bundles: list[dict[str, float]], strategy: str, name: str
+    ) -> tuple[Seat, ...]:
+        """Make a placement group, and move the seats to the nodes of Ray's choice. Ray assigns the GPUs later."""
         group = placement_group(bundles, strategy=strategy, name=name)
         self._groups.append(group)
 
@@ -142,8 +142,8 @@ class RayCluster:
             raise PreflightError(
                 f"{missing()}; wait for other runs, add nodes, or lower rollout.num_workers or learner.num_ranks"
             )
-        where = placement_group_table(group)["bundles_to_node_id"]
-        return [where[index] for index in range(len(bundles))]
+        where, nodes = placement_group_table(group)["bundles_to_node_id"], _alive_nodes()
+        return tuple(dataclasses.replace(seat, host=nodes[where[index]]) for index, seat in enumerate(seats))
 
     def _wait(self, condition: Callable[[], bool], missing: Callable[[], str]) -> bool:
         """Wait for the condition up to launcher.place_timeout_s, and print now and then what is missing."""
@@ -241,11 +241,3 @@ def _bundle(seat: Seat, wanted: Placement, num_threads: int) -> dict[str, float]
     share = seat.host.num_cores / len(seats)
     cpus = float(min(num_threads or 1, int(share))) if share >= 1 else math.floor(1000 * share) / 1000
     return {"CPU": cpus} | ({"GPU": float(len(seat.gpu_ids))} if seat.gpu_ids else {})
-
-
-def _seated(seats: Sequence[Seat], node_ids: Sequence[str], nodes: dict[str, Host]) -> tuple[Seat, ...]:
-    """Move the seats to the nodes of Ray's choice. Ray assigns the GPUs later."""
-    return tuple(
-        Seat(nodes[node_id], seat.gpu_ids, seat.num_threads, seat.memory_bytes)
-        for seat, node_id in zip(seats, node_ids, strict=True)
-    )
