@@ -112,7 +112,7 @@ def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summ
 
 def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> list[str]:
     """Draw the evaluations, the reward, and every other chart that the fields of TrainRecord declare."""
-    reward = [(record.policy_version, record.reward_mean) for record in train]
+    reward = _points(train, "reward_mean")
     band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
     values = sorted({value for record in train for value in record.staleness_tokens})
     sums = [(record, sum(record.staleness_tokens.values())) for record in train]
@@ -132,10 +132,7 @@ def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
     several = any(record.num_samples > 1 for record in evaluations)
     charts = []
     for declared in _drawn(EvalRecord)[: None if several else 1]:
-        curves = [
-            Curve(name, [(record.policy_version, getattr(record, declared.field)) for record in records])
-            for name, records in _by_set(evaluations).items()
-        ]
+        curves = [Curve(name, _points(records, declared.field)) for name, records in _by_set(evaluations).items()]
         charts.append(_line_chart(declared, curves, dots=True))
     return charts
 
@@ -148,14 +145,11 @@ def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
         group = [declared for declared in drawn if declared.metric.chart == title]
         if group[0].metric.label is None:
             curves = [
-                Curve(
-                    declared.metric.curve or declared.field.replace("_", " "),
-                    [(record.policy_version, getattr(record, declared.field)) for record in train],
-                )
+                Curve(declared.metric.curve or declared.field.replace("_", " "), _points(train, declared.field))
                 for declared in group
             ]
         else:
-            by_name = [(record.policy_version, getattr(record, group[0].field)) for record in train]
+            by_name = _points(train, group[0].field)
             names = sorted({name for _, numbers in by_name for name in numbers})
             curves = [
                 Curve(name, [(version, numbers[name]) for version, numbers in by_name if name in numbers])
@@ -165,6 +159,10 @@ def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
                 continue
         charts.append(_line_chart(group[0], curves))
     return charts
+
+
+def _points(records: Sequence[TrainRecord | EvalRecord], field: str) -> list[tuple[int, Any]]:
+    return [(record.policy_version, getattr(record, field)) for record in records]
 
 
 def _drawn(struct: type[Measured]) -> list[Declared]:
