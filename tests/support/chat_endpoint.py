@@ -162,10 +162,8 @@ class Endpoint:
         session = Session(f"{group_id}-0", engine, self.chat, context_tokens=context_tokens)
         return session, self.server.open_session(session)
 
-    @contextlib.asynccontextmanager
-    async def client(self, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
-        async with openai.AsyncOpenAI(base_url=self.server.base_url, api_key=key) as client:
-            yield client
+    def client(self, key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.server.base_url, api_key=key)
 
 
 @contextlib.asynccontextmanager
@@ -176,6 +174,17 @@ async def endpoint(engine: Recorder, chat: ChatFormat) -> AsyncIterator[Endpoint
         yield Endpoint(server, Submitter(engine, context_tokens=CONTEXT_TOKENS), chat)
     finally:
         await server.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    engine: Recorder, chat: ChatFormat, **limits: int
+) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
+    """Serve an endpoint, open a single session, and connect a client to the session."""
+    async with endpoint(engine, chat) as there:
+        session, key = there.open(**limits)
+        async with there.client(key) as client:
+            yield session, client
 
 
 def trajectories_of(session: Session, group_id: int = 0) -> list[Trajectory]:

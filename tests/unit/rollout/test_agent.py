@@ -18,7 +18,6 @@ from support.chat_endpoint import (
     a_sample,
     assert_trained_ids_are_generated_ids,
     chat_format,
-    embedded,
     sample_engine,
     until,
 )
@@ -32,18 +31,6 @@ from areal_rloo.rollout.agent import Agent
 from areal_rloo.rollout.episode import Rewards, Sample, SingleTurn, Submitter
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.trajectory import Item, Message, Trajectory
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[Recorder]:
-    made = embedded(folder)
-    yield made
-    made.close()
 
 
 @pytest.fixture(autouse=True)

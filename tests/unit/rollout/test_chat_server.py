@@ -4,7 +4,6 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.chat_endpoint import (
     ask,
     assert_trained_ids_are_generated_ids,
     chat_format,
-    embedded,
+    connected,
     endpoint,
     trajectories_of,
     user,
@@ -28,18 +27,6 @@ from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rollout import chat_server
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[Recorder]:
-    made = embedded(folder)
-    yield made
-    made.close()
-
-
 @TEMPLATES
 def test_tool_calls_go_to_the_agent_and_come_back_as_one_trajectory(folder: Path, template: str | None) -> None:
     tokenizer = load_tokenizer(str(folder))
@@ -47,23 +34,21 @@ def test_tool_calls_go_to_the_agent_and_come_back_as_one_trajectory(folder: Path
     engine = ScriptedEngine(tokenizer, [called, "It is 8."])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder, template)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                choice = (await ask(client, messages, tools=[ADD])).choices[0]
-                assert choice.finish_reason == "tool_calls"
-                assert choice.message.content == "Let me see."
-                (call,) = choice.message.tool_calls
-                assert call.function.name == "add"
-                assert json.loads(call.function.arguments) == {"a": 3, "b": 5}
-                # An agent that writes the message down itself: other order, other blanks, no content.
-                echoed = {"tool_calls": [call.model_dump()], "content": "Let me see.", "role": "assistant"}
-                echoed["tool_calls"][0]["function"]["arguments"] = '{"b":5,   "a":3}'
-                result = {"role": "tool", "tool_call_id": call.id, "content": "8"}
-                ended = (await ask(client, [messages[0], echoed, result], tools=[ADD])).choices[0]
-                assert (ended.finish_reason, ended.message.content) == ("stop", "It is 8.")
-                assert ended.message.tool_calls is None
+        async with connected(engine, chat_format(folder, template)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            choice = (await ask(client, messages, tools=[ADD])).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "Let me see."
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "add"
+            assert json.loads(call.function.arguments) == {"a": 3, "b": 5}
+            # An agent that writes the message down itself: other order, other blanks, no content.
+            echoed = {"tool_calls": [call.model_dump()], "content": "Let me see.", "role": "assistant"}
+            echoed["tool_calls"][0]["function"]["arguments"] = '{"b":5,   "a":3}'
+            result = {"role": "tool", "tool_call_id": call.id, "content": "8"}
+            ended = (await ask(client, [messages[0], echoed, result], tools=[ADD])).choices[0]
+            assert (ended.finish_reason, ended.message.content) == ("stop", "It is 8.")
+            assert ended.message.tool_calls is None
         (trajectory,) = trajectories_of(session)
         assert_trained_ids_are_generated_ids([trajectory], engine.completions_of(0))
         text = tokenizer.decode(trajectory.completion.tokens.tolist())
@@ -81,16 +66,14 @@ def test_a_message_of_calls_is_recognized_in_every_client_s_spelling(folder: Pat
     engine = ScriptedEngine(load_tokenizer(str(folder)), [call + call, "8"])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                message = (await ask(client, messages, tools=[ADD])).choices[0].message
-                assert message.content is None
-                assert len({call.id for call in message.tool_calls}) == 2
-                messages[-1] = {**message.model_dump(), "content": content}
-                messages += [{"role": "tool", "tool_call_id": call.id, "content": "8"} for call in message.tool_calls]
-                await ask(client, messages, tools=[ADD])
+        async with connected(engine, chat_format(folder)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            message = (await ask(client, messages, tools=[ADD])).choices[0].message
+            assert message.content is None
+            assert len({call.id for call in message.tool_calls}) == 2
+            messages[-1] = {**message.model_dump(), "content": content}
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "8"} for call in message.tool_calls]
+            await ask(client, messages, tools=[ADD])
         assert len(session.conversations) == 1
 
     asyncio.run(run())
@@ -112,7 +95,7 @@ def test_text_that_is_no_call_stays_text(folder: Path, said: str, options: dict[
     engine = ScriptedEngine(load_tokenizer(str(folder)), [said])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there, there.client(there.open()[1]) as client:
+        async with connected(engine, chat_format(folder)) as (_, client):
             choice = (await ask(client, [user("3+5=?\n")], **options)).choices[0]
             assert (choice.finish_reason, choice.message.content) == ("stop", said)
             assert choice.message.tool_calls is None
@@ -132,7 +115,7 @@ def test_a_first_prompt_may_contain_tool_calls(folder: Path, template: str | Non
     ]
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder, template)) as there, there.client(there.open()[1]) as client:
+        async with connected(engine, chat_format(folder, template)) as (_, client):
             await ask(client, messages)
         text = tokenizer.decode(engine.completions_of(0)[0][0])
         assert '{"name": "add", "arguments": {"a": 3}}' in text
@@ -146,23 +129,21 @@ def test_a_stream_has_the_same_content_as_a_single_answer(folder: Path) -> None:
     engine = ScriptedEngine(load_tokenizer(str(folder)), [call, "8"])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                async with client.chat.completions.stream(model="policy", messages=messages, tools=[ADD]) as stream:
-                    message = (await stream.get_final_completion()).choices[0].message
-                assert message.content == "So:"
-                assert message.tool_calls[0].function.arguments == '{"a": 3}'
-                result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "8"}
-                messages += [message.model_dump(exclude_none=True), result]
-                chunks = await client.chat.completions.create(
-                    model="policy", messages=messages, tools=[ADD], stream=True, stream_options={"include_usage": True}
-                )
-                parts = [chunk async for chunk in chunks]
-                assert "".join(choice.delta.content or "" for part in parts for choice in part.choices) == "8"
-                assert parts[-1].usage.completion_tokens == 2
-                assert [c.finish_reason for part in parts for c in part.choices] == [None, "stop"]
+        async with connected(engine, chat_format(folder)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            async with client.chat.completions.stream(model="policy", messages=messages, tools=[ADD]) as stream:
+                message = (await stream.get_final_completion()).choices[0].message
+            assert message.content == "So:"
+            assert message.tool_calls[0].function.arguments == '{"a": 3}'
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "8"}
+            messages += [message.model_dump(exclude_none=True), result]
+            chunks = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[ADD], stream=True, stream_options={"include_usage": True}
+            )
+            parts = [chunk async for chunk in chunks]
+            assert "".join(choice.delta.content or "" for part in parts for choice in part.choices) == "8"
+            assert parts[-1].usage.completion_tokens == 2
+            assert [c.finish_reason for part in parts for c in part.choices] == [None, "stop"]
         assert len(session.conversations) == 1
         assert_trained_ids_are_generated_ids(trajectories_of(session), engine.completions_of(0))
 
@@ -171,7 +152,7 @@ def test_a_stream_has_the_same_content_as_a_single_answer(folder: Path) -> None:
 
 def test_a_request_may_lower_but_not_raise_the_token_limit(folder: Path, engine: Recorder) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there, there.client(there.open()[1]) as client:
+        async with connected(engine, chat_format(folder)) as (_, client):
             await ask(client, [user("3+5=?\n")], max_tokens=3)
             await ask(client, [user("3+5=?\n")], max_completion_tokens=2)
             await ask(client, [user("3+5=?\n")], max_tokens=10_000)
@@ -185,10 +166,7 @@ def test_all_turns_together_respect_the_run_s_token_limit(folder: Path) -> None:
     engine = ScriptedEngine(load_tokenizer(str(folder)), ["abcdef", "abcdef", "abc"])
 
     async def run() -> None:
-        async with (
-            endpoint(engine, chat_format(folder)) as there,
-            there.client(there.open(max_new_tokens=30)[1]) as client,
-        ):
+        async with connected(engine, chat_format(folder), max_new_tokens=30) as (_, client):
             messages: list[Any] = [user("3+5=?\n")]
             for _ in range(3):
                 await ask(client, messages, max_tokens=10_000)
@@ -210,7 +188,7 @@ def test_another_temperature_is_ignored_and_logged_once(
     monkeypatch.setattr(chat_server.logger, "propagate", False)
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there, there.client(there.open()[1]) as client:
+        async with connected(engine, chat_format(folder)) as (_, client):
             await ask(client, [user("3+5=?\n")], temperature=1, top_p=1.0, presence_penalty=0)
             assert not caplog.records
             for _ in range(2):
@@ -250,11 +228,9 @@ def test_impossible_options_are_refused_with_the_field_s_name(
     folder: Path, engine: Recorder, field: str, options: dict[str, Any]
 ) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                with pytest.raises(openai.BadRequestError) as refused:
-                    await client.chat.completions.create(**{"model": "m", "messages": [user("3")], **options})
+        async with connected(engine, chat_format(folder)) as (session, client):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**{"model": "m", "messages": [user("3")], **options})
         assert field in str(refused.value)
         assert refused.value.type == "invalid_request_error"
         assert not session.conversations
@@ -276,17 +252,15 @@ def test_an_unknown_key_is_refused(folder: Path, engine: Recorder) -> None:
 
 def test_a_conversation_that_is_too_long_is_refused_without_ending_it(folder: Path, engine: Recorder) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open(context_tokens=60)
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                await ask(client, messages)
-                with pytest.raises(openai.BadRequestError) as refused:
-                    await ask(client, [*messages, user("x" * 60)])
-                assert refused.value.code == "context_length_exceeded"
-                await ask(client, [*messages, user("So?")])
-                num_tokens = session.conversations[0].tokens
-                assert len(num_tokens) <= 60
+        async with connected(engine, chat_format(folder), context_tokens=60) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            await ask(client, messages)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(client, [*messages, user("x" * 60)])
+            assert refused.value.code == "context_length_exceeded"
+            await ask(client, [*messages, user("So?")])
+            num_tokens = session.conversations[0].tokens
+            assert len(num_tokens) <= 60
         assert len(session.conversations) == 1  # what was refused took the place from nobody
         assert_trained_ids_are_generated_ids(trajectories_of(session), engine.completions_of(0))
 

@@ -19,6 +19,7 @@ from support.chat_endpoint import (
     ask,
     assert_trained_ids_are_generated_ids,
     chat_format,
+    connected,
     embedded,
     endpoint,
     trajectories_of,
@@ -27,21 +28,13 @@ from support.chat_endpoint import (
 )
 
 from areal_rloo.models.files import load_tokenizer
-from areal_rloo.rollout.chat_api import ApiError, read_request
+from areal_rloo.rollout.chat_api import ApiError, ChatRequest, read_request
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.trajectory import Completion
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[Recorder]:
-    made = embedded(folder)
-    yield made
-    made.close()
+def _request(*messages: dict[str, Any]) -> ChatRequest:
+    return read_request(json.dumps({"messages": messages}).encode())
 
 
 @TEMPLATES
@@ -49,18 +42,16 @@ def test_a_long_conversation_is_one_trajectory_of_the_generated_ids(
     folder: Path, engine: Recorder, template: str | None
 ) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder, template)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [{"role": "system", "content": "Add."}, user("3+5=?\n")]
-                for turn in range(4):
-                    answered = await ask(client, messages, logprobs=True)
-                    _, completion = engine.completions_of(0)[turn]
-                    said = [token.logprob for token in answered.choices[0].logprobs.content]
-                    assert said == completion.behaviour_logprobs.tolist()
-                    assert answered.usage.completion_tokens == len(completion.tokens)
-                    assert answered.choices[0].finish_reason == completion.finish_reason
-                    messages.append(user(f"And then {turn}?"))
+        async with connected(engine, chat_format(folder, template)) as (session, client):
+            messages: list[Any] = [{"role": "system", "content": "Add."}, user("3+5=?\n")]
+            for turn in range(4):
+                answered = await ask(client, messages, logprobs=True)
+                _, completion = engine.completions_of(0)[turn]
+                said = [token.logprob for token in answered.choices[0].logprobs.content]
+                assert said == completion.behaviour_logprobs.tolist()
+                assert answered.usage.completion_tokens == len(completion.tokens)
+                assert answered.choices[0].finish_reason == completion.finish_reason
+                messages.append(user(f"And then {turn}?"))
         (trajectory,) = trajectories_of(session)
         assert len(trajectory.completion.spans) == 7
         assert tuple(trajectory.prompt_tokens.tolist()) == engine.completions_of(0)[0][0]
@@ -95,13 +86,11 @@ def test_messages_between_turns_are_formatted_once(folder: Path, template: str |
     engine = ScriptedEngine(tokenizer, ["8", "10"])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder, template)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                await ask(client, messages)
-                messages.append(user("areal-rloo-completion?"))  # also where it says what the format marks turns with
-                await ask(client, messages)
+        async with connected(engine, chat_format(folder, template)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            await ask(client, messages)
+            messages.append(user("areal-rloo-completion?"))  # also where it says what the format marks turns with
+            await ask(client, messages)
         (trajectory,) = trajectories_of(session)
         text = tokenizer.decode([*trajectory.prompt_tokens.tolist(), *trajectory.completion.tokens.tolist()])
         if template is None:
@@ -117,12 +106,10 @@ def test_messages_between_turns_are_formatted_once(folder: Path, template: str |
 
 def test_a_rewritten_history_starts_another_trajectory(folder: Path, engine: Recorder) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                await ask(client, messages)
-                await ask(client, [user("3+5=?\n"), {"role": "assistant", "content": "I said."}, user("So?")])
+        async with connected(engine, chat_format(folder)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            await ask(client, messages)
+            await ask(client, [user("3+5=?\n"), {"role": "assistant", "content": "I said."}, user("So?")])
         assert len(session.conversations) == 2
         assert_trained_ids_are_generated_ids(trajectories_of(session), engine.completions_of(0))
 
@@ -132,17 +119,15 @@ def test_a_rewritten_history_starts_another_trajectory(folder: Path, engine: Rec
 @pytest.mark.parametrize("together", [True, False])
 def test_branches_from_a_turn_train_on_the_turn_once(folder: Path, engine: Recorder, together: bool) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                await ask(client, messages)
-                branches = [ask(client, [*messages, user(f"Branch {n}")]) for n in range(3)]
-                if together:
-                    await asyncio.gather(*branches)
-                else:
-                    for branch in branches:
-                        await branch
+        async with connected(engine, chat_format(folder)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            await ask(client, messages)
+            branches = [ask(client, [*messages, user(f"Branch {n}")]) for n in range(3)]
+            if together:
+                await asyncio.gather(*branches)
+            else:
+                for branch in branches:
+                    await branch
         first, *others = trajectories_of(session)
         assert len(first.completion.spans) == 3
         for other in others:
@@ -158,14 +143,12 @@ def test_equal_conversations_continue_from_separate_places(folder: Path) -> None
     engine = ScriptedEngine(load_tokenizer(str(folder)), ["8", "8", "nine", "ten"])
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                both: list[list[Any]] = [[user("3+5=?\n")], [user("3+5=?\n")]]
-                for messages in both:
-                    await ask(client, messages)
-                for messages in both:
-                    await ask(client, [*messages, user("So?")])
+        async with connected(engine, chat_format(folder)) as (session, client):
+            both: list[list[Any]] = [[user("3+5=?\n")], [user("3+5=?\n")]]
+            for messages in both:
+                await ask(client, messages)
+            for messages in both:
+                await ask(client, [*messages, user("So?")])
         assert [len(trajectory.completion.spans) for trajectory in trajectories_of(session)] == [3, 3]
         assert_trained_ids_are_generated_ids(trajectories_of(session), engine.completions_of(0))
 
@@ -176,14 +159,12 @@ def test_ending_a_session_aborts_and_refuses_running_requests(folder: Path, engi
     engine.holds = True
 
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                asked = asyncio.create_task(ask(client, [user("3+5=?\n")]))
-                await until(lambda: engine.calls)
-                session.end("for a test")
-                with pytest.raises(openai.ConflictError, match="for a test"):
-                    await asked
+        async with connected(engine, chat_format(folder)) as (session, client):
+            asked = asyncio.create_task(ask(client, [user("3+5=?\n")]))
+            await until(lambda: engine.calls)
+            session.end("for a test")
+            with pytest.raises(openai.ConflictError, match="for a test"):
+                await asked
             assert engine.aborted == ["0/0/0"]
             assert not session.conversations
 
@@ -206,7 +187,7 @@ def test_a_completion_after_its_session_s_end_is_not_trained_on(folder: Path) ->
     async def run() -> None:
         gate = _Gate()
         session = Session("0-0", gate, chat_format(folder), context_tokens=100)
-        request = read_request(json.dumps({"messages": [user("3+5=?\n")]}).encode())
+        request = _request(user("3+5=?\n"))
         asked = asyncio.create_task(session.complete(request))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -223,19 +204,17 @@ def test_a_completion_after_its_session_s_end_is_not_trained_on(folder: Path) ->
 
 def test_a_disconnect_aborts_the_completion_and_frees_the_place(folder: Path, engine: Recorder) -> None:
     async def run() -> None:
-        async with endpoint(engine, chat_format(folder)) as there:
-            session, key = there.open()
-            async with there.client(key) as client:
-                messages: list[Any] = [user("3+5=?\n")]
-                await ask(client, messages)
-                messages.append(user("So?"))
-                engine.holds = True
-                asked = asyncio.create_task(ask(client, list(messages)))
-                await until(lambda: len(engine.calls) == 2)
-                asked.cancel()
-                await until(lambda: engine.aborted)
-                engine.holds = False
-                await ask(client, messages)
+        async with connected(engine, chat_format(folder)) as (session, client):
+            messages: list[Any] = [user("3+5=?\n")]
+            await ask(client, messages)
+            messages.append(user("So?"))
+            engine.holds = True
+            asked = asyncio.create_task(ask(client, list(messages)))
+            await until(lambda: len(engine.calls) == 2)
+            asked.cancel()
+            await until(lambda: engine.aborted)
+            engine.holds = False
+            await ask(client, messages)
         assert engine.aborted == ["0/0/1"]
         assert len(session.conversations) == 1
         answered = [call for call in engine.completions_of(0) if call[1].finish_reason != "abort"]
@@ -292,7 +271,7 @@ def test_interleaved_sessions_train_only_on_generated_ids(
                     messages = messages[:-1]  # the same messages once more: another completion of one prompt
                 else:
                     messages.append(user(f"{len(messages)}?"))
-                request = read_request(json.dumps({"messages": messages}).encode())
+                request = _request(*messages)
                 turn = await sessions[group_id].complete(request)
                 known.append([*messages, {"role": "assistant", "content": turn.message.content}])
 
@@ -316,7 +295,7 @@ def test_a_session_knows_the_conversation_of_its_last_turn(folder: Path, engine:
         async with endpoint(engine, chat_format(folder)) as there:
             session: Session = there.open()[0]
             for text in ("one", "two", "three"):
-                await session.complete(read_request(json.dumps({"messages": [user(text)]}).encode()))
+                await session.complete(_request(user(text)))
             assert session.last is session.conversations[-1]
             last = engine.completions_of(0)[-1][1]
             np.testing.assert_array_equal(session.last.last.tokens, last.tokens)
