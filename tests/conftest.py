@@ -113,3 +113,9 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[name] = tmp_path_factory.mktemp(name)
         save_tiny_model(model, folders[name])
     return folders
+
+
+@pytest.fixture(scope="session")
+def folder(tiny_folders: dict[str, Path]) -> Path:
+    """The checkpoint for tests that need no particular architecture."""
+    return tiny_folders["qwen2"]

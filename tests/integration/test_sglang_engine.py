@@ -29,11 +29,6 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
         yield running

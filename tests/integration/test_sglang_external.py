@@ -45,11 +45,6 @@ UNTAGGED = dataclasses.replace(
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     plan = ServerPlan(folder, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
@@ -98,7 +93,7 @@ def test_a_server_with_its_weights_continues_after_an_absence(
     assert server.exit_code() is None
 
 
-def test_a_server_without_tags_is_updated_with_nothing_under_way(
+def test_a_server_without_tags_is_updated_without_running_requests(
     server: ServerProcess, folder: Path, tmp_path: Path
 ) -> None:
     models = {v: model_of(folder, factor=f) for v, f in ((5, 1.0), (6, 1.02), (7, 0.98))}

@@ -40,11 +40,6 @@ pytestmark = pytest.mark.full
 HEALTH = {"health_every_s": 1.0, "health_timeout_s": 20.0, "max_server_restarts": 9}
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
 @dataclass
 class Victim:
     """An engine whose server is killed and stopped again and again."""

@@ -85,7 +85,7 @@ class Load:
             self.done.append((prompt, future.result(timeout=120)))
 
 
-def test_200_updates_under_load_lose_nothing_and_tag_tokens_right(
+def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
     tiny_folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder, log = tiny_folders["qwen2"], tmp_path / "server.log"

@@ -66,7 +66,7 @@ def _train_records(folder: Path) -> list[TrainRecord]:
     return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
 
 
-def test_two_runs_share_a_server_one_after_the_other(server: ServerProcess, exported: Path, tmp_path: Path) -> None:
+def test_two_runs_in_sequence_share_a_server(server: ServerProcess, exported: Path, tmp_path: Path) -> None:
     """The second run finds the last weights and the prompt cache of the first run, and uses neither."""
     for name in ("first", "second"):
         done = _run_at(server, exported, tmp_path / name)

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["qwen2"]
-
-
-@pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
         yield running
@@ -135,7 +130,7 @@ def test_mode_retract_computes_the_cache_again(folder: Path, tmp_path: Path) -> 
         assert engine.server_statistics().retractions > 0
 
 
-def test_a_sender_that_never_comes_is_a_timeout(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_sender_ends_in_a_timeout(folder: Path, tmp_path: Path) -> None:
     """The server hangs while joining the group. It is restarted, and its requests continue."""
     with running_engine(folder, tmp_path / "server.log") as engine:
         futures = engine.submit([request(f"e{i}", max_new_tokens=300) for i in range(3)])

@@ -7,11 +7,12 @@ from typing import get_args
 import pytest
 import yaml
 from support.metric_names import metric_names
+from support.reward_requests import reward_request
 
 from areal_rloo.config import load_config
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import FunctionReward
-from areal_rloo.rewards.request import FailureReason, RewardRequest
+from areal_rloo.rewards.request import FailureReason
 from areal_rloo.tasks import check_data
 from areal_rloo.telemetry.metric import PREFIX
 from areal_rloo.trajectory import Item
@@ -38,15 +39,7 @@ def test_the_document_s_config_passes_all_checks(tmp_path: Path, monkeypatch: py
 
 def test_the_document_s_functions_return_rewards(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(_block("python"))
-    request = RewardRequest(
-        purpose="train",
-        item=Item("1+1", "2"),
-        completion=" 2",
-        turns=("a", " 2"),
-        prompt_ids=(1,),
-        completion_ids=(2, 3),
-        finish_reason="stop",
-    )
+    request = reward_request(" 2", Item("1+1", "2"), turns=("a", " 2"), completion_ids=(2, 3))
     functions = {
         name: FunctionReward("key", f"{tmp_path / 'my_rewards.py'}:{name}", returns="token")
         for name in ("exact", "judged", "by_turn")

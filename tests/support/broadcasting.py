@@ -1,14 +1,28 @@
-"""A broadcaster and a receiver on event loops of their own, for tests that call them from their thread."""
+"""Small weights to send, and a broadcaster and a receiver on private event loops, for tests on the main thread."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
-from areal_rloo.weights.manifest import Manifest
+from areal_rloo.weights.manifest import Manifest, build_manifest, gather
 from areal_rloo.weights.receive import Received, Receiver
+
+
+def tensors_of(version: int) -> list[tuple[str, Tensor]]:
+    """Return the weights of a version; every element is the version."""
+    return [(f"layer.{i}", torch.full((64, 128 + i), float(version))) for i in range(5)]
+
+
+MANIFEST = build_manifest(tensors_of(0), bucket_bytes=100_000)
+
+
+def fill_with(version: int) -> Callable[[Sequence[Tensor]], None]:
+    return partial(gather, MANIFEST, tensors_of(version))
 
 
 class Broadcasting:

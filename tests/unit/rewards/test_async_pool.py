@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 from support.processes import children_with
+from support.reward_requests import reward_request
 
 from areal_rloo.errors import ConfigError, RewardError
 from areal_rloo.rewards.async_pool import AsyncRewardPool
-from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.trajectory import Item
 
 SCORER = """
@@ -98,15 +98,7 @@ def _processes() -> list[psutil.Process]:
 
 
 async def _outcome(pool: AsyncRewardPool, completion: str, **fields: Any) -> float | str:
-    request = RewardRequest(
-        purpose="train",
-        item=Item("what?", fields=fields),
-        completion=completion,
-        turns=(completion,),
-        prompt_ids=(1,),
-        completion_ids=(2,),
-        finish_reason="stop",
-    )
+    request = reward_request(completion, Item("what?", fields=fields))
     try:
         return (await pool.score(request, "part")).reward
     except RewardError as failure:
@@ -147,15 +139,7 @@ def test_each_failure_has_its_reason_and_drops_only_its_sample(scorer: str) -> N
 
 def test_an_exception_is_reported_with_its_traceback(scorer: str) -> None:
     async def scenario(pool: AsyncRewardPool) -> None:
-        request = RewardRequest(
-            purpose="train",
-            item=Item("what?"),
-            completion="raise",
-            turns=("raise",),
-            prompt_ids=(),
-            completion_ids=(),
-            finish_reason="stop",
-        )
+        request = reward_request("raise", Item("what?"), prompt_ids=(), completion_ids=())
         with pytest.raises(RewardError) as caught:
             await pool.score(request, "part")
         assert caught.value.summary == "ValueError: no such thing"

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.reward_requests import reward_request
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -66,15 +67,7 @@ def _run(path: Path, scenario: Callable[[RewardModel], Coroutine[Any, Any, Any]]
 
 
 def _request(completion: str, prompt: str | tuple[Message, ...] = "1+1?") -> RewardRequest:
-    return RewardRequest(
-        purpose="train",
-        item=Item(prompt),
-        completion=completion,
-        turns=(completion,),
-        prompt_ids=(1,),
-        completion_ids=(2,),
-        finish_reason="stop",
-    )
+    return reward_request(completion, Item(prompt))
 
 
 COMPLETIONS = ["", "2", "two", "it is two, I think", "x" * 150, "the answer is: " * 8, "3"]

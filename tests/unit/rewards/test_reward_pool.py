@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.processes import children_with
+from support.reward_requests import reward_request
 
 from areal_rloo.errors import ConfigError, RewardError
 from areal_rloo.rewards.pool import RewardPool
@@ -90,15 +91,7 @@ def pool(scorer: str) -> Iterator[RewardPool]:
 
 
 def _request(completion: str, answer: str) -> RewardRequest:
-    return RewardRequest(
-        purpose="train",
-        item=Item("what?", answer),
-        completion=completion,
-        turns=(completion,),
-        prompt_ids=(1,),
-        completion_ids=(2,),
-        finish_reason="stop",
-    )
+    return reward_request(completion, Item("what?", answer))
 
 
 def _scorers() -> list[psutil.Process]:

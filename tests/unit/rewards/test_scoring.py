@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from support.metric_names import metric_names
 from support.processes import children_with
+from support.reward_requests import reward_request
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, ModelError, RewardError
@@ -84,14 +85,12 @@ TOKENS = (
 
 
 def _request(completion: str, source: str = "rows", purpose: Any = "train", **fields: Any) -> RewardRequest:
-    return RewardRequest(
+    return reward_request(
+        completion,
+        Item("1+1", "2", source=source, fields=fields),
         purpose=purpose,
-        item=Item("1+1", "2", source=source, fields=fields),
-        completion=completion,
         turns=("", completion),
-        prompt_ids=(1,),
         completion_ids=(2, 3, 4),
-        finish_reason="stop",
     )
 
 

@@ -172,7 +172,7 @@ def test_a_crashing_agent_drops_only_its_sample(
             assert mistakes.get(prompt, "an agent's own mistake") in outcome.detail
 
 
-def test_an_agent_gets_the_arguments_it_names(engine: Recorder, folder: Path) -> None:
+def test_an_agent_gets_the_arguments_of_its_signature(engine: Recorder, folder: Path) -> None:
     item = Item((Message("system", "Add."), Message("user", "3+5=?")), "8", "sums", {"question": "3+5", "hint": "more"})
     for function in ("named", "everything"):
         with pytest.raises(EpisodeError, match="made no call"):
@@ -229,7 +229,7 @@ def test_cancelling_a_sample_ends_its_agent(engine: Recorder, folder: Path, func
     assert engine.aborted == ["0/0/0"]
 
 
-def test_the_example_is_an_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_agent_gives_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[3])
     monkeypatch.syspath_prepend(".")
     example = importlib.import_module("examples.openai_agent")
@@ -266,7 +266,7 @@ def test_no_more_agents_run_than_num_agents(engine: Recorder, folder: Path) -> N
     _with(_config("blocks", num_agents=4), engine, folder, use)
 
 
-def test_a_lost_engine_ends_the_worker_not_the_sample(engine: Recorder, folder: Path) -> None:
+def test_a_lost_engine_ends_the_worker_instead_of_the_sample(engine: Recorder, folder: Path) -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         _with(_config("converse"), engine, folder, lambda run: run(a_sample(0)))
@@ -274,8 +274,8 @@ def test_a_lost_engine_ends_the_worker_not_the_sample(engine: Recorder, folder: 
 
 def test_an_episode_without_a_context_manager_is_not_entered() -> None:
     async def run() -> None:
-        async with serving(SingleTurn()):
-            pass
+        async with serving(SingleTurn()) as entered:
+            assert entered is None
 
     asyncio.run(run())
 

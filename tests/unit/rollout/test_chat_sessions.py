@@ -139,7 +139,7 @@ def test_branches_from_a_turn_train_on_the_turn_once(folder: Path, engine: Recor
     asyncio.run(run())
 
 
-def test_equal_conversations_continue_from_separate_places(folder: Path) -> None:
+def test_equal_conversations_continue_separately(folder: Path) -> None:
     engine = ScriptedEngine(load_tokenizer(str(folder)), ["8", "8", "nine", "ten"])
 
     async def run() -> None:
@@ -202,7 +202,7 @@ def test_a_completion_after_its_session_s_end_is_not_trained_on(folder: Path) ->
     asyncio.run(run())
 
 
-def test_a_disconnect_aborts_the_completion_and_frees_the_place(folder: Path, engine: Recorder) -> None:
+def test_a_disconnect_aborts_the_completion_and_frees_the_turn(folder: Path, engine: Recorder) -> None:
     async def run() -> None:
         async with connected(engine, chat_format(folder)) as (session, client):
             messages: list[Any] = [user("3+5=?\n")]

@@ -30,8 +30,9 @@ def test_numpy_rewards_become_python_floats() -> None:
 
 
 def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
-    checked_trajectories(SAMPLE, [_trajectory()], Limits())
-    checked_trajectories(SAMPLE, [_trajectory(), _trajectory()], Limits())
+    for num in (1, 2):
+        checked = checked_trajectories(SAMPLE, [_trajectory()] * num, Limits())
+        assert [(trajectory.sample_id, trajectory.reward) for trajectory in checked] == [((3, 1), 1.0)] * num
 
 
 @pytest.mark.parametrize(

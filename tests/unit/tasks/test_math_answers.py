@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.reward_requests import reward_request
 
 from areal_rloo.config import Config, DataConfig, SourceConfig
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.parts import scorer_argument
 from areal_rloo.rewards.pool import RewardPool
-from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.tasks import Item, load_train
 from areal_rloo.tasks.math import extract_boxed, math_reward
 
@@ -59,7 +59,7 @@ def test_the_last_box_counts_with_its_braces_balanced(text: str, answer: str | N
         ("18", r"18\text{ apples}"),
     ],
 )
-def test_rewritings_are_right(gold: str, answer: str) -> None:
+def test_rewritten_answers_are_right(gold: str, answer: str) -> None:
     assert math_reward(boxed(answer), gold) == 1.0
 
 
@@ -87,7 +87,7 @@ def test_other_answers_are_wrong(gold: str, answer: str) -> None:
     assert math_reward(boxed(answer), gold) == 0.0
 
 
-def test_a_right_number_outside_the_box_earns_nothing() -> None:
+def test_a_right_number_outside_the_box_gets_no_reward() -> None:
     assert math_reward("The answer is 5.", "5") == 0.0
     assert math_reward(r"It is 5, so \boxed{6}.", "5") == 0.0
 
@@ -140,17 +140,17 @@ def test_every_item_of_math_500_and_svamp_is_read_with_its_answer(data_folder: P
         r"41 \iff 43", r"41 \rightarrow 43", "41; 43", r"\{41, 43\}", "41/43",
     ],
 )  # fmt: skip
-def test_several_answers_in_one_box_are_none(answer: str) -> None:
+def test_several_answers_in_a_box_get_no_reward(answer: str) -> None:
     assert math_reward(boxed(answer), "43") == 0.0
 
 
 @pytest.mark.parametrize("answer", [r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"x \equiv 2", "x=2", "1, 2"])
-def test_what_the_gold_answer_has_too_is_an_answer(answer: str) -> None:
+def test_an_answer_written_like_the_gold_answer_is_right(answer: str) -> None:
     assert math_reward(boxed(answer), answer) == 1.0
     assert math_reward(boxed(answer.replace("2", "3")), answer) == 0.0
 
 
-def test_an_answer_that_never_ends_costs_its_deadline_and_no_other_answer(tmp_path: Path) -> None:
+def test_an_endless_comparison_times_out_and_spares_other_answers(tmp_path: Path) -> None:
     """sympy would try to write 9^(9^(9^9)) down."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "?", "answer": "5"}) + "\n")
     data = DataConfig(train=SourceConfig(task="math", path=str(tmp_path / "a.jsonl")), eval=None)
@@ -160,16 +160,7 @@ def test_an_answer_that_never_ends_costs_its_deadline_and_no_other_answer(tmp_pa
     async def outcome(answer: str) -> float | str:
         try:
             item = Item("?", "5", "math")
-            request = RewardRequest(
-                purpose="train",
-                item=item,
-                completion=boxed(answer),
-                turns=(boxed(answer),),
-                prompt_ids=(1,),
-                completion_ids=(2,),
-                finish_reason="stop",
-            )
-            return (await pool.score(request, "math")).reward
+            return (await pool.score(reward_request(boxed(answer), item), "math")).reward
         except RewardError as error:
             return error.reason
 

@@ -1,0 +1,94 @@
+"""The senders of both transports, in a single process: segments and stores left behind."""
+
+import asyncio
+import gc
+import socket
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from support.broadcasting import MANIFEST, tensors_of
+from support.patience import eventually
+
+from areal_rloo.errors import WeightsError
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import gather
+from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
+
+pytestmark = pytest.mark.usefixtures("no_blocked_loop")
+
+
+def test_a_reader_maps_the_segments_of_a_restarted_learner(tmp_path: Path) -> None:
+    """The reader maps the segments of the first learner under their names."""
+    reader = SharedMemoryReader()
+    for version in (1, 2):
+        sender = SharedMemorySender(MANIFEST, tmp_path / "segments")
+        buckets = asyncio.run(sender.stage())
+        gather(MANIFEST, tensors_of(version), buckets)
+        taken = reader.take(asyncio.run(sender.offer(buckets, ["w"])), MANIFEST)
+        assert all(torch.equal(one, other) for one, other in zip(taken, buckets, strict=True))
+
+
+def test_a_segment_given_up_is_unmapped_before_the_next_offer(tmp_path: Path) -> None:
+    sender = SharedMemorySender(MANIFEST, tmp_path / "segments")
+
+    async def give_up() -> "weakref.ref[torch.Tensor]":
+        buckets = await sender.stage()
+        await sender.offer(buckets, ["w"])
+        sender.lost("w")
+        sender.release(buckets)
+        return weakref.ref(buckets[0])
+
+    assert asyncio.run(give_up())() is None
+    sender.close()
+
+
+def test_a_member_lost_during_setup_leaves_no_group_of_one_rank() -> None:
+    sender = CollectiveSender(MANIFEST, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0)
+
+    async def scenario() -> None:
+        buckets = await sender.stage()
+        offer = await sender.offer(buckets, ["a"])
+        sender.lost("a")
+        assert offer.world_size == 2
+        with pytest.raises(WeightsError):
+            await sender.send(buckets)
+
+    asyncio.run(scenario())
+    sender.close()
+
+
+def test_a_worker_of_several_devices_has_as_many_ranks() -> None:
+    sender = CollectiveSender(MANIFEST, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0, ranks_per_worker=2)
+    offer = asyncio.run(sender.offer([], ["b", "a"]))
+    assert (offer.ranks, offer.world_size) == ({"a": 1, "b": 3}, 5)
+    sender.close()
+
+
+def test_a_failed_broadcast_closes_its_store_at_once() -> None:
+    """Other ranks wait in the store until it closes; the garbage collector may come much later."""
+    sender = CollectiveSender(MANIFEST, host="127.0.0.1", device=torch.device("cpu"), timeout_s=1.0)
+
+    async def fail() -> int:
+        buckets = await sender.stage()
+        offer = await sender.offer(buckets, ["a"])
+        with pytest.raises(WeightsError):
+            await sender.send(buckets)
+        return offer.port
+
+    gc.disable()
+    try:
+        port = asyncio.run(fail())
+
+        def is_closed() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            except OSError:
+                return True
+            return False
+
+        eventually(is_closed, "the store still listens")
+    finally:
+        gc.enable()
+    sender.close()
