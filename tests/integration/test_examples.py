@@ -140,6 +140,6 @@ def test_one_file_rloo() -> None:
     assert "greedy accuracy after" in out
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_has_a_test() -> None:
     tested = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
     assert {path.name for path in (REPO / "examples").glob("*.py")} <= tested

@@ -39,7 +39,7 @@ exit $code
 pytestmark = pytest.mark.slow
 
 
-def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare(1) here, so no file system of one's own")
     (tmp_path / "disk").mkdir()

@@ -71,7 +71,7 @@ async def _answer_leases(
     await worker.close()
 
 
-def test_a_worker_that_joins_during_the_stop_is_told_to_stop_too(tmp_path: Path) -> None:
+def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> None:
     intake = _intake(tmp_path)
     port = _start(intake)
     stopping = threading.Thread(target=intake.stop_workers, args=(60.0,))

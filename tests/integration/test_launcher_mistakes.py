@@ -62,7 +62,7 @@ pytestmark = pytest.mark.slow
         (["--config", "quickstart.yaml", "run.folder=/nowhere", "--resume"], "holds no run"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_a_mistake_prints_one_line_and_exits_with_2(arguments: list[str], words: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "areal_rloo.launcher.local", *arguments],
         cwd=REPO,

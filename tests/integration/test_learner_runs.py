@@ -60,7 +60,7 @@ def _whole(start: Callable[..., Run], *arguments: str, name: str = "whole") -> R
     return run
 
 
-def test_a_run_that_is_stopped_then_killed_goes_on_to_the_bit(start: Callable[..., Run]) -> None:
+def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run]) -> None:
     arguments = (*TO_THE_BIT, "checkpoint.every_n_steps=2")
     whole = _whole(start, *arguments)
     run = start(*arguments)
@@ -77,7 +77,7 @@ def test_a_run_that_is_stopped_then_killed_goes_on_to_the_bit(start: Callable[..
     _assert_same_end(run, whole)
 
 
-def test_two_ranks_train_as_one_and_three_ranks_and_go_on_to_the_bit(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(start: Callable[..., Run], tmp_path: Path) -> None:
     alone = _whole(start, *TO_THE_BIT, "learner.num_train_steps=1", name="alone")
     arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true", "checkpoint.every_n_steps=2")
     two_ranks = (*arguments, "learner.num_ranks=2")
@@ -103,7 +103,7 @@ def test_two_ranks_train_as_one_and_three_ranks_and_go_on_to_the_bit(start: Call
     assert [record.num_train_steps for record in killed.records()] == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_rank_that_dies_ends_the_run_and_is_named_with_how_to_go_on(start: Callable[..., Run]) -> None:
+def test_a_dead_rank_ends_the_run_and_is_named_with_the_remedy(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=1000", "learner.num_ranks=2", "checkpoint.every_n_steps=2")
     run.wait_for_checkpoint(2)
     follower = run.rank(1)

@@ -19,7 +19,7 @@ from areal_rloo.config import AdaptiveKLConfig
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_ends_balanced_beside_a_run_with_a_script(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_two_runs_on_a_host_end_with_balanced_ledgers(start: Callable[..., Run], tmp_path: Path) -> None:
     """One run has a reference policy. The other has an entry script and a group filter."""
     script = tmp_path / "my_rl.py"
     script.write_text(
@@ -101,7 +101,7 @@ def test_a_reference_with_another_vocabulary_is_refused(start: Callable[..., Run
     assert "Traceback" not in output
 
 
-def test_whatever_is_killed_is_replaced_and_the_run_ends_well(start: Callable[..., Run]) -> None:
+def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[..., Run]) -> None:
     """A reward process, then a rollout worker, then the learner, in one run."""
     run = start("learner.num_train_steps=32", "launcher.max_learner_restarts=1")
     run.wait_for(lambda: len(run.records()) >= 2)
@@ -176,7 +176,7 @@ def test_resume_after_a_killed_learner_restores_kl_and_reference(
     assert (ledger["trained"], run.summary()["num_train_steps"]) == (last * 16, last)
 
 
-def test_a_disk_without_room_for_checkpoints_costs_only_the_exit_code(start: Callable[..., Run]) -> None:
+def test_a_disk_too_full_for_checkpoints_changes_only_the_exit_code(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
     run.wait_for((run.folder / "config.yaml").exists)
     (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
@@ -202,7 +202,7 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     assert code == 137, output
 
 
-def test_a_live_run_is_not_resumed_and_a_killed_launcher_has_no_orphan(start: Callable[..., Run]) -> None:
+def test_a_live_run_is_not_resumed_and_a_dead_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000", "wire.curve=true")
     run.wait_for(lambda: len(run.records()) >= 1)
     before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
@@ -248,7 +248,7 @@ def _scraped(port: int, metric: str) -> float:
     return float(values[0].split()[1]) if values else 0.0
 
 
-def test_gsm8k_goes_through_the_same_pipe(start: Callable[..., Run], gsm8k_folder: Path) -> None:
+def test_gsm8k_trains_on_the_embedded_engine(start: Callable[..., Run], gsm8k_folder: Path) -> None:
     run = start(
         f"data.train.path={gsm8k_folder / 'train.jsonl'}",
         "rollout.engine=embedded",

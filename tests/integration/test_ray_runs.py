@@ -62,7 +62,7 @@ def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., 
     assert "go on from the newest checkpoint with --resume" in output
 
 
-def test_without_a_cluster_one_is_started_and_ctrl_c_drains_and_ends_it(start: Callable[..., Run]) -> None:
+def test_without_a_cluster_a_local_cluster_starts_and_ctrl_c_ends_it(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000", launcher="ray", environment={"RAY_USAGE_STATS_ENABLED": "0"})
     run.wait_for(lambda: len(run.records()) >= 2)
     run.process.send_signal(signal.SIGINT)

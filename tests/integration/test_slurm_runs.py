@@ -66,7 +66,7 @@ def test_the_exit_code_of_a_failing_job_reaches_the_shell(submit: Callable[..., 
     assert "go on from the newest checkpoint with --resume" in output
 
 
-def test_ctrl_c_drains_the_job_that_is_waited_for(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
+def test_ctrl_c_drains_a_job_submitted_with_wait(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
     run = submit(*ON_ONE_NODE, "--wait", "learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 2)
     run.process.send_signal(signal.SIGINT)
@@ -109,7 +109,7 @@ def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[...,
     assert "requeueing the job" in (run.folder / "logs" / "launcher.log").read_text()
 
 
-def test_an_array_runs_each_seed_in_a_folder_of_its_own(submit: Callable[..., Run]) -> None:
+def test_an_array_runs_each_seed_in_a_separate_folder(submit: Callable[..., Run]) -> None:
     run = submit(*ON_ONE_NODE, "--wait", "launcher.slurm.num_seeds=2", "run.seed=5", "learner.num_train_steps=2")
     code, output = run.wait()
     assert code == 0, output

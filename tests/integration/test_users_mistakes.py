@@ -34,7 +34,7 @@ def _run(folder: Path, function: str, *arguments: str) -> subprocess.CompletedPr
         ("{folder}/mine.py", "expected module:function or path/to/file.py:function"),
     ],
 )
-def test_a_reward_that_does_not_import_is_one_line_before_the_start(tmp_path: Path, name: str, words: str) -> None:
+def test_a_reward_that_cannot_be_imported_gives_one_line_at_start(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
     done = _run(tmp_path / "run", name.format(folder=tmp_path))
     assert done.returncode == 2
@@ -55,7 +55,7 @@ def test_a_reward_that_does_not_import_is_one_line_before_the_start(tmp_path: Pa
         (b'{"prompt": "p"\n', "rows.jsonl:1: not valid JSON"),
     ],
 )
-def test_bad_data_is_told_in_one_line_before_anything_starts(tmp_path: Path, content: bytes, words: str) -> None:
+def test_bad_data_gives_one_line_before_any_process_starts(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
     (tmp_path / "rows.jsonl").write_bytes(content)
     rows = ("data.train.task=rows", f"data.train.path={tmp_path / 'rows.jsonl'}")

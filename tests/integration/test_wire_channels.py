@@ -63,7 +63,7 @@ def test_messages_go_both_ways() -> None:
     _run(scenario)
 
 
-def test_what_is_ready_goes_out_together_and_an_ack_frees_the_outbox() -> None:
+def test_ready_trajectories_share_messages_and_acks_free_the_outbox() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)
         receiving = asyncio.create_task(worker.receive())
@@ -111,7 +111,7 @@ def test_the_trajectories_of_a_sample_travel_in_the_same_message() -> None:
     _run(scenario)
 
 
-def test_messages_in_flight_are_bounded_and_what_waits_goes_together() -> None:
+def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)
         receiving = asyncio.create_task(worker.receive())
@@ -141,7 +141,7 @@ def test_messages_in_flight_are_bounded_and_what_waits_goes_together() -> None:
     _run(scenario)
 
 
-def test_a_large_trajectory_goes_alone() -> None:
+def test_a_large_trajectory_is_sent_alone() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)  # LIMITS: 4 MiB a message, so batches of 2 MiB
         num = 200_000
@@ -157,7 +157,7 @@ def test_a_large_trajectory_goes_alone() -> None:
     _run(scenario)
 
 
-def test_push_waits_while_too_much_is_unacknowledged() -> None:
+def test_push_blocks_while_too_many_samples_are_unacknowledged() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port, max_unacked=3)
         receiving = asyncio.create_task(worker.receive())
@@ -238,7 +238,7 @@ def test_a_worker_killed_while_sending_leaves_whole_messages() -> None:
     _run(scenario)
 
 
-def test_trash_is_counted_answered_and_does_not_stall_the_others() -> None:
+def test_invalid_messages_are_counted_and_do_not_stall_other_peers() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         vandal = zmq.Context.instance().socket(zmq.DEALER)
         vandal.connect(f"tcp://127.0.0.1:{learner.port}")
@@ -265,7 +265,7 @@ async def _ignored(learner: LearnerChannel) -> None:
         return
 
 
-def test_a_message_to_a_peer_that_is_gone_is_counted_and_nothing_more() -> None:
+def test_a_message_to_a_lost_peer_is_only_counted() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         assert not learner.send(b"nobody".hex(), Drain())
         assert learner.statistics().unroutable == 1
@@ -273,7 +273,7 @@ def test_a_message_to_a_peer_that_is_gone_is_counted_and_nothing_more() -> None:
     _run(scenario)
 
 
-def test_with_curve_a_peer_without_the_key_gets_nothing_through(tmp_path: Path) -> None:
+def test_under_curve_the_messages_of_a_peer_without_the_key_are_lost(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "other")
 
@@ -317,7 +317,7 @@ def test_an_open_address_without_keys_and_a_taken_port_are_refused() -> None:
     _run(scenario)
 
 
-def test_a_message_the_learner_cannot_read_is_answered_with_why() -> None:
+def test_an_unreadable_message_is_answered_with_the_reason() -> None:
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port)
         await worker._socket.send_multipart([b"\x92\x05\x80"])  # wire version 5

@@ -13,7 +13,7 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 MOST_LINES = 70
 
 
-def test_the_promised_configs_are_shipped() -> None:
+def test_the_quickstart_and_a_config_for_each_task_are_shipped() -> None:
     tasks = {f"{name}_rloo.yaml" for name in ("gsm8k", "math", "svamp", "reasoning_gym")}
     assert {"quickstart.yaml", *tasks} <= {path.name for path in SHIPPED}
 

@@ -65,7 +65,7 @@ def test_paths_and_links_of_a_document_exist(document: Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-def test_the_readme_fits_a_newcomer() -> None:
+def test_the_readme_has_at_most_120_lines() -> None:
     assert len((REPO / "README.md").read_text().splitlines()) <= 120
 
 

@@ -44,6 +44,6 @@ def test_the_package_has_no_import_circle(type_checking: bool) -> None:
     assert circles(imports) == []
 
 
-def test_circles_are_found() -> None:
+def test_import_circles_are_found() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "f"}, "f": {"g"}, "g": {"e"}}
     assert sorted(map(sorted, circles(imports))) == [["b", "c"], ["e", "f", "g"]]

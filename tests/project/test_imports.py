@@ -26,7 +26,7 @@ def test_the_import_contracts_hold() -> None:
 
 
 @pytest.mark.parametrize("module", ["errors", "trajectory", "config"])
-def test_nouns_and_options_import_nothing_heavy(module: str) -> None:
+def test_config_trajectory_and_errors_import_nothing_heavy(module: str) -> None:
     code = f"import sys, areal_rloo.{module}; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
     assert python(code).strip() == "[]"
 
@@ -55,7 +55,7 @@ def test_the_launcher_starts_without_torch() -> None:
         ("sglang", []),
     ],
 )
-def test_a_library_is_known_at_home_only(library: str, homes: list[str]) -> None:
+def test_a_library_is_imported_only_in_its_own_modules(library: str, homes: list[str]) -> None:
     package = ROOT / "areal_rloo"
     strangers = []
     for path in package.rglob("*.py"):

@@ -34,7 +34,7 @@ def test_a_lap_runs_through_the_files_of_the_table(tiny_folders: dict[str, Path]
     assert {path for path in ran - lap if not path.startswith(BESIDE)} == set(), "files of a lap that no table names"
 
 
-def test_a_lap_fits_an_afternoon() -> None:
+def test_a_lap_has_limited_files_and_lines() -> None:
     lap = _table("ARCHITECTURE.md")
     assert len(lap) <= MOST_FILES
     assert sum(len((PACKAGE / path).read_text().splitlines()) for path in lap) <= MOST_LINES

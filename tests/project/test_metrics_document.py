@@ -28,12 +28,12 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.p
 ROWS = [field.name for field in msgspec.structs.fields(TrainRecord) if field.name not in READ_ELSEWHERE]
 
 
-def test_the_document_is_what_the_declarations_say() -> None:
+def test_the_document_equals_the_declarations() -> None:
     written = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == metrics_page(), "run python -m areal_rloo.report.metrics_page > docs/metrics.md"
 
 
-def test_most_numbers_of_a_step_are_checked_for_their_readers() -> None:
+def test_more_than_35_step_numbers_are_in_the_document() -> None:
     assert len(ROWS) > 35
 
 
@@ -53,7 +53,7 @@ def test_every_field_of_a_record_is_a_metric(struct: type[Measured]) -> None:
 
 
 @pytest.mark.parametrize("struct", [struct for _, struct in SERVED])
-def test_a_name_at_metrics_is_the_field_by_one_rule(struct: type[Measured]) -> None:
+def test_a_metric_name_follows_from_its_field(struct: type[Measured]) -> None:
     for declared in declared_metrics(struct):
         spelled = declared.name.removeprefix(PREFIX + struct.metrics_prefix).removesuffix("_total")
         unspelled = re.sub(r"_seconds?$", "_s", spelled)
@@ -68,7 +68,7 @@ def test_every_name_is_unique_prefixed_and_in_base_units() -> None:
         assert not name.endswith(("_s", "_ms", "_s_total", "_milliseconds", "_kb", "_mb", "_count")), name
 
 
-def test_every_metric_says_what_it_is() -> None:
+def test_every_metric_has_a_help_text() -> None:
     for declared in all_metrics():
         assert len(declared.metric.help) > 8, declared.name
         assert not declared.metric.help.endswith("."), declared.name

@@ -68,7 +68,7 @@ def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
             assert set(re.findall(rf"{PREFIX}\w+", expr)) <= healthy, alert
 
 
-def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+def test_every_alert_has_a_severity_and_a_remedy() -> None:
     rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:

@@ -32,7 +32,7 @@ def test_a_zombie_has_no_command(zombie: psutil.Process) -> None:
     assert command_of(zombie) == []
 
 
-def test_a_zombie_among_the_processes_hides_no_other(zombie: psutil.Process, tmp_path: Path) -> None:
+def test_a_zombie_does_not_hide_other_processes(zombie: psutil.Process, tmp_path: Path) -> None:
     code = "print(flush=True); input()"
     words = ("a-word-of-this-test", f"--run-folder={tmp_path}")
     with subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

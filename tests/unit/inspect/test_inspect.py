@@ -232,7 +232,7 @@ def read(folder: Path) -> list[TrajectoryRecord]:
     return [msgspec.json.decode(line, type=TrajectoryRecord) for line in lines]
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(run_folder: Path) -> None:
+def test_a_mistake_prints_one_line_and_exits_with_2(run_folder: Path) -> None:
     ended = run_main(run_folder, "--where", "rewrd<1")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: --where 'rewrd<1': no field 'rewrd'; did you mean 'reward'?")

@@ -45,7 +45,7 @@ class _Bench:
         return counts.dropped
 
 
-def test_groups_of_equal_rewards_are_kept_unless_a_deviation_is_asked_for() -> None:
+def test_equal_rewards_are_kept_unless_min_reward_std_is_set() -> None:
     bench = _Bench()
     kept = bench.complete(1.0, 1.0)
     assert kept in bench.ledger.groups

@@ -21,7 +21,7 @@ def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
     return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)
 
 
-def test_accuracy_is_the_mean_reward_and_the_version_that_of_the_tokens() -> None:
+def test_accuracy_is_the_mean_reward_at_the_version_of_the_tokens() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(5)
@@ -35,7 +35,7 @@ def test_accuracy_is_the_mean_reward_and_the_version_that_of_the_tokens() -> Non
     assert evaluation.finished
 
 
-def test_a_version_that_falls_due_meanwhile_waits_and_the_newest_wins() -> None:
+def test_a_version_due_during_an_evaluation_waits_and_the_newest_wins() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(1)
@@ -78,7 +78,7 @@ def test_a_lost_sample_that_arrives_late_is_not_leased_again() -> None:
     assert evaluation.finished
 
 
-def test_without_held_out_prompts_there_is_nothing_to_wait_for() -> None:
+def test_without_held_out_prompts_no_evaluation_is_awaited() -> None:
     evaluation = Evaluation([], lambda record: None)
     evaluation.request(3)
     assert evaluation.finished
@@ -116,7 +116,7 @@ def test_pass_at_k_and_maj_at_k_are_shares_of_prompts() -> None:
     assert record.majority_share == (1 + 0 + 0 + 0 + 0.5) / 5
 
 
-def test_a_weighted_sum_that_misses_one_by_its_rounding_is_right() -> None:
+def test_a_weighted_sum_rounded_to_just_below_1_is_right() -> None:
     record = _measured([(0.7 + 0.2 + 0.1, "4"), (0.0, "5")])
     assert 0.7 + 0.2 + 0.1 < 1
     assert (record.pass_share, record.majority_share) == (1.0, 0.5)
@@ -142,13 +142,13 @@ def test_shares_are_nan_without_final_answers_or_with_one_sample() -> None:
         max_size=4,
     )
 )
-def test_a_majority_is_right_only_where_a_sample_is(samples: list[list[tuple[float, str | None]]]) -> None:
+def test_the_majority_share_is_at_most_the_pass_share(samples: list[list[tuple[float, str | None]]]) -> None:
     record = _measured(*samples)
     assert 0 <= record.majority_share <= record.pass_share <= 1
     assert record.accuracy <= record.pass_share
 
 
-def test_several_sets_are_measured_together_each_with_its_own_record() -> None:
+def test_several_sets_are_evaluated_together_with_a_record_each() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation(
         [EvalSet("a", PROMPTS[:1], 2), EvalSet("b", PROMPTS[1:4]), EvalSet("empty", [])], records.append

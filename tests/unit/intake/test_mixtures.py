@@ -85,7 +85,7 @@ def test_a_rare_source_is_tried_before_all_prompts_are_too_long() -> None:
     assert [prompt.item.text for _ in range(3) if (prompt := stream.take()) is not None] == ["1"] * 3
 
 
-def test_a_prompt_that_became_too_long_for_a_resumed_run_is_told() -> None:
+def test_a_prompt_too_long_for_a_resumed_run_is_reported() -> None:
     sources = [Source("all", [Item("a"), Item("b")])]
     stream = PromptStream(sources, lambda item: None, seed=0, num_epochs=None)
     with pytest.raises(DataError, match="a prompt in the checkpoint is longer; resume with the value the run had"):
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_other_data_is_refused() -> None:
         ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused_by_its_key(train: str, words: str) -> None:
+def test_an_impossible_mixture_is_refused_with_its_key(train: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart.yaml", [f"data.train={train}"])
     assert words in str(caught.value)

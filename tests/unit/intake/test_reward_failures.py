@@ -27,14 +27,16 @@ def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_rewards_that_fail_now_and_then_never_end_it() -> None:
+def test_rewards_that_fail_half_the_time_never_end_the_run() -> None:
     failures = _failures()
     for _ in range(200):
         failures.scored(1)
         failures.failed(ERROR)
+    with pytest.raises(UserError, match="21 of the last 40 completions"):
+        failures.failed(ERROR)
 
 
-def test_a_service_that_goes_down_late_is_noticed_within_a_batch() -> None:
+def test_a_late_outage_of_a_service_is_noticed_within_a_batch() -> None:
     failures = _failures("rollout.max_reward_failure_share=0.25")
     failures.scored(100_000)
     for _ in range(10):

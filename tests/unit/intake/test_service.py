@@ -63,7 +63,7 @@ def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) ->
     service.close()
 
 
-def test_an_offer_that_fails_is_made_again(tmp_path: Path) -> None:
+def test_a_failed_offer_is_repeated(tmp_path: Path) -> None:
     class Flaky(SharedMemorySender):
         failures = 1
 
@@ -138,7 +138,7 @@ def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) ->
     service.close()
 
 
-def test_queued_messages_do_not_hold_up_the_training_thread(tmp_path: Path) -> None:
+def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> None:
     broadcaster = make_broadcaster(tmp_path)
     intake = make_intake(broadcaster)
     service = IntakeService(intake, broadcaster, heartbeat_s=100)

@@ -229,7 +229,7 @@ def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
     assert outcomes["mask dropped"] == outcomes["wait dropped"] == {}
 
 
-def test_a_worker_that_lags_starts_on_nothing_admitted_after_its_version() -> None:
+def test_a_stale_worker_starts_no_group_admitted_after_its_version() -> None:
     simulation = Simulation(max_staleness=1, stale_tokens="wait")
     while simulation.version < 3:
         simulation.engine_version["w1"] = simulation.version

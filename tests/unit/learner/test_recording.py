@@ -102,7 +102,7 @@ def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path
     assert all((r.source, r.epoch, r.item_index, r.advantage) == ("sums", 1, 7, None) for r in dropped)
 
 
-def test_a_full_disk_costs_records_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_loses_only_records(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(Path("/dev/full"), TOKENIZER, trajectories_per_step=2)
     get_logger("areal_rloo").addHandler(caplog.handler)
     recorder.step(*_batch(), [], policy_version=5)

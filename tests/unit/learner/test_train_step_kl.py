@@ -154,7 +154,7 @@ def test_an_offloaded_reference_leaves_no_weights_on_the_gpu(tiny_folders: dict[
     assert not any(parameter.is_cuda for parameter in reference.policy.parameters())
 
 
-def test_what_others_say_changes_no_kl(tiny_folders: dict[str, Path]) -> None:
+def test_tokens_by_others_do_not_change_the_kl(tiny_folders: dict[str, Path]) -> None:
     """Behaviour logprobs of 0 beside a reference's would be a large divergence, were they the policy's."""
     groups = with_turns(ragged_groups())
     silenced = replaced(

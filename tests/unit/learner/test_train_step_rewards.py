@@ -60,7 +60,7 @@ def test_masked_truncated_completions_stay_in_the_group_mean(
     assert sum(result.masks.staleness_tokens.values()) == result.masks.num_tokens
 
 
-def test_a_shaped_reward_is_the_same_as_a_task_that_gave_it(tiny_folders: dict[str, Path]) -> None:
+def test_a_shaped_reward_equals_the_same_reward_from_the_task(tiny_folders: dict[str, Path]) -> None:
     folder, groups = tiny_folders["qwen2"], _truncated_evenly(ragged_groups())
     config = step_config("algorithm.rewards.truncated_penalty=0.5", "algorithm.rewards.scale=2")
     (gradient,), _ = spied_step(folder, groups, config)
@@ -105,7 +105,7 @@ def test_tool_tokens_have_no_gradient_and_a_sample_counts_once(
     ]
 
 
-def test_token_rewards_stand_at_their_tokens_and_sum_up(
+def test_token_rewards_stay_at_their_tokens_and_become_returns(
     tiny_folders: dict[str, Path],
 ) -> None:
     config = step_config(

@@ -68,7 +68,7 @@ class Page(html.parser.HTMLParser):
         self.shown += data
 
 
-def test_the_page_stands_alone(run_folder: Path) -> None:
+def test_the_page_loads_nothing_from_outside(run_folder: Path) -> None:
     text = write_report(run_folder).read_text()
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -125,7 +125,7 @@ def test_the_command_names_the_page_it_wrote(run_folder: Path) -> None:
     assert (run_folder / "report.html").is_file()
 
 
-def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_gives_one_clear_line(tmp_path: Path) -> None:
     ended = run_main(str(tmp_path))
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {tmp_path}: no run here")
@@ -143,7 +143,7 @@ numbers = st.floats(-1e12, 1e12)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), numbers), max_size=20), st.booleans())
-def test_whatever_is_drawn_lies_inside_its_frame(points: list[tuple[int, float]], dots: bool) -> None:
+def test_every_shape_lies_inside_its_frame(points: list[tuple[int, float]], dots: bool) -> None:
     section = line_chart("a & b", [Curve("<c>", sorted(points))], dots=dots)
     svg = re.search(r"<svg.*</svg>", section)
     if not points:
@@ -159,7 +159,7 @@ def test_whatever_is_drawn_lies_inside_its_frame(points: list[tuple[int, float]]
 
 
 @given(numbers, numbers)
-def test_ticks_are_few_round_and_hold_what_is_drawn(one: float, other: float) -> None:
+def test_ticks_are_few_and_sorted_and_cover_the_values(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
     found = ticks(low, high, 5)
     slack = 1e-9 * max(abs(low), abs(high), 1.0)

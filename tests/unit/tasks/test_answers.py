@@ -44,7 +44,7 @@ from areal_rloo.tasks.answers import answer_reward, extract_answer, last_number
         ("The 7 of them had 3 left, so 21.\n#### 12\nThat is what was asked.", "12"),
     ],
 )
-def test_numbers_behind_the_mark_are_understood(text: str, answer: str) -> None:
+def test_numbers_after_the_mark_are_parsed(text: str, answer: str) -> None:
     assert extract_answer(text) == Decimal(answer)
 
 
@@ -71,7 +71,7 @@ def test_numbers_behind_the_mark_are_understood(text: str, answer: str) -> None:
         "#### 3 x 5",
     ],
 )
-def test_what_is_no_answer_earns_nothing(text: str) -> None:
+def test_text_without_an_answer_gets_no_reward(text: str) -> None:
     assert extract_answer(text) is None
     assert answer_reward(text, "#### 42") == 0.0
 
@@ -94,7 +94,7 @@ def test_gold_answers_of_gsm8k_are_right_and_changed_ones_wrong(gsm8k_folder: Pa
     assert num == 8792
 
 
-def test_an_answer_of_ten_thousand_digits_is_compared_to_the_last_of_them() -> None:
+def test_an_answer_of_ten_thousand_digits_is_compared_completely() -> None:
     gold = "#### " + "7" * 9_999
     assert answer_reward(gold + "1", gold + "1") == 1.0
     assert answer_reward(gold + "1", gold + "2") == 0.0

@@ -114,7 +114,7 @@ def test_few_shot_examples_use_the_template_or_plain_text() -> None:
 # Tasks
 
 
-def test_own_rows_are_texts_or_conversations_with_all_fields(tmp_path: Path) -> None:
+def test_custom_rows_are_texts_or_conversations_with_all_fields(tmp_path: Path) -> None:
     path = _rows(
         tmp_path / "a.jsonl",
         {"prompt": "p", "answer": 4, "level": 2},
@@ -246,7 +246,7 @@ def test_equal_answers_have_equal_keys_and_others_differ() -> None:
     assert task.final_answer("1") is None
 
 
-def test_an_own_task_is_a_class_in_a_file(tmp_path: Path) -> None:
+def test_a_custom_task_is_a_class_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from areal_rloo.tasks import Item, Task\n"
         "class Mine(Task):\n"

@@ -79,7 +79,7 @@ def test_standard_error_gets_the_same_line(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("run.seed: no"), 2), (TrainingError("not finite"), 1)])
-def test_an_error_of_ours_is_logged_is_one_line_and_ends_with_its_code(
+def test_our_errors_are_logged_as_one_line_and_give_the_exit_code(
     error: ArealRlooError, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> int:
@@ -93,6 +93,6 @@ def test_an_error_of_ours_is_logged_is_one_line_and_ends_with_its_code(
     assert run_to_exit_code(lambda: 0) == 0
 
 
-def test_a_bug_is_not_swallowed() -> None:
+def test_any_other_exception_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run_to_exit_code(lambda: 1 // 0)

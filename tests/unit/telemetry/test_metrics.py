@@ -117,7 +117,7 @@ def test_parts_of_the_reward_and_rewards_by_source_are_shown(make_train_record: 
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1))
-def test_a_counter_never_goes_back_and_reaches_the_highest_total(totals: list[int]) -> None:
+def test_a_counter_never_decreases_and_reaches_the_highest_total(totals: list[int]) -> None:
     registry = CollectorRegistry()
     now = 0
     watch(registry, RewardStatistics, lambda: _statistics(RewardStatistics, now))
@@ -146,7 +146,10 @@ def test_watch_reads_nothing_before_the_first_scrape() -> None:
     def read() -> ChannelStatistics:
         raise AssertionError("read before a scrape")
 
-    watch(CollectorRegistry(), ChannelStatistics, read)
+    registry = CollectorRegistry()
+    watch(registry, ChannelStatistics, read)
+    with pytest.raises(AssertionError, match="read before a scrape"):
+        list(registry.collect())
 
 
 OTHERS = """# HELP sglang:num_running_reqs The number of running requests.
@@ -174,7 +177,7 @@ def test_relayed_metrics_are_served_without_those_of_the_process() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no metrics at all {", "<html>502</html>"])
-def test_unreadable_relayed_metrics_leave_our_own(text: str) -> None:
+def test_with_unreadable_relayed_metrics_our_own_are_still_served(text: str) -> None:
     registry = CollectorRegistry()
     Gauge("areal_rloo_own", "Ours.", registry=registry).set(1)
     relay(registry, lambda: text)
@@ -205,7 +208,7 @@ def test_records_are_read_back(tmp_path: Path, make_train_record: MakeTrainRecor
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_does_not_end_the_reading(
+def test_a_non_finite_number_does_not_stop_the_reader(
     tmp_path: Path, make_train_record: MakeTrainRecord, value: float
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -275,9 +278,7 @@ def test_a_tail_gives_each_record_once(tmp_path: Path, make_train_record: MakeTr
     file.close()
 
 
-def test_a_tail_follows_a_file_that_a_resumed_run_wrote_again(
-    tmp_path: Path, make_train_record: MakeTrainRecord
-) -> None:
+def test_a_tail_follows_a_file_that_a_resumed_run_rewrote(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [msgspec.json.encode(make_train_record(num_train_steps=n)) + b"\n" for n in range(1, 5)]
     path.write_bytes(b"".join(lines))

@@ -21,7 +21,7 @@ def plain(num_train_steps: int = 20) -> tuple[Progress, io.StringIO]:
     return Progress(Console(file=out, width=80), num_train_steps=num_train_steps), out
 
 
-def test_the_line_says_step_reward_accuracy_speed_staleness_and_time_left(
+def test_a_line_has_step_reward_accuracy_speed_staleness_time_left(
     make_train_record: MakeTrainRecord, eval_record: EvalRecord
 ) -> None:
     progress, out = plain()
@@ -32,7 +32,7 @@ def test_the_line_says_step_reward_accuracy_speed_staleness_and_time_left(
         assert part in line
 
 
-def test_drops_are_in_the_line_where_there_are_any(
+def test_drops_are_in_the_line_if_there_are_any(
     make_train_record: MakeTrainRecord, ledger_counts: LedgerCounts
 ) -> None:
     for dropped, words in (({"reward_timeout": 16}, "dropped 25 %  ETA"), ({}, "(max 2)  ETA")):
@@ -43,14 +43,14 @@ def test_drops_are_in_the_line_where_there_are_any(
         assert words in " ".join(out.getvalue().split("\n"))
 
 
-def test_before_the_first_evaluation_there_is_no_accuracy(make_train_record: MakeTrainRecord) -> None:
+def test_the_line_has_no_accuracy_before_the_first_evaluation(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
         progress.show([make_train_record()])
     assert "eval -" in out.getvalue()
 
 
-def test_plain_lines_are_not_a_flood_and_the_last_step_is_always_shown(make_train_record: MakeTrainRecord) -> None:
+def test_plain_lines_are_limited_and_the_last_step_is_always_shown(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain(num_train_steps=100)
     with progress:
         for step in range(1, 101):
@@ -71,7 +71,7 @@ def test_an_evaluation_after_the_last_step_does_not_repeat_the_step(
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "evaluation:"]
 
 
-def test_a_checkpoint_that_was_not_written_is_said_once(make_train_record: MakeTrainRecord) -> None:
+def test_a_failed_checkpoint_is_reported_once(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
         for num_failed in (0, 1, 1):
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_was_not_written_is_said_once(make_train_record: MakeT
     assert out.getvalue().count("could not be written") == 1
 
 
-def test_nothing_new_shows_nothing(make_train_record: MakeTrainRecord) -> None:
+def test_without_new_records_nothing_is_shown(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
         progress.show([])
@@ -89,7 +89,7 @@ def test_nothing_new_shows_nothing(make_train_record: MakeTrainRecord) -> None:
     assert out.getvalue() == before
 
 
-def test_a_line_is_one_line_however_narrow_the_output(make_train_record: MakeTrainRecord) -> None:
+def test_a_line_is_not_wrapped_in_a_narrow_output(make_train_record: MakeTrainRecord) -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out, width=20), num_train_steps=5)
     with progress:
@@ -99,7 +99,7 @@ def test_a_line_is_one_line_however_narrow_the_output(make_train_record: MakeTra
     assert "[bold]" in out.getvalue(), "a path with brackets is not markup"
 
 
-def test_a_terminal_gets_one_line_that_is_written_again(make_train_record: MakeTrainRecord) -> None:
+def test_a_terminal_gets_a_single_line_that_is_rewritten(make_train_record: MakeTrainRecord) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
     progress = Progress(console, num_train_steps=50)
@@ -123,7 +123,7 @@ def test_a_narrow_terminal_cuts_the_live_line(make_train_record: MakeTrainRecord
     assert "…" in text
 
 
-def test_a_quiet_run_says_what_went_wrong_and_nothing_else(
+def test_a_quiet_run_reports_only_problems(
     make_train_record: MakeTrainRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(Console(quiet=True), num_train_steps=20)
@@ -139,7 +139,7 @@ def test_a_quiet_run_says_what_went_wrong_and_nothing_else(
     ]
 
 
-def test_a_run_outlives_whoever_reads_its_output() -> None:
+def test_a_run_continues_after_its_output_is_closed() -> None:
     says = (
         "from areal_rloo.telemetry.progress import Progress, RunConsole\n"
         "progress = Progress(RunConsole(), num_train_steps=1)\n"

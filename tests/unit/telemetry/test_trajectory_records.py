@@ -62,7 +62,7 @@ def trajectories(draw: st.DrawFn) -> TrajectoryRecord:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(trajectories(), max_size=5))
-def test_what_is_written_is_read(tmp_path: Path, records: list[TrajectoryRecord]) -> None:
+def test_written_records_are_read_back(tmp_path: Path, records: list[TrajectoryRecord]) -> None:
     path = tmp_path / "trajectories.jsonl"
     path.unlink(missing_ok=True)
     write(path, *records[:2])
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path: Path, records: list[TrajectoryRecord]
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(trajectories(), max_size=6), st.integers(-1, 10))
-def test_a_cut_keeps_what_had_happened_by_the_checkpoint(
+def test_a_cut_keeps_the_records_up_to_the_checkpoint(
     tmp_path: Path, records: list[TrajectoryRecord], version: int
 ) -> None:
     path = tmp_path / "trajectories.jsonl"
@@ -84,7 +84,7 @@ def test_a_cut_keeps_what_had_happened_by_the_checkpoint(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_last_line_cut_by_a_killed_writer_is_left_out(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+def test_a_partial_last_line_of_a_killed_writer_is_skipped(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     path = write(tmp_path / "trajectories.jsonl", make_trajectory(group_id=1), make_trajectory(group_id=2))
     whole = path.read_bytes()
     for length in (len(whole) - 1, len(whole) - 40, whole.index(b"\n") + 2):
@@ -92,7 +92,7 @@ def test_a_last_line_cut_by_a_killed_writer_is_left_out(tmp_path: Path, make_tra
         assert [record.group_id for record in read_trajectories(path)] == [1]
 
 
-def test_a_resume_takes_the_cut_line_away(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+def test_a_resume_removes_a_partial_last_line(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     path = write(tmp_path / "trajectories.jsonl", make_trajectory(policy_version=1), make_trajectory(policy_version=2))
     path.write_bytes(path.read_bytes()[:-10])
     cut_trajectories(path, 5)
@@ -107,7 +107,7 @@ def test_a_cut_leaves_records_of_other_versions_of_the_package(tmp_path: Path, m
     assert path.read_bytes() == b'{"policy_version":1,"words":"other"}\n'
 
 
-def test_there_may_be_no_file_to_cut(tmp_path: Path) -> None:
+def test_cutting_a_missing_file_does_nothing(tmp_path: Path) -> None:
     cut_trajectories(tmp_path / "trajectories.jsonl", 1)
     assert not list(tmp_path.iterdir())
 
@@ -122,7 +122,7 @@ def test_there_may_be_no_file_to_cut(tmp_path: Path) -> None:
         (b"\xff", "expected a record in JSON"),
     ],
 )
-def test_a_line_that_is_no_record_is_named_by_file_and_number(
+def test_an_invalid_line_is_named_by_file_and_number(
     tmp_path: Path, make_trajectory: MakeTrajectory, line: bytes, words: str
 ) -> None:
     path = write(tmp_path / "trajectories.jsonl", make_trajectory())
@@ -138,7 +138,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         list(read_trajectories(tmp_path / "trajectories.jsonl"))
 
 
-def test_numbers_that_are_not_finite_come_back_as_nan(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+def test_non_finite_numbers_are_read_back_as_nan(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     record = make_trajectory(
         pieces=["a", "b"],
         logprobs=[-math.inf, -1.0],
@@ -152,12 +152,12 @@ def test_numbers_that_are_not_finite_come_back_as_nan(tmp_path: Path, make_traje
     assert (read.logprobs[1], read.advantages[1], read.reward_parts["correct"]) == (-1.0, 1.0, 1.0)
 
 
-def test_text_that_is_no_unicode_does_not_stop_the_writer(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+def test_invalid_unicode_does_not_stop_the_writer(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     path = write(tmp_path / "trajectories.jsonl", make_trajectory(detail="half \ud83d of a pair"))
     assert [record.detail for record in read_trajectories(path)] == ["half ? of a pair"]
 
 
-def test_a_full_disk_takes_a_whole_step_or_nothing(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+def test_on_a_full_disk_a_step_is_written_whole_or_not_at_all(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     resource = pytest.importorskip("resource")
     path = write(tmp_path / "trajectories.jsonl", make_trajectory())
     file = TrajectoryFile(path)
@@ -178,13 +178,13 @@ def test_a_full_disk_takes_a_whole_step_or_nothing(tmp_path: Path, make_trajecto
     ("field", "value"),
     [("token_ids", [1]), ("logprobs", []), ("versions", [[0, 1]]), ("spans", [1, 3]), ("advantages", [0.5])],
 )
-def test_lists_that_disagree_are_no_record(make_trajectory: MakeTrajectory, field: str, value: Any) -> None:
+def test_lists_of_different_lengths_are_refused(make_trajectory: MakeTrajectory, field: str, value: Any) -> None:
     record = make_trajectory(pieces=["a", "b"])
     with pytest.raises(ValueError, match=f"{field}: expected 2 tokens"):
         msgspec.structs.replace(record, **{field: value})
 
 
-def test_every_token_knows_its_version_and_who_wrote_it(make_trajectory: MakeTrajectory) -> None:
+def test_every_token_has_a_version_and_an_author(make_trajectory: MakeTrajectory) -> None:
     record = make_trajectory(
         pieces=["a", "b", "c", "d"], versions=[[3, 1], [4, 3]], spans=[1, 2, 1], advantages=[0.5, 0, 0, 1]
     )

@@ -47,7 +47,7 @@ def test_tensors_round_trip_through_contiguous_buckets(
     assert all(len(kinds) == 1 for kinds in dtypes_of.values())
 
 
-def test_floats_are_cast_to_the_dtype_they_travel_in_and_integers_are_not() -> None:
+def test_floats_are_cast_to_the_transfer_dtype_and_integers_are_not() -> None:
     tensors = [("a", torch.tensor([1.5])), ("b", torch.tensor([3]))]
     manifest = build_manifest(tensors, bucket_bytes=1024, dtype=torch.bfloat16)
     buckets = empty_buckets(manifest, CPU)
@@ -63,14 +63,14 @@ def test_one_flipped_bit_changes_the_checksum(word: int, bit: int) -> None:
     assert checksum([bucket]) != before
 
 
-def test_buckets_of_two_versions_mixed_or_exchanged_are_told_apart() -> None:
+def test_mixed_or_exchanged_buckets_change_the_checksum() -> None:
     one, other = torch.ones(2**16, dtype=torch.uint8), torch.full((2**16,), 2, dtype=torch.uint8)
     torn = torch.cat([one[: 2**15], other[2**15 :]])
     assert len({checksum([one]), checksum([other]), checksum([torn])}) == 3
     assert checksum([one, other]) != checksum([other, one])
 
 
-def test_a_notice_comes_back() -> None:
+def test_a_notice_round_trips() -> None:
     manifest = build_manifest([("a", torch.zeros(3, 4))], bucket_bytes=64)
     notice = Notice(3, manifest, 2**62, SharedMemoryOffer("/dev/shm/x"))
     assert decode_notice(encode_notice(notice)) == notice

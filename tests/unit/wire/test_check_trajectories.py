@@ -170,13 +170,13 @@ def test_a_refused_trajectory_is_named_with_its_field(wrong: Trajectory, words: 
     assert words in str(caught.value)
 
 
-def test_versions_that_return_to_the_first_are_refused_and_not_rewritten() -> None:
+def test_decreasing_versions_are_refused_and_not_rewritten() -> None:
     falling = _changed(completion=Completion(*(np.zeros(3, d) for d in ("i4", "f4")), np.array([3, 1, 3]), "stop"))
     assert _decoded([falling]) is None
     assert not _accepted([falling])
 
 
-def test_arrays_of_two_trajectories_cannot_make_up_for_each_other() -> None:
+def test_wrong_lengths_of_two_trajectories_do_not_cancel_out() -> None:
     long, short = _completion(versions=np.zeros(3, "i4")), _completion(versions=np.zeros(1, "i4"))
     assert _decoded([long, short]) is None
     assert not _accepted([long, short])

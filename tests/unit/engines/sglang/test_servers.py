@@ -60,7 +60,7 @@ def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:
         stranger.bind(("127.0.0.1", server.port))
 
 
-def test_last_words_are_the_fatal_error_not_a_harmless_one(tmp_path: Path) -> None:
+def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("ValueError: of an earlier run\n")
     server = ServerProcess(sys.executable, SGLangConfig(), _plan(), log)

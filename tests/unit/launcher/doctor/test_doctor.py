@@ -98,7 +98,7 @@ def test_the_command_exits_with_2_and_prints_the_fix(tmp_path: Path) -> None:
     assert ", 1 wrong, " in lines[-1]
 
 
-def test_json_is_one_object(tmp_path: Path) -> None:
+def test_json_output_is_a_single_object(tmp_path: Path) -> None:
     done = _doctor("--config", "quickstart.yaml", "--json", "model.path=/nowhere", f"run.folder={tmp_path}")
     said = json.loads(done.stdout)
     assert done.returncode == 2

@@ -26,7 +26,7 @@ def test_a_step_runs_on_both_nodes(cluster: SlurmCluster) -> None:
     assert sorted(cluster.run("srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME").split()) == ["n1", "n2"]
 
 
-def test_the_exit_code_of_a_batch_job_comes_back(cluster: SlurmCluster) -> None:
+def test_the_exit_code_of_a_batch_job_is_returned(cluster: SlurmCluster) -> None:
     command = ["sbatch", "--wait", "--output=/dev/null", "--wrap=exit 7"]
     ended = subprocess.run([*cluster.prefix, *command], env=cluster.environment, capture_output=True, check=False)
     assert ended.returncode == 7
