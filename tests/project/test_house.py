@@ -11,9 +11,10 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCES = sorted((REPO / "areal_rloo").rglob("*.py"))
+PYTHON = [*SOURCES, *(path for folder in ("benchmarks", "examples", "tests") for path in (REPO / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPO)))
+@pytest.mark.parametrize("path", sorted(PYTHON), ids=lambda path: str(path.relative_to(REPO)))
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= 400

@@ -1,0 +1,60 @@
+"""Check the tests themselves: every test asserts, directly or through a helper."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+FILES = sorted(TESTS.rglob("test_*.py"))
+SUPPORT = sorted((TESTS / "support").glob("*.py"))
+ASSERTING_CALLS = {".raises", ".assert_close", ".assert_allclose", ".assert_array_equal"}  # of pytest, torch, numpy
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def _functions(path: Path) -> dict[str, Function]:
+    """Return the functions of a file by name, and the methods by name after a dot."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    methods = {child for node in nodes if isinstance(node, ast.ClassDef) for child in node.body}
+    return {f".{node.name}" if node in methods else node.name: node for node in nodes if isinstance(node, Function)}
+
+
+@cache
+def _calls(function: Function) -> set[str]:
+    """Return the names of called functions, and the names of called methods after a dot."""
+    called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    methods = {f".{node.attr}" for node in called if isinstance(node, ast.Attribute)}
+    return methods | {node.id for node in called if isinstance(node, ast.Name)}
+
+
+@cache
+def _asserts(function: Function) -> bool:
+    here = any(isinstance(node, ast.Assert) for node in ast.walk(function))
+    return here or bool(_calls(function) & ASSERTING_CALLS)
+
+
+def _asserting(*paths: Path) -> set[str]:
+    """Return the functions of these files that assert, directly or through each other."""
+    named = [item for path in paths for item in _functions(path).items()]
+    found = {name for name, function in named if _asserts(function)}
+    while more := {name for name, function in named if _calls(function) & found} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_every_test_asserts(path: Path) -> None:
+    tests = {name for name in _functions(path) if name.startswith("test_")}
+    assert tests - _asserting(path, *SUPPORT) == set()
+
+
+def test_a_test_without_an_assertion_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_nothing.py"
+    path.write_text("def test_a():\n    asyncio.run(f())\n\ndef f():\n    g()\n\ndef g():\n    assert True\n")
+    assert _asserting(path) == {"f", "g", "test_a"}
+    path = tmp_path / "test_nothing_either.py"
+    path.write_text("def run():\n    assert True\n\ndef test_a():\n    asyncio.run(None)\n")
+    assert _asserting(path) == {"run"}
