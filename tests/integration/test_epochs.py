@@ -1,4 +1,4 @@
-"""Every prompt of an epoch is trained on once: of a mixture, over a stop in the middle, with other workers after it."""
+"""Train on every prompt of a mixture once per epoch, across stops and with other numbers of workers."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def _stop(run: "subprocess.Popen[str]", folder: Path, number: signal.Signals) ->
 
 
 def test_a_run_stopped_twice_trains_on_every_prompt_of_the_mixture_once(tmp_path: Path) -> None:
-    """With other numbers of workers after each stop."""
+    """Change the number of workers at each stop."""
     (tmp_path / "score.py").write_text(REWARD)
     for name, size in SIZES.items():
         rows = [{"prompt": f"{name} {index}", "level": index % 2} for index in range(size)]

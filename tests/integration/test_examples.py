@@ -1,4 +1,4 @@
-"""Every example runs, by the command in its own docstring, shortened to a few steps."""
+"""Run every example with the command of the docstring, shortened to a few steps."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def command_of(example: str) -> list[str]:
-    """The command in the docstring of an example."""
+    """Return the command in the docstring of an example."""
     docstring = ast.get_docstring(ast.parse((REPO / "examples" / example).read_text())) or ""
     _, _, rest = docstring.partition("    python ")
     lines = rest.split("\n")
@@ -42,7 +42,7 @@ def command_of(example: str) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tiny model is made here once, not found in the user's cache."""
+    """Make the tiny model once in a temporary cache instead of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREAL_RLOO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

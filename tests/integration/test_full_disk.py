@@ -1,4 +1,4 @@
-"""A run whose disk is really full for a while: a file system of its own, in a mount namespace of its own."""
+"""A run on a disk that is full for a while: a small file system in a separate mount namespace."""
 
 import json
 import os
@@ -73,6 +73,6 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
 
 
 def _interrupt(run: "subprocess.Popen[str]") -> None:
-    """Ctrl-C for the launcher, which is a child of the shell."""
+    """Send Ctrl-C to the launcher, a child of the shell."""
     (launcher,) = children_with("areal_rloo.launcher.local", psutil.Process(run.pid))
     launcher.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The intake on its own thread, with real sockets at the workers' end."""
+"""The intake on a thread, and workers with real sockets."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, 
 async def _answer_leases(
     port: int, waiting: threading.Thread, answer: Callable[[WorkerChannel, Lease, int], Awaitable[None]]
 ) -> None:
-    """A worker that answers for each sample it is leased, for as long as somebody waits for the batch."""
+    """Answer every leased sample, as a worker does, until the wait for the batch ends."""
     worker = WorkerChannel(
         f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
     )
@@ -98,7 +98,7 @@ def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> 
 def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A filter that refuses every group does this: trajectories keep coming, and never a batch."""
+    """A filter that refuses every group causes this: trajectories arrive, but the batch stays empty."""
     monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 0.05)
     get_logger("areal_rloo").addHandler(caplog.handler)
     intake = _intake(tmp_path, "algorithm.min_reward_std=0.1", "algorithm.group_size=2")
@@ -233,7 +233,7 @@ def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> N
 
 
 def test_trajectories_of_an_earlier_learner_are_ignored_before_the_hello(tmp_path: Path) -> None:
-    """They waited in the worker's socket while no learner ran; their group ids may name other prompts now."""
+    """The trajectories waited in the socket while no learner ran. Their group ids may name other prompts now."""
     intake = _intake(tmp_path, "algorithm.group_size=2")
     port = _start(intake)
 

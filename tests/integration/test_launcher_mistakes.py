@@ -1,4 +1,4 @@
-"""What the local launcher says before it starts anything: mistakes in a config, and the plan."""
+"""Messages of the local launcher before the start: mistakes in a config, and the plan."""
 
 import os
 import socket

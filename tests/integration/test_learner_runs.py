@@ -1,4 +1,4 @@
-"""Whole runs whose learner has several ranks, and runs that go on to the bit, under the local launcher."""
+"""Whole runs with several learner ranks, and runs that resume bit for bit, under the local launcher."""
 
 import shutil
 import signal
@@ -78,10 +78,12 @@ def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run]
 
 
 def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(start: Callable[..., Run], tmp_path: Path) -> None:
-    alone = _whole(start, *TO_THE_BIT, "learner.num_train_steps=1", name="alone")
+    alone = start(*TO_THE_BIT, "learner.num_train_steps=1", name="alone")
     arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true", "checkpoint.every_n_steps=2")
     two_ranks = (*arguments, "learner.num_ranks=2")
     whole = _whole(start, *two_ranks)
+    code, output = alone.wait()
+    assert code == 0, output
     first, expected = whole.records()[0], alone.records()[0]
     assert first.trained_tokens == expected.trained_tokens
     assert first.loss == pytest.approx(expected.loss, rel=1e-3)

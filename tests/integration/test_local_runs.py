@@ -81,8 +81,7 @@ def _assert_ends_balanced(run: Run, output: str) -> None:
 
 def test_staleness_zero_gives_fresh_tokens_and_repeatable_runs(start: Callable[..., Run]) -> None:
     losses = []
-    for name in ("one", "two"):
-        run = start("algorithm.max_staleness=0", name=name)
+    for run in [start("algorithm.max_staleness=0", name=name) for name in ("one", "two")]:
         code, output = run.wait()
         assert code == 0, output
         assert run.summary()["staleness"]["by_value"].keys() == {"0"}
@@ -102,7 +101,7 @@ def test_a_reference_with_another_vocabulary_is_refused(start: Callable[..., Run
 
 
 def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[..., Run]) -> None:
-    """A reward process, then a rollout worker, then the learner, in one run."""
+    """Kill a reward process, then a rollout worker, then the learner, in a single run."""
     run = start("learner.num_train_steps=32", "launcher.max_learner_restarts=1")
     run.wait_for(lambda: len(run.records()) >= 2)
     (worker,) = run.children("areal_rloo.rollout")
@@ -141,7 +140,7 @@ def _wait_for_steps(run: Run, num: int) -> None:
 def test_resume_after_a_killed_learner_restores_kl_and_reference(
     start: Callable[..., Run],
 ) -> None:
-    """Every step's coefficient follows from the one before it and that step's divergence, over the kill as well."""
+    """The coefficient of each step follows from the previous coefficient and divergence, also across the kill."""
     kl = (
         "algorithm.preset=grpo",
         "algorithm.kl.adaptive={target: 1e-6, horizon: 100}",

@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray cluster of two nodes: places, restarts by Ray, signals, jobs."""
+"""Whole runs on a real Ray cluster of two nodes: placement, restarts by Ray, signals, jobs."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""One rollout worker against a learner's end of the wire, with the real engine: what becomes of its leases."""
+"""A rollout worker with the real engine, driven over the wire by a scripted learner: the outcome of every lease."""
 
 import asyncio
 import contextlib
@@ -41,14 +41,14 @@ LIMITS = Limits()
 
 
 class _Right:
-    """Everything is worth 1."""
+    """Give every completion the reward 1."""
 
     async def score(self, request: RewardRequest) -> Scored:
         return Scored(reward=1.0, parts={})
 
 
 class _Learner:
-    """The learner's end, as far as a test plays it."""
+    """The learner's end of the wire, driven by a test."""
 
     acknowledges = True
 
@@ -80,7 +80,7 @@ class _Learner:
 def _play(
     folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]], *, policy_version: int = 0
 ) -> BaseException | None:
-    """Run a worker against the scenario; gives the error it ended with."""
+    """Run a worker against the scenario; return the error that ended the worker."""
     config = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
 
     async def main() -> BaseException | None:
@@ -136,7 +136,7 @@ def _play(
 
 
 def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: dict[str, Path]) -> None:
-    """So it is for a worker that was taken for dead and comes back."""
+    """This happens to a worker that missed heartbeats and returns."""
 
     async def scenario(learner: _Learner) -> None:
         learner.lease(sequence=1, min_version=99)  # waits for weights that never come
@@ -151,7 +151,7 @@ def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: di
 
 
 class _Odd(SingleTurn):
-    """An episode of a user's: sample 0 goes wrong in a way of its own, sample 1 is as it should be."""
+    """A user's episode that fails for sample 0 and succeeds for sample 1."""
 
     def __init__(self, wrong: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]]) -> None:
         self._wrong = wrong
@@ -216,7 +216,7 @@ def test_a_worker_that_cannot_send_ends_with_the_reason(tiny_folders: dict[str, 
 def test_a_learner_with_an_older_version_ends_the_worker(
     tiny_folders: dict[str, Path],
 ) -> None:
-    """Tokens of our version 57 would count as fresh under its own, later and different, version 57."""
+    """Tokens of our version 57 would count as fresh under the new learner's version 57, which has other weights."""
 
     async def scenario(learner: _Learner) -> None:
         learner.channel.send(learner.peer, Welcome("the same, from a checkpoint", 50))
@@ -240,7 +240,7 @@ def test_a_reconnect_of_the_learner_changes_nothing(tiny_folders: dict[str, Path
 def test_a_learner_with_an_older_version_gets_no_hello(
     tiny_folders: dict[str, Path],
 ) -> None:
-    """It hears of the worker by heartbeats that were sent to the one before, and answers each."""
+    """The new learner receives heartbeats addressed to the previous learner, and answers each."""
 
     async def scenario(learner: _Learner) -> None:
         for _ in range(3):
@@ -255,7 +255,7 @@ def test_a_learner_with_an_older_version_gets_no_hello(
 def test_another_learner_gets_one_hello_and_no_old_samples(
     tiny_folders: dict[str, Path],
 ) -> None:
-    """Its group 7 may be of another prompt. Each Hello more would cost the leases that are on their way."""
+    """Group 7 of the new learner may have another prompt. A second Hello would lose the leases in flight."""
 
     async def scenario(learner: _Learner) -> None:
         learner.acknowledges = False

@@ -1,4 +1,4 @@
-"""Whole runs as jobs of a real Slurm cluster of two nodes, each in a network of its own: steps, signals, requeues."""
+"""Whole runs as jobs of a real Slurm cluster, two nodes in separate networks: steps, signals, requeues."""
 
 import re
 import signal
@@ -78,7 +78,7 @@ def test_ctrl_c_drains_a_job_submitted_with_wait(submit: Callable[..., Run], clu
 
 
 def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
-    """And `--wait` stays over the requeue."""
+    """`--wait` continues after the requeue."""
     run = submit(
         *(*ON_ONE_NODE, "--wait"),
         'launcher.slurm.time_limit="2"',

@@ -1,4 +1,4 @@
-"""Whole runs with mistakes in what the user brings: rewards that do not import or never work, rows that are no rows."""
+"""Whole runs with a user's mistakes: rewards that cannot be imported or always fail, and invalid rows."""
 
 import json
 import subprocess

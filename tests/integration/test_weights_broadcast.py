@@ -1,4 +1,4 @@
-"""Broadcasts between real processes, over both transports, with receivers that die, stop, and come late."""
+"""Broadcasts between real processes, over both transports, with receivers that are killed, stopped or late."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ processes = quickly_started()
 
 
 def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tuple[Any, ...]]", device: str) -> None:
-    """A rollout worker's half: loads what is offered, and says when something is not wholly of one version."""
+    """Load every offered version, as a rollout worker does, and report tensors that mix versions."""
 
     running = [0]  # version
 
@@ -62,7 +62,7 @@ def _receive(worker_id: str, offers: "Queue[bytes | None]", answers: "Queue[tupl
 
 
 class Cluster:
-    """A broadcaster here, receivers in processes of their own, queues instead of the wire."""
+    """A broadcaster in this process and receivers in other processes, with queues instead of the wire."""
 
     def __init__(self, transport: SendTransport, device: str, timeout_s: float) -> None:
         self.answers: dict[str, Queue[tuple[Any, ...]]] = {}  # one each: a killed process may die holding its lock

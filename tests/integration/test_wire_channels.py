@@ -87,7 +87,7 @@ def test_ready_trajectories_share_messages_and_acks_free_the_outbox() -> None:
 
 
 def test_the_trajectories_of_a_sample_travel_in_the_same_message() -> None:
-    """So that a learner has all of them or none."""
+    """The learner receives all trajectories of the sample or none."""
 
     async def scenario(learner: LearnerChannel) -> None:
         worker = _worker(learner.port, max_unacked=10_000)
@@ -293,7 +293,7 @@ def test_under_curve_the_messages_of_a_peer_without_the_key_are_lost(tmp_path: P
 
 
 def _forged(folder: Path) -> CurveKeys:
-    """The right server key, a client key of one's own."""
+    """Return the right server key with a client key that the learner does not know."""
     own = load_keys(folder / "other", end="worker")
     return CurveKeys(own.public, own.secret, load_keys(folder / "keys", end="worker").peer_public)
 

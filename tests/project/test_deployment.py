@@ -36,7 +36,7 @@ WITHOUT_CLUSTER = "ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nParti
 
 @functools.cache
 def output(*command: str, **environment: str) -> str:
-    """Standard output of a command that must end well, run once."""
+    """Return the standard output of a command that must succeed; cached."""
     ended = subprocess.run(
         command, cwd=REPO, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
@@ -45,7 +45,7 @@ def output(*command: str, **environment: str) -> str:
 
 
 def dry_run(command: Sequence[str]) -> str:
-    """What a launcher would do. No cluster is asked, and nobody need have SGLang, which the local one looks for."""
+    """Return the plan of a launcher, without a cluster and without SGLang, which the local launcher looks for."""
     arguments = list(command[command.index("-m") :])
     if "--address" in arguments:
         at = arguments.index("--address")
@@ -93,7 +93,7 @@ def _ray_job() -> dict[str, Any]:
 
 
 def _pods() -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-    """How many, with which parameters of `ray start`, and what each is."""
+    """Yield the number, the parameters of `ray start` and the pod of each group."""
     cluster = _ray_job()["spec"]["rayClusterSpec"]
     head = cluster["headGroupSpec"]
     yield 1, head["rayStartParams"], head["template"]["spec"]
@@ -224,7 +224,7 @@ def test_the_job_script_of_four_nodes_execs_the_launcher(job_script: str, tmp_pa
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed here")
 def test_sbatch_knows_every_option_of_the_job_script(job_script: str, tmp_path: Path) -> None:
-    """Options are parsed before a controller is looked for, which nobody answers here."""
+    """sbatch parses the options before the search for a controller, which fails here."""
     (tmp_path / "slurm.conf").write_text(WITHOUT_CLUSTER)
     environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     for text, refused in ((job_script, False), (job_script.replace("--mem=0", "--no-such=0"), True)):
@@ -259,7 +259,7 @@ def _program(command: Sequence[str]) -> str:
 
 
 def _ours(command: Sequence[str]) -> list[str] | None:
-    """The launcher's part of a command, where it has one."""
+    """Return the launcher's part of a command, if there is any."""
     at = next((index for index, word in enumerate(command) if LAUNCHER.fullmatch(word)), None)
     return None if at is None else ["python", "-m", *command[at:]]
 
@@ -286,12 +286,12 @@ def test_a_command_of_the_document_works(command: list[str], tmp_path: Path) -> 
 
 
 def _first_of_ours(command: Sequence[str]) -> int:
-    """Where an image's command begins."""
+    """Return the index of the first word after the runtime's own options: the image's command."""
     return command.index("python") if "python" in command else len(command)
 
 
 def _check_options(command: Sequence[str], folder: Path) -> None:
-    """Every option is one of the program's; skips without the program."""
+    """Check that the program knows every option; skip without the program."""
     program = _program(command)
     found = shutil.which(program, path=f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if found is None:
@@ -309,7 +309,7 @@ def _check_options(command: Sequence[str], folder: Path) -> None:
 
 @functools.cache
 def _options_of_ray() -> dict[str, list[str]]:
-    """By subcommand; asked once, since Ray takes seconds to be imported."""
+    """Return the options of each subcommand; cached, because the import of Ray takes seconds."""
     code = (
         "import json\n"
         "from ray.scripts.scripts import cli\n"
@@ -323,7 +323,7 @@ def _options_of_ray() -> dict[str, list[str]]:
 
 
 def _run_doctor(command: Sequence[str]) -> None:
-    """Run the quick checks. A wrong finding about this machine is no mistake of the document."""
+    """Run the quick checks. A wrong finding about this machine is not an error of the document."""
     arguments = list(command[1:])
     if "--config" in arguments:
         arguments.append("rollout.engine=embedded")

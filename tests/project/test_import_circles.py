@@ -7,7 +7,7 @@ import pytest
 
 
 def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
-    """The strongly connected components with more than a module (Tarjan, without recursion)."""
+    """Return the strongly connected components with at least two modules (Tarjan, without recursion)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""The layers hold, and what everybody imports is light."""
+"""Check the layers, and that the base modules import nothing heavy."""
 
 import ast
 import subprocess
@@ -41,7 +41,7 @@ print(sorted(set({HEAVY!r}) & set(sys.modules)))"""
 
 
 def test_the_launcher_starts_without_torch() -> None:
-    """A mistake on the command line is told at once, not after seconds of imports."""
+    """The launcher reports a mistake at once, before seconds of imports."""
     code = "import sys, areal_rloo.launcher.local; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert python(code).split() == ["False", "False"]
 

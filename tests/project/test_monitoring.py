@@ -61,14 +61,14 @@ def test_every_healthy_range_has_an_alert_at_its_end() -> None:
 
 
 def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
-    """Alerts on drops by reason and on steps that do not come are of rates that no single number has."""
+    """Alerts on drops by reason and on missing steps use rates, which have no healthy range."""
     healthy = {declared.name for declared in all_metrics() if declared.metric.healthy is not None}
     for alert, expr in _alerts().items():
         if alert not in {"NoTrainStep", "SamplesDropped"}:
             assert set(re.findall(rf"{PREFIX}\w+", expr)) <= healthy, alert
 
 
-def test_every_alert_has_a_severity_and_a_remedy() -> None:
+def test_every_alert_has_a_severity_and_a_summary() -> None:
     rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:

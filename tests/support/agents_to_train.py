@@ -1,4 +1,4 @@
-"""Agents for tests: functions that a run names in `rollout.episode.agent`. They know the `openai` client alone."""
+"""Agents for tests: functions named in `rollout.episode.agent`. They use only the `openai` client."""
 
 import asyncio
 import sys

@@ -71,7 +71,7 @@ class Broadcasting:
 
 
 class Receiving:
-    """A running receiver; `on_received` and `on_failed` are called on its loop."""
+    """A running receiver; the loop of the receiver calls `on_received` and `on_failed`."""
 
     def __init__(
         self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object], **options: Any

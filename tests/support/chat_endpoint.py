@@ -1,4 +1,4 @@
-"""A chat endpoint to test: a real engine on a tiny random model, or one that says what it is told to."""
+"""A chat endpoint to test, with a real engine on a tiny random model or a scripted engine."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ STOPS = (1, *range(20, 40))
 
 
 class Recorder:
-    """An engine that remembers what it was asked, and what came of it. Where `holds`, it begins nothing."""
+    """An engine that records requests and completions. With `holds`, the engine starts no request."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -80,7 +80,7 @@ class Recorder:
         self.engine.close()
 
     def completions_of(self, group_id: int, sample_index: int = 0) -> list[tuple[tuple[int, ...], Completion]]:
-        """What one sample's agent got: prompts as the engine saw them, and its completions."""
+        """Return the prompts and completions of a sample's agent, as the engine saw them."""
         return [
             (request.prompt_tokens, future.result())
             for request, future in self.calls
@@ -89,7 +89,7 @@ class Recorder:
 
 
 class ScriptedEngine(Recorder):
-    """Says these texts in turn, each closed by <eos>; logprobs count down, so that each token has one of its own."""
+    """Generate these texts in turn, each with <eos>. Logprobs count down, so every token has a different logprob."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self.calls = []
@@ -115,7 +115,7 @@ class ScriptedEngine(Recorder):
 
 
 class RefusingRewards:
-    """For agents that say themselves what they are worth."""
+    """Rewards for agents that return a reward: no request may arrive."""
 
     async def score(self, request: RewardRequest) -> Scored:
         raise AssertionError(f"nobody asks what {request.completion!r} is worth")
@@ -148,7 +148,7 @@ def sample_engine(submitter: Submitter, group_id: int, *, max_new_tokens: int = 
 
 
 class Endpoint:
-    """A server, and sessions to open at it; samples are told apart by their group."""
+    """A server that opens sessions; the group tells samples apart."""
 
     def __init__(self, server: ChatServer, submitter: Submitter, chat: ChatFormat) -> None:
         self.server = server
@@ -195,7 +195,7 @@ def trajectories_of(session: Session, group_id: int = 0) -> list[Trajectory]:
 def assert_trained_ids_are_generated_ids(
     trajectories: Sequence[Trajectory], calls: Sequence[tuple[tuple[int, ...], Completion]]
 ) -> None:
-    """Every turn is trained on once, after the very ids it was generated after, with its logprobs; nothing else is."""
+    """Check that training sees every turn once, after the ids of the turn's prompt and with the turn's logprobs."""
     trained: Counter[tuple[object, ...]] = Counter()
     for trajectory in trajectories:
         completion = trajectory.completion
@@ -226,7 +226,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
-    """A turn; the client's own message object is appended, as agents do."""
+    """Take a turn; append the client's message object, as agents do."""
     answered = await client.chat.completions.create(model="policy", messages=messages, **options)
     messages.append(answered.choices[0].message)
     return answered

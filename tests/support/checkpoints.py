@@ -53,7 +53,7 @@ def checkpoint_state(version: int) -> LearnerState:
 
 
 def trained(folder: Path, *overrides: str) -> Team:
-    """A learner of one rank whose weights and moments are not what they began as."""
+    """Return a learner with a single rank, with trained weights and moments."""
     config = load_config("quickstart.yaml", ["learner.optimizer.learning_rate=1e-2", *overrides])
     rank = build_rank(config, model_path=str(folder), device=CPU)
     for step in range(2):
@@ -67,6 +67,6 @@ def trained(folder: Path, *overrides: str) -> Team:
 
 
 def save(checkpoints: Checkpoints, folder: Path, version: int) -> Path | None:
-    """Where it is, or None where the disk refused."""
+    """Return the folder, or None if the disk refused the write."""
     checkpoints.save(checkpoint_state(version), team=trained(folder), tokenizer=load_tokenizer(str(folder)))
     return checkpoints.folder / f"step-{version:06d}" if checkpoints.wait() else None

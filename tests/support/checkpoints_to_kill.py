@@ -1,4 +1,4 @@
-"""Saves checkpoints in processes that are killed while they write; prints how far each came.
+"""Save checkpoints in processes that are killed while writing; print the progress of each.
 
     python -m support.checkpoints_to_kill CHECKPOINTS MODEL OFFSETS...
 

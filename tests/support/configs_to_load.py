@@ -1,4 +1,4 @@
-"""What the tests of configs share: a file of one's own, and the line that refuses one."""
+"""Shared by the tests of configs: a config file, and the line of a refused config."""
 
 from pathlib import Path
 

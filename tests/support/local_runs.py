@@ -1,4 +1,4 @@
-"""A whole run under a launcher, small, for tests to watch, signal and read."""
+"""A small whole run under a launcher, which tests can watch, signal and read."""
 
 import json
 import os
@@ -90,17 +90,17 @@ class Run:
             time.sleep(0.05)
 
     def wait_for_checkpoint(self, num_steps: int) -> None:
-        """Until there is one after so many steps or more; older ones are removed as the run goes on."""
+        """Wait for a checkpoint after at least `num_steps` steps; the run removes older checkpoints."""
         self.wait_for(lambda: self.saved_steps() >= num_steps)
 
     def saved_steps(self) -> int:
-        """Steps before the newest checkpoint; 0 where there is none."""
+        """Return the number of steps before the newest checkpoint; 0 without a checkpoint."""
         newest = newest_checkpoint(self.folder)
         return 0 if newest is None else int(newest.removeprefix("step-"))
 
 
 def assert_drained(run: Run) -> None:
-    """It ended with a checkpoint of its last version, and nothing unaccounted for."""
+    """Check that the run ended with a checkpoint of the last version and a balanced ledger."""
     summary = run.summary()
     assert summary["exit_reason"] == "drained"
     assert balanced(summary["ledger"])

@@ -1,4 +1,4 @@
-"""Versions of a small model, and what transformers says of a completion that several of them made: the reference."""
+"""Versions of a small model, and the reference logprobs of transformers for a completion of several versions."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -12,7 +12,7 @@ from areal_rloo.trajectory import Completion
 
 
 def model_of(folder: Path, *, factor: float = 1.0) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, every weight times the factor: another version of it."""
+    """Return transformers' model of a checkpoint with every weight times the factor: another version."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

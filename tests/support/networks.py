@@ -1,4 +1,4 @@
-"""Two networks of their own on this host, joined by a cable: what runs in them meets as two hosts do.
+"""Two networks on this host, joined by a virtual cable, so processes in them communicate like two hosts.
 
 Nothing comes in; two network namespaces with an address each go out, and are removed at the end together with the
 cable. Root only. `nsenter` enters them, not `ip netns exec`, which also mounts another /sys, under which Slurm's node
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Network:
-    """One side: `prefix` in front of a command runs it there."""
+    """A network; a command with `prefix` in front runs in this network."""
 
     name: str
     address: str
@@ -27,7 +27,7 @@ class Network:
 
 @dataclass(frozen=True)
 class TwoNetworks:
-    """Both sides; `cut` pulls the cable and `mend` puts it back."""
+    """Both networks; `cut` disconnects the cable and `mend` connects the cable again."""
 
     first: Network
     second: Network

@@ -1,4 +1,4 @@
-"""An NVIDIA driver of our making: the functions of NVML that the package calls, without a GPU."""
+"""A fake NVIDIA driver without a GPU: the functions of NVML that the package calls."""
 
 import threading
 from types import SimpleNamespace

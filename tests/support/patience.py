@@ -1,4 +1,4 @@
-"""How long a test waits for what must come, on a machine that may be busy."""
+"""Wait for a condition that must hold soon, on a machine that may be busy."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ PATIENCE_S = 240.0  # an SGLang server takes 20 s to start, minutes where the ma
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
-    """Poll the condition until it holds; raises AssertionError with `what` where it does not in time."""
+    """Poll the condition until true; raise AssertionError with `what` after the deadline."""
     ends_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < ends_s, what

@@ -43,7 +43,7 @@ QUIET = {
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster: `address` is for `--address`, `dashboard` (empty if there is none) for `ray job submit`."""
+    """A running cluster: `address` is for `--address`, `dashboard` (may be empty) for `ray job submit`."""
 
     address: str
     dashboard: str
@@ -52,13 +52,13 @@ class RayCluster:
     process: psutil.Process
 
     def processes(self) -> list[psutil.Process]:
-        """What lives of the cluster: daemons, agents, workers, and whatever these started, orphans too."""
+        """Return the cluster's live processes: daemons, agents, workers and their children, also orphans."""
         return [child for child in self.process.children(recursive=True) if child.is_running()]
 
 
 @contextlib.contextmanager
 def ray_cluster(folder: Path, num_cpus: int = 4, *, dashboard: bool = False) -> Iterator[RayCluster]:
-    """Two nodes of `num_cpus` CPUs each; what the cluster itself prints goes to `folder`/ray_cluster.log."""
+    """Start two nodes of `num_cpus` CPUs each; the cluster's output goes to `folder`/ray_cluster.log."""
     # Ray puts unix sockets deep in this folder, and the path of a socket has at most 107 bytes.
     sessions = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -148,7 +148,7 @@ def _collect() -> None:
 
 
 def _kill_all_children() -> None:
-    """Kill until none is left: a child that was just forked is missing from the list it came too late for."""
+    """Kill until no process is left, because the list of processes misses a child that is forked meanwhile."""
     ends_s = time.monotonic() + STOP_TIMEOUT_S
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < ends_s:
         for child in children:

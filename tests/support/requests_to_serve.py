@@ -1,4 +1,4 @@
-"""Requests for an embedded engine, and the logprobs that the learner's own forward gives their completions."""
+"""Requests for an embedded engine, and the logprobs of their completions in the learner's forward pass."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ def results(futures: list[Future[Completion]]) -> list[Completion]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll it, without taking the engine's time."""
+    """Poll the condition, with pauses for the engine."""
     while not condition():
         time.sleep(0.001)
 
@@ -67,7 +67,7 @@ def learner_logprobs(
     completions: list[Completion],
     dtype: torch.dtype = torch.float32,
 ) -> list[np.ndarray]:
-    """What a train step computes for these completions, at each request's temperature."""
+    """Return the logprobs that a train step computes for these completions, at each request's temperature."""
     model = folder if isinstance(folder, PreTrainedModel) else load_policy(str(folder), device=torch.device("cpu"))
     by_request = []
     for one, completion in zip(requests, completions, strict=True):
@@ -90,7 +90,7 @@ def learner_logprobs(
 def logprobs_by_version(
     models: Mapping[int, PreTrainedModel], one: GenerationRequest, completion: Completion
 ) -> np.ndarray:
-    """transformers' logprobs, every token by the weights of the version that tagged it."""
+    """Return transformers' logprobs, each token with the weights of the token's version."""
     return cached_logprobs(models, one.prompt_tokens, completion, temperature=one.sampling.temperature).numpy()
 
 
@@ -100,7 +100,7 @@ def assert_agree(completions: list[Completion], expected: list[np.ndarray], tole
 
 
 def assert_same(completions: list[Completion], others: list[Completion], tolerance: float = 1e-5) -> None:
-    """The same tokens, versions and reasons; logprobs within the tolerance."""
+    """Check for the same tokens, versions and reasons, and logprobs within the tolerance."""
     for one, other in zip(completions, others, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.versions.tolist() == other.versions.tolist()

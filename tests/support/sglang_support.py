@@ -1,4 +1,4 @@
-"""What the tests of the SGLang engine share: engines on a real server, models that say what is right, a sender."""
+"""Shared by the tests of the SGLang engine: engines on a real server, reference models, a sender."""
 
 import os
 import time
@@ -43,7 +43,7 @@ CAPABILITIES = Capabilities(
 
 
 def sglang_python() -> str:
-    """The Python that has SGLang; skips where there is none."""
+    """Return the Python with SGLang; skip the test without SGLang."""
     python = os.environ.get("AREAL_RLOO_SGLANG_PYTHON", str(REPO / ".venv-sglang" / "bin" / "python"))
     if not os.access(python, os.X_OK):
         pytest.skip(f"no SGLang at {python}; run make sglang, or set AREAL_RLOO_SGLANG_PYTHON")
@@ -51,7 +51,7 @@ def sglang_python() -> str:
 
 
 def make_engine(folder: Path, log: Path, **changes: Any) -> SGLangEngine:
-    """An engine with a server of its own, not awaited."""
+    """Start an engine with a server, and do not wait for the server."""
     own = {key: changes.pop(key) for key in list(changes) if key in SGLangConfig.__struct_fields__}
     sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 1200, "num_threads": 1}
     plan = ServerPlan(folder, device="cpu", dtype="float32", **{k: changes.pop(k, v) for k, v in sizes.items()})
@@ -63,7 +63,7 @@ def make_engine(folder: Path, log: Path, **changes: Any) -> SGLangEngine:
 
 @contextmanager
 def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[SGLangEngine]:
-    """An engine whose server is ready."""
+    """Start an engine and wait until the server is ready."""
     engine = make_engine(folder, log, **changes)
     try:
         engine.ready.result(timeout=PATIENCE_S)
@@ -82,7 +82,7 @@ def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
 
 
 def after(seconds: float, engine: SGLangEngine) -> None:
-    """Wait until requests are really under way: sent, and for a moment."""
+    """Wait until requests are running, then for some seconds more."""
     eventually(lambda: engine.statistics().num_running > 0, "nothing runs")
     time.sleep(seconds)
 
@@ -103,13 +103,13 @@ def assert_close(completion: Completion, expected: Tensor, atol: float = 1e-4) -
 
 
 def version_runs(completion: Completion) -> list[int]:
-    """The versions along a completion, each once."""
+    """Return the versions along a completion, without repeats."""
     versions = completion.versions.tolist()
     return [v for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
 
 
 def server_processes(log: Path) -> list[psutil.Process]:
-    """SGLang's processes, the server before its children."""
+    """Return SGLang's processes, the server before the children."""
     found = [process for process in processes_with(["sglang.launch_server"]) if _output_of(process) == str(log)]
     return [*found, *(child for process in found for child in process.children(recursive=True))]
 
@@ -127,7 +127,7 @@ def _output_of(process: psutil.Process) -> str | None:
 
 
 class Sender:
-    """Rank 0 of a group that servers join: what the learner's end does."""
+    """Rank 0 of a group that servers join, as the learner's sender."""
 
     def __init__(self, name: str, *, world_size: int = 2, timeout_s: float = 20.0) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -154,7 +154,7 @@ class Sender:
 
 
 def in_buckets(model: PreTrainedModel, num: int = 3) -> tuple[list[BucketLayout], list[Tensor]]:
-    """A model as a sender has it: layouts, and flat bytes."""
+    """Return a model as layouts and flat bytes, as a sender holds the model."""
     named_weights = list(model.named_parameters())
     layouts, flat = [], []
     for start in range(num):

@@ -1,4 +1,4 @@
-"""What a check finds in a situation of our making."""
+"""Findings of a check in a given situation."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def found(check: Check, *overrides: str, folder: Path | None = None, **environme
 
 
 def only(check: Check, state: str, *overrides: str, folder: Path | None = None, **environment: str) -> Finding:
-    """The one finding in this state; every one that is not ok says what to do."""
+    """Return the single finding in this state; check that every finding except ok has a fix."""
     every = found(check, *overrides, folder=folder, **environment)
     assert all(finding.fix for finding in every if finding.state != "ok"), every
     (finding,) = [finding for finding in every if finding.state == state]

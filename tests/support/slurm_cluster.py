@@ -85,13 +85,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_programs() -> list[str]:
-    """What of Slurm is not installed here; tests skip when it is anything."""
+    """Return the parts of Slurm that are not installed; tests skip if there are any."""
     return [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the controller sees it; one that has ended is seen for five minutes."""
+    """A job as the controller knows it; the controller forgets an ended job after five minutes."""
 
     job_id: int
     name: str

@@ -27,7 +27,7 @@ class _Bench:
         )
 
     def complete(self, *rewards: float) -> int:
-        """A group with these rewards arrives; gives its id."""
+        """Deliver a group with these rewards; return the id."""
         group = self.ledger.admit(
             Prompt(0, 0, (1,), Item("?")), group_size=len(rewards), admission_version=0, deadline=9
         )

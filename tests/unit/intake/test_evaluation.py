@@ -1,4 +1,4 @@
-"""Evaluation: every held-out prompt once, one at a time, and honest about the version."""
+"""Evaluation: every held-out prompt once, a single evaluation at a time, with the right version."""
 
 import math
 
@@ -90,7 +90,7 @@ def _sampled(lease: Lease, index: int, reward: float, answer: str | None) -> Tra
 
 
 def _measured(*samples: list[tuple[float, str | None]]) -> EvalRecord:
-    """The record of a set with these samples of each prompt."""
+    """Return the record of a set with these samples of each prompt."""
     records: list[EvalRecord] = []
     num_samples = len(samples[0])
     evaluation = Evaluation([EvalSet("mine", PROMPTS[: len(samples)], num_samples)], records.append)

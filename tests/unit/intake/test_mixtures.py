@@ -1,4 +1,4 @@
-"""Mixtures of sources: shares, epochs, restarts, and what cannot be mixed."""
+"""Mixtures of sources: shares, epochs, restarts, and refused mixtures."""
 
 from collections import Counter
 

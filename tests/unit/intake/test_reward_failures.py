@@ -1,4 +1,4 @@
-"""A few completions without a reward cost themselves; too many end the run, and say why."""
+"""Completions without a reward are dropped; too many end the run with the reason."""
 
 import pytest
 

@@ -29,7 +29,7 @@ GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
 
 
 class Simulation:
-    """The learner's bookkeeping without sockets, and workers that are a dict of what they hold."""
+    """The learner's bookkeeping without sockets, and workers as a dict of their samples."""
 
     def __init__(self, *, max_staleness: int, stale_tokens: str) -> None:
         self.config = Config(

@@ -88,7 +88,7 @@ def test_the_rest_of_a_session_is_killed_after_the_process(supervisor: Superviso
 
 
 def test_a_reaped_process_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then its number may be another's."""
+    """The number may belong to another process by then."""
     with (tmp_path / "out").open("wb") as output:
         process = LocalProcess([sys.executable, "-c", ""], os.environ, output)
     eventually(lambda: process.exit_code() is not None, "it did not end")

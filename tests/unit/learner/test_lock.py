@@ -26,7 +26,7 @@ time.sleep(100)
 
 @contextmanager
 def held(folder: Path, role: Role) -> Iterator[subprocess.Popen[str]]:
-    """By another process, until it ends."""
+    """Another process holds the lock until the process ends."""
     command = [sys.executable, "-uc", HOLDS, str(folder), role]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -70,7 +70,7 @@ def test_a_start_writes_nothing_while_another_launcher_runs(tmp_path: Path) -> N
 
 
 def test_the_second_of_two_starts_in_a_folder_is_refused(tmp_path: Path) -> None:
-    """Both have found it empty before the first wrote."""
+    """Both launchers found the folder empty before the first write."""
     config = load_config("quickstart.yaml", [])
     with held(tmp_path, "launcher") as other:
         (tmp_path / "config.yaml").write_text("the first one's")

@@ -122,7 +122,7 @@ def test_an_entropy_bonus_adds_the_gradient_of_the_full_entropy(
 
 
 def _real_step(folder: Path, *overrides: str, groups: list[Group] | None = None) -> StepResult:
-    """With an optimizer that moves the weights far in its first minibatch."""
+    """Use an optimizer that moves the weights far in the first minibatch."""
     config = step_config("learner.num_minibatches=2", "learner.optimizer.learning_rate=1e-2", *overrides)
     train_step = one_rank(folder, config)
     return train_step.step(groups or ragged_groups(), policy_version=VERSION)

@@ -77,7 +77,7 @@ def test_a_kl_in_the_reward_lowers_rewards_by_the_divergence(
 
 
 def test_a_kl_in_the_loss_reaches_trajectories_without_an_advantage(tiny_folders: dict[str, Path]) -> None:
-    """The KL's gradient does not depend on the rewards: it is what a step has more with it than without."""
+    """The gradient of the KL does not depend on the rewards: the difference of a step with and without the KL."""
     folder, reference = tiny_folders["qwen2"], another_policy(tiny_folders["qwen2"])
     config = step_config("algorithm.kl={coefficient: 0.3, placement: loss, estimator: k2}")
     (equal,), _ = spied_step(folder, with_equal_rewards(ragged_groups()), config, reference)
@@ -124,7 +124,7 @@ def test_a_refreshed_reference_has_no_divergence(
 
 
 class _Moves(torch.nn.Linear):
-    """Notes where it was asked to go."""
+    """A module that records the devices of every move."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

@@ -1,4 +1,4 @@
-"""What a train step makes of rewards, of truncated completions and of turns that others wrote."""
+"""A train step on shaped rewards, truncated completions and turns with tokens by others."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def _truncated_evenly(groups: list[Group]) -> list[Group]:
 def test_masked_truncated_completions_stay_in_the_group_mean(
     tiny_folders: dict[str, Path],
 ) -> None:
-    """Which is what a version past the bound does to all their tokens."""
+    """A truncated completion and a completion past the staleness bound both lose all tokens from the loss."""
 
     def stale(t: Trajectory) -> Trajectory:
         if t.completion.finish_reason != "length":

@@ -1,4 +1,4 @@
-"""The report: one page that stands alone, of any run folder, at any time."""
+"""The report: a single page without other files, for any run folder at any time."""
 
 import html.parser
 import json
@@ -51,7 +51,7 @@ def run_folder(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: 
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would load or run, and the text it would show."""
+    """The parts of a page that a browser would load or run, and the visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

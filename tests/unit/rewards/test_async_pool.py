@@ -1,4 +1,4 @@
-"""Async rewards: many at a time in one process, and one that goes wrong is felt by no other."""
+"""Async rewards: many at a time in a process, and a failing reward affects no other."""
 
 import asyncio
 import os
@@ -81,7 +81,7 @@ def scorer(tmp_path: Path) -> str:
 def _run(
     scorer: str, scenario: Scenario, *, num_at_once: int = 64, deadline_s: float = 5.0, grace_s: float = 2.0
 ) -> Any:
-    """What a scenario gives, on a loop with a pool."""
+    """Return the result of a scenario on a loop with a pool."""
 
     async def with_pool() -> Any:
         pool = AsyncRewardPool(f"{scorer}:make", b"", num_at_once=num_at_once, deadline_s=deadline_s, grace_s=grace_s)
@@ -150,7 +150,7 @@ def test_an_exception_is_reported_with_its_traceback(scorer: str) -> None:
 
 @pytest.mark.parametrize(("culprit", "reason"), [("block", "reward_timeout"), ("crash", "reward_crash")])
 def test_only_the_reward_that_kills_the_process_is_dropped(scorer: str, culprit: str, reason: str) -> None:
-    """Those beside it, and those that still waited, get what they would have got."""
+    """Running and waiting rewards get their normal values."""
     completions = ["right", "right", culprit, "right", "wrong", "right", "right", "right"]
 
     async def scenario(pool: AsyncRewardPool) -> None:

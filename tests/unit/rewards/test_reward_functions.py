@@ -1,4 +1,4 @@
-"""A reward function gets what its parameters name, and what it gives is read once."""
+"""A reward function gets the values named by the parameters, and the returned value is read once."""
 
 import functools
 import math

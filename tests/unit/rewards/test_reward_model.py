@@ -1,4 +1,4 @@
-"""A reward model gives each completion what it would get alone, on a real tiny model of two kinds."""
+"""A reward model gives each completion in a batch the same reward as alone, with tiny models of two kinds."""
 
 import asyncio
 import math
@@ -74,7 +74,7 @@ COMPLETIONS = ["", "2", "two", "it is two, I think", "x" * 150, "the answer is: 
 
 
 def _logit(folder: Path, text: str) -> float:
-    """The slow way: the text alone, without padding."""
+    """Compute the reference: the text alone, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return float(model(torch.tensor([make_tiny_tokenizer()(text)["input_ids"]])).logits[0, 0])

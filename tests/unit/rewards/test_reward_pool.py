@@ -1,4 +1,4 @@
-"""Rewards in processes that can be killed: what one of them does is felt by no other."""
+"""Rewards in processes that can be killed: a failing reward affects no other."""
 
 import asyncio
 import os
@@ -95,7 +95,7 @@ def _request(completion: str, answer: str) -> RewardRequest:
 
 
 def _scorers() -> list[psutil.Process]:
-    """The worker processes of this test; others of the session may have left children of their own."""
+    """Return the worker processes of this test; other tests of the session may have left other children."""
     return children_with("areal_rloo.rewards")
 
 

@@ -29,7 +29,7 @@ REQUEST = RewardRequest(
 
 
 def _run(handler: Handler, scenario: Scenario, *, num_at_once: int = 64, deadline_s: float = 5.0) -> Any:
-    """What a scenario gives, with a server that answers as the handler says."""
+    """Return the result of a scenario with a server that answers with the handler."""
 
     async def with_server() -> Any:
         app = web.Application()

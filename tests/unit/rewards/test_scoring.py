@@ -1,4 +1,4 @@
-"""What a source's reward is made of, from the config to a weighted sum, with everything that runs it."""
+"""The reward of a source, from the config to a weighted sum, with all processes."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> str:
 
 
 def _config(file: str, *rewards: dict[str, Any], overrides: tuple[str, ...] = ()) -> Config:
-    """Rows of the user's own with these rewards, and one worker process of each kind."""
+    """Return a config with custom rows, these rewards, and a worker process of each kind."""
     rows = Path(file).with_name("rows.jsonl")
     parts = json.dumps(rewards, default=str)
     return load_config(

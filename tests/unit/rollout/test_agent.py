@@ -1,4 +1,4 @@
-"""Agents as episodes: functions with the real `openai` client on a real engine, and what becomes of their samples."""
+"""Agents as episodes: functions with the real `openai` client on a real engine, and the outcome of every sample."""
 
 import asyncio
 import importlib
@@ -57,7 +57,7 @@ Run = Callable[[Sample], Awaitable[list[Trajectory]]]
 def _with(
     config: Config, engine: Recorder, folder: Path, use: Callable[[Run], Awaitable[Any]], rewards: Rewards | None = None
 ) -> Any:
-    """Serve the config's episode as a worker does, and use it."""
+    """Serve the config's episode as a worker does, and call `use`."""
 
     async def run() -> Any:
         submitter = Submitter(engine, context_tokens=1200)
@@ -107,7 +107,7 @@ def test_a_posted_reward_becomes_the_sample_s_reward(engine: Recorder, folder: P
 
 
 class _LastTurn:
-    """Scores, and remembers what it was asked; shares are of single tokens too."""
+    """Score and record every request; also give rewards to single tokens."""
 
     def __init__(self) -> None:
         self.asked: list[RewardRequest] = []

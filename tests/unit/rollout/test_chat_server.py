@@ -1,4 +1,4 @@
-"""The chat endpoint, with the real `openai` client: what it takes, what it refuses, and what it says."""
+"""The chat endpoint with the real `openai` client: accepted requests, refused requests, and answers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Sessions of the chat endpoint: however agents converse, what is trained on is what was generated."""
+"""Sessions of the chat endpoint: training sees exactly the generated ids, for any conversation of an agent."""
 
 import asyncio
 import json
@@ -172,7 +172,7 @@ def test_ending_a_session_aborts_and_refuses_running_requests(folder: Path, engi
 
 
 class _Gate:
-    """A `TurnEngine` whose completion is there when the test says so."""
+    """A `TurnEngine` that finishes a completion when the test sets `made`."""
 
     max_new_tokens = 100
 

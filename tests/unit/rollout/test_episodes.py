@@ -92,7 +92,7 @@ def test_an_evaluation_reward_is_not_discounted(folder: Path) -> None:
 
 
 def test_a_cut_turn_is_the_last_turn() -> None:
-    """Its end of turn is missing, so nothing could be said to it."""
+    """The cut turn has no end of turn, so no other turn can follow."""
     config = episode_config("rollout.episode.type=multi_turn", "rollout.episode.max_turns=3")
     chat = ChatFormat(make_tiny_tokenizer(), config.data)
     engine = ScriptedTurns(["a", "b~", "c"])  # as with max_turn_tokens: there is room for another

@@ -17,7 +17,7 @@ from areal_rloo.trajectory import Completion
 
 
 def test_samples_that_start_together_are_submitted_together(folder: Path) -> None:
-    """So that the samples of a group share one prefill."""
+    """The samples of a group then share a prefill."""
     sizes: list[int] = []
 
     class Counting(Recorder):

@@ -1,4 +1,4 @@
-"""What an episode of the user's may give: trajectories of its sample, all with one finite reward."""
+"""The trajectories that a user's episode may return: all of the sample, with the same finite reward."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,4 @@
-"""GSM8K answers: what counts, and what must not."""
+"""GSM8K answers: accepted and refused forms."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_an_answer_of_ten_thousand_digits_is_compared_completely() -> None:
     "tail", ["1" * 10**6, "5 " + "a" * 10**6 + "!", "5 " + "a " * 500_000, "1," * 300_000, "*" * 10**6, "-" * 10**6]
 )
 def test_a_megabyte_after_the_mark_is_no_answer(tail: str) -> None:
-    """A pattern that backtracks would not come back from these at all."""
+    """A pattern with backtracking would never finish on these texts."""
     assert extract_answer("#### " + tail) is None
 
 

@@ -1,4 +1,4 @@
-"""Mathematical answers: what is equal, and what must not be; on the real MATH-500 where it is to be had."""
+"""Mathematical answers: equal and different forms, also on the real MATH-500 if present."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Logs: one line a record, whose parts can be told apart."""
+"""Logs: a line per record, with separate parts."""
 
 import logging
 import re

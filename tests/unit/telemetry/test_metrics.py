@@ -43,7 +43,7 @@ def served_names(registry: CollectorRegistry) -> set[str]:
 
 
 def _statistics(struct: type[Measured], number: float) -> Measured:
-    """An instance with this number in every field."""
+    """Return an instance with this number in every field."""
     values = {}
     for field in msgspec.structs.fields(struct):
         labelled = "dict" in str(field.type)
@@ -84,7 +84,7 @@ def test_numbers_of_single_steps_are_added_up_and_old_labels_stay(make_train_rec
 
 
 def test_totals_are_zero_before_the_first_step() -> None:
-    """An alert on steps that do not come needs a series from the beginning."""
+    """An alert on missing steps needs a series from the beginning."""
     registry = CollectorRegistry()
     LearnerMetrics(registry)
     assert value(registry, "num_train_steps_total") == 0

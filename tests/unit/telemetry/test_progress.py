@@ -1,4 +1,4 @@
-"""Progress: one live line on a terminal, a few plain ones elsewhere."""
+"""Progress: a live line on a terminal, a few plain lines elsewhere."""
 
 import io
 import re

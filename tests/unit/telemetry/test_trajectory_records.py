@@ -1,4 +1,4 @@
-"""trajectories.jsonl: what is written is read, whoever was killed in between."""
+"""trajectories.jsonl: written records are read back, also after a killed writer."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The layout of a version: nothing overlaps, everything comes back, and mixed buffers are told apart."""
+"""The layout of a version: tensors do not overlap and round-trip, and mixed buffers change the checksum."""
 
 import torch
 from hypothesis import given

@@ -90,7 +90,7 @@ def anything(draw: st.DrawFn) -> Trajectory:
 
 
 def _decoded(trajectories: list[Trajectory], limits: Limits = LIMITS) -> tuple[Trajectory, ...] | None:
-    """The trajectories that arrive at the learner; None if the codec refuses or changes any of them."""
+    """Return the trajectories that arrive at the learner; None if the codec refuses or changes a trajectory."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

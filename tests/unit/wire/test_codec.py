@@ -1,4 +1,4 @@
-"""The codec: everything comes back, and nothing but the two wire errors ever comes out of bad bytes."""
+"""The codec: messages round-trip, and bad bytes raise only the two wire errors."""
 
 import re
 
