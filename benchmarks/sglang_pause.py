@@ -31,13 +31,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.sglang import Capabilities, ServerPlan, SGLangEngine
+from areal_rloo.errors import WeightsError
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
-from areal_rloo.weights.receive import Received, Receiver
+from areal_rloo.weights.receive import Receiver
 
 NUM_AT_A_TIME = 16
 PROMPT_TOKENS = 128
@@ -170,11 +171,14 @@ class _Publisher:
         self._loop.call(self._broadcaster.join, "w", 0)
 
     async def _acknowledge(self) -> None:
-        async for outcome in self._receiver.receive():
-            if isinstance(outcome, Received):
-                self._broadcaster.acknowledge("w", outcome.policy_version, outcome.checksum)
+        while True:
+            notice = await self._receiver.offered()
+            try:
+                await self._receiver.receive(notice)
+            except WeightsError as error:
+                print("failed:", error)
             else:
-                print("failed:", outcome.detail)
+                self._broadcaster.acknowledge("w", notice.policy_version, notice.checksum)
 
     def _publish(self, version: int) -> None:
         buckets = self._loop.run(self._broadcaster.stage())

@@ -23,6 +23,7 @@ from areal_rloo.errors import (
     DecodeError,
     EpisodeError,
     SampleError,
+    WeightsError,
     WentBackError,
     described,
     shortened,
@@ -31,7 +32,7 @@ from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, S
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.weights.receive import Received, Receiver
+from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits, check_trajectories
 from areal_rloo.wire.messages import (
@@ -191,13 +192,17 @@ class RolloutWorker:
             )
 
     async def _receive_weights(self) -> None:
-        async for outcome in self._receiver.receive():
-            version = outcome.policy_version
-            self._newest_version = max(self._newest_version, version if isinstance(outcome, Received) else 0)
-            if not isinstance(outcome, Received):
-                await self._channel.send(WeightsFailed(self._worker_id, version, outcome.detail[:1000]))
-            elif self._engine.statistics().policy_version >= version:  # else lost meanwhile: a Hello will say so
-                await self._channel.send(WeightsReceived(self._worker_id, version, outcome.checksum))
+        while True:
+            notice = await self._receiver.offered()
+            version = notice.policy_version
+            try:
+                await self._receiver.receive(notice)
+            except WeightsError as error:
+                await self._channel.send(WeightsFailed(self._worker_id, version, str(error)[:1000]))
+                continue
+            self._newest_version = max(self._newest_version, version)
+            if self._engine.statistics().policy_version >= version:  # else lost meanwhile: a Hello will say so
+                await self._channel.send(WeightsReceived(self._worker_id, version, notice.checksum))
 
     def _take(self, leases: tuple[Lease, ...]) -> None:
         """Start all samples of a message together: they run as a batch."""

@@ -9,6 +9,8 @@ heartbeat brings it back (`heard`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +22,7 @@ from torch import Tensor
 from areal_rloo.errors import WeightsError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.weights.manifest import (
-    CollectiveOffer,
-    Manifest,
-    Notice,
-    SharedMemoryOffer,
-    checksum,
-    encode_notice,
-)
+from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice, SharedMemoryOffer, checksum
 
 logger = get_logger(__name__)
 
@@ -112,12 +107,8 @@ class Broadcaster:
         self._sending: _Version | None = None
         self._pending: set[str] = set()  # workers with an open offer of `_sending`
         self._changed = asyncio.Event()
-        self._broadcasts = 0
-        self._failures = 0
-        self._left_out = 0
-        self._last_s = 0.0
-        self._total_s = 0.0
-        self._sent_bytes = 0
+        self._broadcasts = self._failures = self._left_out = self._sent_bytes = 0
+        self._last_s = self._total_s = 0.0
 
     async def stage(self) -> Sequence[Tensor]:
         """Return free buckets, laid out as the manifest says, to gather the next version into."""
@@ -133,9 +124,7 @@ class Broadcaster:
     def join(self, worker_id: str, policy_version: int | None) -> None:
         """Add a worker at this version, or record a restart of the engine; offer the newest version to a worker behind.
 
-        Args:
-            worker_id: of the worker.
-            policy_version: None if the engine takes no weights now, for example while the server starts.
+        `policy_version` is None if the engine takes no weights now, for example while the server starts.
         """
         if policy_version is None:
             self.leave(worker_id)
@@ -210,21 +199,17 @@ class Broadcaster:
     async def run(self, send_notice: Callable[[str, int, bytes], None]) -> None:
         """Send the newest version to every worker behind, until cancelled.
 
-        Args:
-            send_notice: sends an encoded notice of a version to a worker, without waiting.
+        `send_notice` sends an encoded notice of a version to a worker, without waiting.
         """
         while True:
-            await self._until(lambda: bool(self._behind()), timeout_s=None)
-            assert self._newest is not None, "a worker is behind a version, so there is a version"
-            self._sending = self._newest
-            try:
-                await self._broadcast(self._sending, send_notice)
-            finally:
-                sent, self._sending = self._sending, None
-                self._pending = set()
-                if sent is not self._newest:
-                    self._transport.release(sent.buckets)
-                del sent  # a segment that was given up is freed with its last reference
+            await self._until(self._behind, timeout_s=None)
+            version = self._sending = self._newest
+            assert version is not None, "a worker is behind a version, so there is a version"
+            await self._broadcast(version, send_notice)
+            self._sending = None
+            if version is not self._newest:
+                self._transport.release(version.buckets)
+            del version  # a segment that was given up is freed with its last reference
 
     async def _broadcast(self, version: _Version, send_notice: Callable[[str, int, bytes], None]) -> None:
         if version.checksum is None:
@@ -232,8 +217,7 @@ class Broadcaster:
         if not self._behind():
             return  # the last worker behind left meanwhile
         started_s = time.monotonic()
-        present = [worker_id for worker_id, member in self._members.items() if not member.left_out]
-        audience = present if self._transport.needs_all else self._behind()
+        audience = self._present() if self._transport.needs_all else self._behind()
         self._pending = set(audience)
         try:
             offer = await self._transport.offer(version.buckets, audience)
@@ -241,7 +225,7 @@ class Broadcaster:
             for worker_id in sorted(self._pending):
                 self.fail(worker_id, version.policy_version, str(error))
             return
-        body = encode_notice(Notice(version.policy_version, self._manifest, version.checksum, offer))
+        body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, version.checksum, offer))
         for worker_id in audience:
             send_notice(worker_id, version.policy_version, body)
         try:
@@ -250,7 +234,7 @@ class Broadcaster:
             logger.warning("broadcast of version %d failed: %s", version.policy_version, error)
         left_s = self._timeout_s - (time.monotonic() - started_s)
         await self._until(lambda: not self._pending, timeout_s=max(0.1, left_s))
-        for worker_id in self._pending & self._members.keys():
+        for worker_id in sorted(self._pending):
             logger.warning("%s did not take version %d in time: leave it out", worker_id, version.policy_version)
             self._leave_out(worker_id)
             self._left_out += 1
@@ -259,26 +243,22 @@ class Broadcaster:
         self._total_s += self._last_s
         self._sent_bytes += self._manifest.total_bytes * len(audience)
 
-    async def _until(self, condition: Callable[[], bool], *, timeout_s: float | None) -> None:
+    async def _until(self, condition: Callable[[], object], *, timeout_s: float | None) -> None:
         """Wait until a change of state makes the condition true, or until the timeout."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition():
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _leave_out(self, worker_id: str) -> None:
         self._members[worker_id].left_out = True
         self._transport.lost(worker_id)
 
+    def _present(self, below_version: float = math.inf) -> list[str]:
+        """Return the workers that take part now and run a version below this version."""
+        members = self._members.items()
+        return [name for name, member in members if not member.left_out and member.policy_version < below_version]
+
     def _behind(self) -> list[str]:
-        newest = self._newest
-        if newest is None:
-            return []
-        return [
-            worker_id
-            for worker_id, member in self._members.items()
-            if not member.left_out and member.policy_version < newest.policy_version
-        ]
+        return self._present(-1 if self._newest is None else self._newest.policy_version)

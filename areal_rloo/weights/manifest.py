@@ -6,7 +6,9 @@ receive the buckets; on the wire a notice is opaque bytes in a WeightsNotice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 import torch
@@ -15,12 +17,8 @@ from torch import Tensor
 _ALIGNMENT = 64  # bytes; bucket lengths are multiples
 _CHECKSUM_ROW = 4096  # words under one weight
 _DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 }
 
 
@@ -45,20 +43,13 @@ class Manifest(msgspec.Struct, frozen=True):
     bucket_num_bytes: tuple[int, ...]
 
     @property
-    def num_buckets(self) -> int:
-        return len(self.bucket_num_bytes)
-
-    @property
     def total_bytes(self) -> int:
         return sum(self.bucket_num_bytes)
 
     @property
     def filled_bytes(self) -> list[int]:
         """Bytes of each bucket without the padding."""
-        filled = [0] * self.num_buckets
-        for spec in self.tensors:
-            filled[spec.bucket_index] += spec.num_bytes
-        return filled
+        return [sum(spec.num_bytes for spec in bucket) for bucket in by_bucket(self)]
 
 
 class SharedMemoryOffer(msgspec.Struct, frozen=True, tag="shared_memory"):
@@ -88,28 +79,13 @@ class Notice(msgspec.Struct, frozen=True):
     offer: SharedMemoryOffer | CollectiveOffer
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Notice)
-
-
-def encode_notice(notice: Notice) -> bytes:
-    return _encoder.encode(notice)
-
-
-def decode_notice(body: bytes) -> Notice:
-    """Raises msgspec.DecodeError for bytes that are not a notice."""
-    return _decoder.decode(body)
-
-
 def build_manifest(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Manifest:
-    """Lay tensors into buckets, in order; every bucket has a single dtype, and a large tensor a separate bucket.
+    """Lay tensors into buckets of about `bucket_bytes`, in order; only shapes and dtypes are read.
 
-    Args:
-        named_tensors: names and tensors; only shapes and dtypes are read.
-        bucket_bytes: soft size of a bucket.
-        dtype: floating-point tensors are cast to this dtype; None keeps the dtype of each.
+    Every bucket has a single dtype, and a large tensor a separate bucket. Floating-point tensors are cast to `dtype`,
+    or keep their dtypes if None.
     """
     names = {value: key for key, value in _DTYPES.items()}
     tensors: list[TensorSpec] = []
@@ -121,7 +97,7 @@ def build_manifest(
             sizes.append(0)
         tensors.append(TensorSpec(name, tuple(tensor.shape), names[target], len(sizes) - 1, sizes[-1], num_bytes))
         sizes[-1] += num_bytes
-    return Manifest(tuple(tensors), tuple(max(_ALIGNMENT, _aligned(size)) for size in sizes))
+    return Manifest(tuple(tensors), tuple(max(1, math.ceil(size / _ALIGNMENT)) * _ALIGNMENT for size in sizes))
 
 
 def views(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -133,10 +109,7 @@ def views(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[str, 
 
 def by_bucket(manifest: Manifest) -> list[list[TensorSpec]]:
     """List the tensors of each bucket, in order."""
-    buckets: list[list[TensorSpec]] = [[] for _ in range(manifest.num_buckets)]
-    for spec in manifest.tensors:
-        buckets[spec.bucket_index].append(spec)
-    return buckets
+    return [list(specs) for _, specs in groupby(manifest.tensors, key=lambda spec: spec.bucket_index)]
 
 
 def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Tensor]) -> None:
@@ -167,7 +140,3 @@ def empty_buckets(manifest: Manifest, device: torch.device, *, pinned: bool = Fa
     """Allocate buckets in a single storage. The padding is 0 and never sent."""
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     return list(flat.split(list(manifest.bucket_num_bytes)))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -27,7 +27,6 @@ class _Segment:
     path: Path
     buckets: list[Tensor]
     readers: set[str] = field(default_factory=set)
-    in_use: bool = True
     given_up: bool = False
 
 
@@ -39,58 +38,48 @@ class SharedMemorySender:
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._manifest = manifest
         self._folder = folder
-        self._segments: list[_Segment] = []
-        self._offered: _Segment | None = None
+        self._in_use: list[_Segment] = []
+        self._free: list[_Segment] = []
         self._run = secrets.token_hex(4)  # a worker may still map segments of an earlier learner under their names
         self._num_made = 0
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed learner
         folder.mkdir(parents=True, mode=0o700)
 
     async def stage(self) -> Sequence[Tensor]:
-        segment = next((s for s in self._segments if not s.in_use and not s.readers), None)
-        if segment is None:
-            segment = self._made()
-        segment.in_use = True
-        return segment.buckets
+        self._in_use.append(self._free.pop() if self._free else self._made())
+        return self._in_use[-1].buckets
 
     async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
         segment = self._of(buckets)
-        segment.readers |= set(worker_ids)
-        self._offered = segment
+        segment.readers.update(worker_ids)
         return SharedMemoryOffer(str(segment.path))
 
     async def send(self, buckets: Sequence[Tensor]) -> None:
         """Nothing to do: the workers read the segment themselves."""
 
     def taken(self, worker_id: str) -> None:
-        if self._offered is not None:
-            self._offered.readers.discard(worker_id)
+        for segment in self._in_use:
+            segment.readers.discard(worker_id)
 
     def lost(self, worker_id: str) -> None:
-        for segment in list(self._segments):
-            if worker_id in segment.readers and not segment.in_use:
-                self._give_up(segment)
+        for segment in self._in_use:
             segment.given_up |= worker_id in segment.readers
 
     def release(self, buckets: Sequence[Tensor]) -> None:
         segment = self._of(buckets)
-        segment.in_use = False
-        if segment.given_up:
-            self._give_up(segment)
+        self._in_use.remove(segment)
+        if segment.given_up or segment.readers:
+            segment.path.unlink(missing_ok=True)
+        else:
+            self._free.append(segment)
 
     def close(self) -> None:
-        self._segments.clear()
+        self._in_use.clear()
+        self._free.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _of(self, buckets: Sequence[Tensor]) -> _Segment:
-        return next(segment for segment in self._segments if segment.buckets is buckets)
-
-    def _give_up(self, segment: _Segment) -> None:
-        if segment is self._offered:
-            self._offered = None  # the last reference keeps the memory mapped
-        segment.path.unlink(missing_ok=True)
-        if segment in self._segments:
-            self._segments.remove(segment)
+        return next(segment for segment in self._in_use if segment.buckets is buckets)
 
     def _made(self) -> _Segment:
         size = self._manifest.total_bytes
@@ -102,22 +91,16 @@ class SharedMemorySender:
             )
         path = self._folder / f"segment-{self._run}-{self._num_made}"
         self._num_made += 1
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.ftruncate(descriptor, size)
-            flat = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
-        segment = _Segment(path, list(flat.split(list(self._manifest.bucket_num_bytes))))
-        self._segments.append(segment)
-        return segment
+        path.touch(mode=0o600, exist_ok=False)
+        os.truncate(path, size)
+        return _Segment(path, _map(path, self._manifest))
 
 
 class SharedMemoryReader:
     """Maps offered segments, and keeps a few mapped: segments rotate, and a new mapping costs a page fault per page."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[str, list[Tensor]] = {}
 
     def take(self, offer: SharedMemoryOffer, manifest: Manifest) -> Sequence[Tensor]:
         """Map the buckets. Read them only: the learner alone writes.
@@ -125,14 +108,20 @@ class SharedMemoryReader:
         Raises:
             WeightsError: the segment is gone because a newer version replaced it.
         """
-        flat = self._mapped.pop(offer.path, None)
-        if flat is None or len(flat) != manifest.total_bytes:
+        buckets = self._mapped.pop(offer.path, None)
+        if buckets is None:
             try:
-                with Path(offer.path).open("r+b") as file:
-                    flat = torch.frombuffer(mmap.mmap(file.fileno(), manifest.total_bytes), dtype=torch.uint8)
+                buckets = _map(Path(offer.path), manifest)
             except (OSError, ValueError) as error:
                 raise WeightsError(f"segment {offer.path} cannot be mapped: {error}") from error
-        self._mapped[offer.path] = flat
+        self._mapped[offer.path] = buckets
         while len(self._mapped) > 3:
             del self._mapped[next(iter(self._mapped))]
-        return list(flat.split(list(manifest.bucket_num_bytes)))
+        return buckets
+
+
+def _map(path: Path, manifest: Manifest) -> list[Tensor]:
+    """Map the buckets of a segment, each [num_bytes] uint8."""
+    with path.open("r+b") as file:
+        flat = torch.frombuffer(mmap.mmap(file.fileno(), manifest.total_bytes), dtype=torch.uint8)
+    return list(flat.split(list(manifest.bucket_num_bytes)))

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_rloo.errors import WeightsError
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather
-from areal_rloo.weights.receive import Received, Receiver
+from areal_rloo.weights.receive import Receiver
 
 
 def tensors_of(version: int) -> list[tuple[str, Tensor]]:
@@ -81,11 +82,14 @@ class Receiving:
         self._loop.begin(self._take(on_received, on_failed), lambda task: task.cancelled() or task.result())
 
     async def _take(self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object]) -> None:
-        async for outcome in self._receiver.receive():
-            if isinstance(outcome, Received):
-                on_received(outcome.policy_version, outcome.checksum)
+        while True:
+            notice = await self._receiver.offered()
+            try:
+                await self._receiver.receive(notice)
+            except WeightsError as error:
+                on_failed(notice.policy_version, str(error))
             else:
-                on_failed(outcome.policy_version, outcome.detail)
+                on_received(notice.policy_version, notice.checksum)
 
     def offer(self, body: bytes) -> None:
         self._loop.call(self._receiver.offer, body)
