@@ -69,8 +69,8 @@ class Scoring:
         runners: Sequence[Runner],
         close: Callable[[], Awaitable[None]],
     ) -> None:
-        """`runners` run the parts of `sources`; `close` ends the runners."""
-        self._sources, self._runners, self._close = sources, runners, close
+        """`runners` run the parts of `sources`; `close` ends the runners and discards running rewards."""
+        self._sources, self._runners, self.close = sources, runners, close
         self._scored = 0
         self._dropped: Counter[str] = Counter()
 
@@ -92,16 +92,8 @@ class Scoring:
 
     def statistics(self) -> RewardStatistics:
         each = [runner.statistics() for runner in self._runners]
-        return RewardStatistics(
-            scored=self._scored,
-            dropped=dict(self._dropped),
-            restarts=sum(statistics.restarts for statistics in each),
-            busy_s=sum(statistics.busy_s for statistics in each),
-        )
-
-    async def close(self) -> None:
-        """End processes, threads and connections; discard running rewards."""
-        await self._close()
+        restarts, busy_s = sum(of.restarts for of in each), sum(of.busy_s for of in each)
+        return RewardStatistics(scored=self._scored, dropped=dict(self._dropped), restarts=restarts, busy_s=busy_s)
 
 
 async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:

@@ -3,11 +3,8 @@
     prompt ─► engine ─► completion ─► (tokens of a tool, a verifier or a user are appended) ─► engine ─► ... ─► reward
 
 Input: a sample. Output: trajectories. An episode runs as a task on the rollout worker's event loop and waits for its
-turns and its reward; many episodes run at a time. For the next turn the engine gets the ids of the previous turns and
-then the ids of the others' messages. So nothing is tokenized twice, and training uses exactly the generated ids.
-
-Requests that episodes make in one iteration of the event loop go to the engine together and share the prefill of equal
-prompts. So the samples of a group cost one prefill. The engine answers on a thread.
+turns and its reward; many episodes run at a time. The ids of previous turns and of the others' messages begin the next
+request, so nothing is tokenized twice, and training uses exactly the generated ids.
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ class Conversation:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All token ids so far, which the engine continues."""
-        return (*self._prompt, *self._completion_tokens())
+        return (*self._prompt, *self._completion_tokens)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -138,7 +135,7 @@ class Conversation:
             completion=turns[-1],
             turns=turns,
             prompt_ids=self._prompt,
-            completion_ids=self._completion_tokens(),
+            completion_ids=self._completion_tokens,
             finish_reason=self.last.finish_reason,
         )
 
@@ -158,6 +155,7 @@ class Conversation:
     def _turns(self) -> list[Completion]:
         return self._parts[::2]
 
+    @property
     def _completion_tokens(self) -> tuple[int, ...]:
         return tuple(token for part in self._parts for token in part.tokens.tolist())
 
@@ -201,7 +199,10 @@ class SingleTurn:
 
 
 class Submitter:
-    """Submits the requests of all episodes to an engine. Make and use it on one event loop."""
+    """Submits the requests of all episodes to an engine. Make and use it on one event loop.
+
+    Requests of one iteration of the loop go to the engine together, so the samples of a group share a prefill.
+    """
 
     def __init__(self, engine: Engine, *, context_tokens: int) -> None:
         self.context_tokens = context_tokens
@@ -261,26 +262,20 @@ class SampleEngine:
         return self.sampling.max_new_tokens
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        sampling = self.sampling
-        limits = (sampling.max_new_tokens, self.max_turn_tokens, max_new_tokens)
+        limits = (self.max_new_tokens, self.max_turn_tokens, max_new_tokens)
         room = min(self.submitter.context_tokens - len(tokens), *(limit for limit in limits if limit is not None))
         if room < 1:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
-        turn = self.num_turns
+        turn, seed = self.num_turns, self.sampling.seed
         self.num_turns += 1
-        limited = msgspec.structs.replace(
-            sampling,
+        sampling = msgspec.structs.replace(
+            self.sampling,
             max_new_tokens=room,
-            min_new_tokens=min(sampling.min_new_tokens, room),
-            seed=None if sampling.seed is None else sampling.seed ^ (turn * _SEED_STEP),
+            min_new_tokens=min(self.sampling.min_new_tokens, room),
+            seed=None if seed is None else seed ^ (turn * _SEED_STEP),
         )
-        request = GenerationRequest(
-            request_id=f"{self.name}/{turn}",
-            prompt_tokens=tuple(tokens),
-            sampling=limited,
-            min_version=self.min_version,
-            pinned=self.pinned,
-        )
+        name = f"{self.name}/{turn}"
+        request = GenerationRequest(name, tuple(tokens), sampling, min_version=self.min_version, pinned=self.pinned)
         return await self.submitter.complete(request)
 
 

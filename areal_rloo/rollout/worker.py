@@ -74,11 +74,9 @@ class RolloutWorker:
         chat: ChatFormat,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        self._config = config
-        self._worker_id, self._incarnation = worker_id, incarnation
+        self._config, self._worker_id, self._incarnation = config, worker_id, incarnation
         self._channel, self._engine, self._receiver = channel, engine, receiver
-        self._episode, self._rewards, self._chat = episode, rewards, chat
-        self._stop_token_ids = stop_token_ids
+        self._episode, self._rewards, self._chat, self._stop_token_ids = episode, rewards, chat, stop_token_ids
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._held: dict[SampleId, asyncio.Task[None]] = {}
@@ -88,12 +86,12 @@ class RolloutWorker:
         self._learner_id: str | None = None
         self._welcome_due_s = 0.0
         self._newest_version = 0  # that the engine ever had
-        self._stopped = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Give running samples back, and end."""
-        self._stopped.set()
+        if not self._end.done():
+            self._end.set_result(None)
 
     async def run(self) -> None:
         """Serve until drained or stopped.
@@ -104,19 +102,14 @@ class RolloutWorker:
         """
         await self._hello()
         serving = asyncio.create_task(self._serve())
-        others = [asyncio.create_task(work) for work in (self._beat(), self._receive_weights(), self._stopped.wait())]
-        done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
-        ending = [*others, *self._held.values()]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        others = [asyncio.create_task(work) for work in (self._beat(), self._receive_weights())]
+        done, _ = await asyncio.wait([serving, *others, self._end], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(*others, *self._held.values())
         await self._channel.send(Goodbye(self._worker_id))
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        for ended in done:
-            ended.result()  # an error of a task ends this worker
-        if self._failure is not None:
-            raise self._failure
+        await _cancel(serving)
+        for ended in (*done, self._end):
+            if ended.done():
+                ended.result()  # an error of a task or an episode ends this worker
 
     async def _serve(self) -> None:
         while True:
@@ -142,7 +135,7 @@ class RolloutWorker:
                         self._held.pop(sample_id).cancel()  # the next message may lease the sample again
                 case Drain():
                     logger.info("the learner says drain")
-                    self._stopped.set()
+                    self.stop()
                 case Refusal():
                     logger.error("the learner refuses a message: %s", message.detail)
 
@@ -251,9 +244,8 @@ class RolloutWorker:
         """Forget a finished or aborted episode. End this worker if the error is not the fault of the sample."""
         if self._held.get(sample_id) is task:
             del self._held[sample_id]
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            self._stopped.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._end.done():
+            self._end.set_exception(error)
 
     def _sampling(self, lease: Lease, index: int) -> SamplingParameters:
         evaluates, sampling = lease.purpose == "eval", self._config.rollout.sampling
@@ -270,13 +262,19 @@ class RolloutWorker:
         )
 
 
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _runs(statistics: EngineStatistics) -> int | None:
     """Return the version an engine runs; None while the engine starts."""
     return statistics.policy_version if statistics.ready else None
 
 
 def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:
-    """Check the trajectories of an episode, which may be the user's code.
+    """Check the trajectories of an episode, which may be the user's code; rewards of any library become Python floats.
 
     Raises:
         EpisodeError: there is no trajectory, a trajectory of another sample, two different rewards, or a trajectory
@@ -284,22 +282,19 @@ def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], lim
     """
     if not trajectories:
         raise EpisodeError("episode_error", "expected at least one trajectory, got none")
+    plain = []
     try:
-        plain = tuple(_with_plain_numbers(trajectory) for trajectory in trajectories)
+        for given in trajectories:
+            parts = {name: float(value) for name, value in given.reward_parts.items()}
+            plain.append(msgspec.structs.replace(given, reward=float(given.reward), reward_parts=parts))
         check_trajectories(plain, limits)
     except (DecodeError, TypeError, ValueError, AttributeError) as error:
         raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
-    for trajectory in plain:
-        if trajectory.sample_id != sample.sample_id:
-            expected, got = sample.sample_id, trajectory.sample_id
-            raise EpisodeError("episode_error", f"expected trajectories of sample {expected}, got one of {got}")
+    for sample_id in (trajectory.sample_id for trajectory in plain):
+        if sample_id != sample.sample_id:
+            expected = f"expected trajectories of sample {sample.sample_id}"
+            raise EpisodeError("episode_error", f"{expected}, got one of {sample_id}")
     rewards = [trajectory.reward for trajectory in plain]
     if len(set(rewards)) > 1:
         raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")
     return plain
-
-
-def _with_plain_numbers(trajectory: Trajectory) -> Trajectory:
-    """Convert rewards of any library to Python floats."""
-    parts = {name: float(value) for name, value in trajectory.reward_parts.items()}
-    return msgspec.structs.replace(trajectory, reward=float(trajectory.reward), reward_parts=parts)

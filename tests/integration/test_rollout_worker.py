@@ -2,29 +2,35 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.model_versions import model_of
 
 from areal_rloo.config import load_config
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.errors import WentBackError
+from areal_rloo.errors import EngineError, WentBackError
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, SampleId, Trajectory
+from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
+from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Abort,
     Drain,
     Goodbye,
+    Heartbeat,
     HeartbeatReply,
     Hello,
     Lease,
@@ -32,7 +38,11 @@ from areal_rloo.wire.messages import (
     SampleFailed,
     TrajectoryAck,
     TrajectoryBatch,
+    WeightsFailed,
+    WeightsNotice,
+    WeightsReceived,
     Welcome,
+    WorkerMessage,
 )
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
@@ -78,14 +88,19 @@ class _Learner:
 
 
 def _play(
-    folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]], *, policy_version: int = 0
+    folder: Path,
+    episode: Episode,
+    scenario: Callable[[_Learner], Awaitable[None]],
+    *,
+    policy_version: int = 0,
+    engine_type: type[EmbeddedEngine] = EmbeddedEngine,
 ) -> BaseException | None:
     """Run a worker against the scenario; return the error that ended the worker."""
     config = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
 
     async def main() -> BaseException | None:
         learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
-        engine = EmbeddedEngine(
+        engine = engine_type(
             folder,
             device=torch.device("cpu"),
             dtype=torch.float32,
@@ -275,3 +290,72 @@ def test_another_learner_gets_one_hello_and_no_old_samples(
         await learner.until(lambda: len(learner.finished) == 4)
 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
+
+
+class _FirstVersionLost(EmbeddedEngine):
+    """Restarts right after the first version has arrived, as a server may: the version is gone."""
+
+    first: Callable[[Future[int], int], None] = staticmethod(lambda future, version: future.set_result(version))
+    num_loads = 0
+
+    def load_weights(self, policy_version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Future[int]:
+        self.num_loads += 1
+        if self.num_loads > 1:
+            return super().load_weights(policy_version, weights)
+        future: Future[int] = Future()
+        self.first(future, policy_version)
+        return future
+
+
+class _FirstVersionFails(_FirstVersionLost):
+    """Cannot take the first version."""
+
+    first = staticmethod(lambda future, version: future.set_exception(EngineError("no room")))
+
+
+async def _until_version(learner: _Learner, broadcaster: Broadcaster, version: int) -> list[WorkerMessage]:
+    """Carry messages between the worker and the broadcaster as the intake does; return those about weights."""
+    told: list[WorkerMessage] = []
+    while broadcaster.statistics().versions != {"w": version}:
+        _, message = await learner.channel.receive()
+        match message:
+            case Hello():
+                broadcaster.join("w", message.policy_version)
+            case Heartbeat():
+                broadcaster.heard("w", message.policy_version)
+                continue
+            case WeightsReceived():
+                broadcaster.acknowledge("w", message.policy_version, message.checksum)
+            case WeightsFailed():
+                broadcaster.fail("w", message.policy_version, message.detail)
+        told.append(message)
+    return told
+
+
+@pytest.mark.parametrize(("engine_type", "tells"), [(_FirstVersionLost, Hello), (_FirstVersionFails, WeightsFailed)])
+def test_a_lost_first_version_is_reported_and_offered_again(
+    tiny_folders: dict[str, Path], tmp_path: Path, engine_type: type[EmbeddedEngine], tells: type[WorkerMessage]
+) -> None:
+    async def scenario(learner: _Learner) -> None:
+        weights = list(model_of(tiny_folders["qwen2"], factor=1.5).named_parameters())
+        manifest = build_manifest(weights, bucket_bytes=100_000)
+        transport = SharedMemorySender(manifest, tmp_path / "segments")
+        broadcaster = Broadcaster(manifest=manifest, transport=transport, timeout_s=1.0)
+
+        def send_notice(worker_id: str, version: int, body: bytes) -> None:
+            learner.channel.send(learner.peer, WeightsNotice(version, body))
+
+        broadcasting = asyncio.create_task(broadcaster.run(send_notice))
+        buckets = await broadcaster.stage()
+        with torch.no_grad():
+            gather(manifest, weights, buckets)
+        broadcaster.publish(1, buckets)
+        broadcaster.join("w", 0)
+        lost, received = await _until_version(learner, broadcaster, 1)
+        assert isinstance(lost, tells), "the worker tells of the loss itself, before any timeout of the broadcast"
+        assert isinstance(received, WeightsReceived)
+        broadcasting.cancel()
+        await asyncio.gather(broadcasting, return_exceptions=True)
+        broadcaster.close()
+
+    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
