@@ -10,8 +10,7 @@ each reward, counted from the reward's start. Code that blocks the loop also blo
 misses a reply and kills the process. After a kill or a crash the guilty reward is unknown. So the pool retries every
 running reward alone, and drops a reward that kills the process again.
 
-All methods run on the caller's event loop, except on two threads: one thread starts processes and sends jobs; one
-thread for each process receives replies.
+All of it runs on one event loop: no method blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -56,29 +53,28 @@ class AsyncRewardPool:
         """Start the process (see `WorkerProcess`), for `num_at_once` rewards in flight.
 
         Each reward has `deadline_s` from its start. If no reply comes within `grace_s` more, the process is blocked.
-
-        Raises:
-            ConfigError: the factory cannot be imported, or raises.
         """
-        self._factory, self._argument = factory, argument
+        self._start_process = partial(WorkerProcess, factory, argument, async_deadline_s=deadline_s)
         self._num_at_once, self._deadline_s, self._grace_s = num_at_once, deadline_s, grace_s
-        self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._waiting: deque[_Pending] = deque()
         self._suspects: deque[_Pending] = deque()
         self._in_flight: dict[int, _Pending] = {}
-        self._restarts, self._busy_s = 0, 0.0
-        self._closing = False
         self._overdue: set[int] = set()  # jobs whose late reply made the pool kill the process
+        self._restarts, self._busy_s = 0, 0.0
         self._broken: ConfigError | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="async-reward")
-        self._newest: WorkerProcess | None = None  # started, perhaps not ready
-        self._process: WorkerProcess | None = None  # ready
-        try:
-            self._serve(self._thread.submit(self._started).result())
-        except ConfigError:
-            self._thread.shutdown()
-            raise
+        self._process = self._start_process()
+        self._is_ready = False
+        self._serving: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Wait until the pool can score.
+
+        Raises:
+            ConfigError: the factory cannot be imported, or raises.
+        """
+        await self._process.ready()
+        self._serving = asyncio.create_task(self._serve())
 
     async def score(self, request: RewardRequest, part: str) -> Worth:
         """Compute one part of a completion's reward.
@@ -90,32 +86,44 @@ class AsyncRewardPool:
         if self._broken is not None:
             raise self._broken
         job = Job(job_id=next(self._ids), request=request, part=part)
-        pending = _Pending(job.job_id, msgspec.msgpack.encode(job), self._loop.create_future())
-        self._waiting.append(pending)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Pending(job.job_id, msgspec.msgpack.encode(job), reply))
         self._dispatch()
-        return (await pending.reply).value(Worth)
+        return (await reply).value(Worth)
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill the process; discard running rewards."""
-        self._closing = True
-        if self._newest is not None:
-            self._newest.end()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._serving is not None:
+            self._serving.cancel()
+        await self._process.end()
         for pending in self._all_pending():
             self._settle(pending, Reply(reason="reward_crash", detail="the pool was closed"))
 
-    def _serve(self, process: WorkerProcess) -> None:
-        """Use a process that is ready. The receiving thread starts here, so `_on_lost` always comes later."""
-        self._process = process
-        threading.Thread(target=self._receive, args=(process,), name="async-reward-replies", daemon=True).start()
-        self._dispatch()
+    async def _serve(self) -> None:
+        """Receive replies, and replace a process that has ended, until the pool is closed or broken."""
+        try:
+            while True:
+                self._is_ready = True
+                self._dispatch()
+                with contextlib.suppress(EOFError):
+                    while True:
+                        self._on_reply(await self._process.receive())
+                self._is_ready = False
+                self._on_lost(await self._process.end())
+                self._process = self._start_process()
+                await self._process.ready()
+        except (ConfigError, OSError, msgspec.MsgspecError) as error:
+            self._broken = error if isinstance(error, ConfigError) else ConfigError(f"rewards: {error}")
+            for pending in self._all_pending():
+                if not pending.reply.done():
+                    pending.reply.set_exception(self._broken)
 
     def _dispatch(self) -> None:
         """Send all jobs that may be sent: a suspect only if nothing is in flight, and nothing beside a suspect."""
-        while self._process is not None:
+        while self._is_ready:
             if self._suspects:
                 if self._in_flight:
                     return
@@ -129,17 +137,18 @@ class AsyncRewardPool:
             else:
                 return
             if not pending.reply.done():  # a cancelled caller needs no reward
-                self._send(pending, self._process)
+                self._send(pending)
 
-    def _send(self, pending: _Pending, process: WorkerProcess) -> None:
+    def _send(self, pending: _Pending) -> None:
         pending.sent_s = time.monotonic()
-        pending.timer = self._loop.call_later(self._deadline_s + self._grace_s, self._on_overdue, pending, process)
+        within_s = self._deadline_s + self._grace_s
+        pending.timer = asyncio.get_running_loop().call_later(within_s, self._on_overdue, pending)
         self._in_flight[pending.job_id] = pending
-        self._loop.run_in_executor(self._thread, self._deliver, process, pending.encoded)
+        self._process.send(pending.encoded)
 
-    def _on_overdue(self, pending: _Pending, process: WorkerProcess) -> None:
+    def _on_overdue(self, pending: _Pending) -> None:
         self._overdue.add(pending.job_id)
-        process.kill()  # the receiving thread then calls `_on_lost`
+        self._process.kill()  # `_serve` then calls `_on_lost`
 
     def _on_reply(self, reply: Reply) -> None:
         pending = self._in_flight.pop(reply.job_id, None)
@@ -148,10 +157,7 @@ class AsyncRewardPool:
             self._dispatch()
 
     def _on_lost(self, code: int) -> None:
-        """Handle the end of the process: drop the job that ran alone, or make all running jobs suspects; restart."""
-        if self._closing:
-            return
-        self._process = None
+        """Handle the end of the process: drop the job that ran alone, or make all running jobs suspects."""
         self._restarts += 1
         lost = list(self._in_flight.values())
         self._in_flight.clear()
@@ -167,18 +173,6 @@ class AsyncRewardPool:
                 pending.suspect = True
                 self._suspects.append(pending)
         self._overdue.clear()
-        self._loop.run_in_executor(self._thread, self._started).add_done_callback(self._on_started)
-
-    def _on_started(self, starting: asyncio.Future[WorkerProcess]) -> None:
-        if self._closing or starting.cancelled():
-            return
-        if (error := starting.exception()) is None:
-            self._serve(starting.result())
-            return
-        self._broken = error if isinstance(error, ConfigError) else ConfigError(f"rewards: {error}")
-        for pending in self._all_pending():
-            if not pending.reply.done():
-                pending.reply.set_exception(self._broken)
 
     def _all_pending(self) -> list[_Pending]:
         return [*self._in_flight.values(), *self._suspects, *self._waiting]
@@ -193,30 +187,3 @@ class AsyncRewardPool:
             pending.timer.cancel()
             pending.timer = None
             self._busy_s += time.monotonic() - pending.sent_s
-
-    def _started(self) -> WorkerProcess:
-        """Start a process; runs on the sending thread."""
-        process = WorkerProcess(self._factory, self._argument, async_deadline_s=self._deadline_s)
-        self._newest = process
-        if self._closing:
-            process.end()
-        process.wait_until_ready()
-        return process
-
-    def _deliver(self, process: WorkerProcess, encoded: bytes) -> None:
-        """Send a job; runs on the sending thread."""
-        with contextlib.suppress(OSError):  # the receiving thread reports a dead process
-            process.send(encoded)
-
-    def _receive(self, process: WorkerProcess) -> None:
-        """Receive replies until the process is dead; runs on its own thread."""
-        with contextlib.suppress(EOFError):
-            while True:
-                reply = process.receive(None)
-                assert reply is not None, "a wait without a deadline ends with a reply"
-                self._call_on_loop(self._on_reply, reply)
-        self._call_on_loop(self._on_lost, process.end())
-
-    def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for a reply
-            self._loop.call_soon_threadsafe(function, *arguments)

@@ -70,10 +70,10 @@ class RewardModel:
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(busy_s=self._busy_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the thread after the running batch. A forward pass that hangs ends with the process."""
         self._waiting.put(None)
-        self._thread.join(_JOIN_S)
+        await asyncio.to_thread(self._thread.join, _JOIN_S)
 
     def _ids(self, request: RewardRequest) -> list[int]:
         if self._tokenizer.chat_template is None:

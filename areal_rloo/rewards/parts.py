@@ -125,7 +125,7 @@ async def make_scoring(config: Config) -> Scoring:
     """
     async with contextlib.AsyncExitStack() as closing:  # if one runner cannot start, end those that have started
         starter = _Starter(config, closing)
-        starter.start_pools()
+        await starter.start_pools()
         starter.start_services()
         starter.start_models()
         by_source: defaultdict[SourceKey, list[Part]] = defaultdict(list)
@@ -146,7 +146,7 @@ class _Starter:
         self.score: dict[PartKey, Score] = {}
         self.final_answer: dict[SourceKey, FindAnswer] = {}
 
-    def start_pools(self) -> None:
+    async def start_pools(self) -> None:
         config, rollout = self._config, self._config.rollout
         is_async = {part.part_key: part.is_async for part in self.parts if part.runs_in_process}
         in_turn = tuple(key for key in is_async if not is_async[key])
@@ -157,12 +157,14 @@ class _Starter:
         if in_turn or voting:
             argument, num_workers = scorer_argument(config, in_turn, voting), rollout.num_reward_workers
             pool = RewardPool(_FACTORY, argument, num_workers=num_workers, deadline_s=rollout.reward_timeout_s)
-            self._add(pool, pool.close, {key: partial(pool.score, part=key[-1]) for key in in_turn})
+            self._add(pool, {key: partial(pool.score, part=key[-1]) for key in in_turn})
             self.final_answer |= dict.fromkeys(voting, pool.final_answer)
+            await pool.ready()
         if together:
             argument, num_at_once = scorer_argument(config, together), rollout.num_async_rewards
             waiting = AsyncRewardPool(_FACTORY, argument, num_at_once=num_at_once, deadline_s=rollout.reward_timeout_s)
-            self._add(waiting, waiting.close, {key: partial(waiting.score, part=key[-1]) for key in together})
+            self._add(waiting, {key: partial(waiting.score, part=key[-1]) for key in together})
+            await waiting.ready()
 
     def start_services(self) -> None:
         urls = {part.part_key: part.config.url for part in self.parts if part.config.url is not None}
@@ -172,9 +174,7 @@ class _Starter:
         services = RewardServices(
             num_at_once=rollout.num_async_rewards, deadline_s=rollout.reward_timeout_s, returns=returns
         )
-        self._closing.push_async_callback(services.close)
-        self.runners.append(services)
-        self.score |= {key: partial(services.score, url=url) for key, url in urls.items()}
+        self._add(services, {key: partial(services.score, url=url) for key, url in urls.items()})
 
     def start_models(self) -> None:
         by_place: defaultdict[tuple[str, str], list[RewardPart]] = defaultdict(list)
@@ -186,10 +186,10 @@ class _Starter:
 
             batch_size = min(part.config.batch_size for part in sharing)  # a size that fits for all of them
             model = RewardModel(path, key=f"{sharing[0].key}.model", device=device, batch_size=batch_size)
-            self._add(model, model.close, {part.part_key: model.score for part in sharing})
+            self._add(model, {part.part_key: model.score for part in sharing})
 
-    def _add(self, runner: Runner, close: Callable[[], None], score: dict[PartKey, Score]) -> None:
-        self._closing.callback(close)
+    def _add(self, runner: Runner, score: dict[PartKey, Score]) -> None:
+        self._closing.push_async_callback(runner.close)
         self.runners.append(runner)
         self.score |= score
 

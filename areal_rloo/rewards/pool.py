@@ -3,16 +3,14 @@
     score(request, part) ─► an idle worker process ─► the worth of the part, or a RewardError with the reason
 
 The deadline of a reward starts when a worker process starts to compute the reward; time in the queue does not count.
-The pool kills a process at the deadline and replaces each dead process. A thread for each process does the waiting.
+The pool kills a process at the deadline and replaces each dead process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -22,30 +20,28 @@ from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistic
 
 
 class RewardPool:
-    """A few worker processes, each with its own scorer. Many callers may await `score` at once."""
+    """A few worker processes, each with its own scorer. Make and use the pool on one event loop."""
 
     def __init__(self, factory: str, argument: bytes, *, num_workers: int, deadline_s: float) -> None:
-        """Start `num_workers` processes (see `WorkerProcess`); `deadline_s` counts from a reward's start in a process.
+        """Start `num_workers` processes (see `WorkerProcess`). Each reward has `deadline_s` from its start in one."""
+        self._deadline_s = deadline_s
+        self._start_process = partial(WorkerProcess, factory, argument)
+        self._restarts, self._busy_s = 0, 0.0
+        self._closing = False
+        self._broken: ConfigError | None = None
+        self._workers = {self._start_process() for _ in range(num_workers)}
+        self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        self._running: set[asyncio.Task[Reply]] = set()
+
+    async def ready(self) -> None:
+        """Wait until the pool can score.
 
         Raises:
             ConfigError: the factory cannot be imported, or raises.
         """
-        self._deadline_s = deadline_s
-        self._factory, self._argument = factory, argument
-        self._lock = threading.Lock()  # guards every field below that threads write
-        self._restarts, self._busy_s = 0, 0.0
-        self._closing = False
-        self._broken: ConfigError | None = None
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._workers = {WorkerProcess(factory, argument) for _ in range(num_workers)}  # all start before any wait
-        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
-        try:
-            for worker in self._workers:
-                worker.wait_until_ready()
-                self._idle.put(worker)
-        except ConfigError:
-            self.close()
-            raise
+        await asyncio.gather(*(worker.ready() for worker in self._workers))
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
 
     async def score(self, request: RewardRequest, part: str) -> Worth:
         """Compute one part of a completion's reward.
@@ -63,57 +59,55 @@ class RewardPool:
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill the processes; discard running rewards."""
-        with self._lock:
-            self._closing = True
-            workers = list(self._workers)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.end()
+        self._closing = True
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self, job: Job) -> Reply:
-        encoded = msgspec.msgpack.encode(job)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_thread, encoded)
+        running = asyncio.create_task(self._run_on(await self._idle.get(), msgspec.msgpack.encode(job)))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be cancelled
+        return await asyncio.shield(running)  # a process computes on although its caller is cancelled
 
-    def _run_in_thread(self, job: bytes) -> Reply:
-        """Run a job. The pool has as many threads as processes, so a process is idle whenever a thread is."""
-        worker = self._idle.get()
+    async def _run_on(self, worker: WorkerProcess, job: bytes) -> Reply:
         try:
             if worker.died_idle():
-                worker = self._replacement(worker)
-            reply = self._ask(worker, job)
+                worker = await self._replacement(worker)
+            reply = await self._ask(worker, job)
             if reply.reason in ("reward_timeout", "reward_crash"):
-                worker = self._replacement(worker)
+                worker = await self._replacement(worker)
             return reply
         finally:
-            self._idle.put(worker)  # always: the next thread would wait forever
+            self._idle.put_nowait(worker)  # always: the next reward would wait forever
 
-    def _ask(self, worker: WorkerProcess, job: bytes) -> Reply:
+    async def _ask(self, worker: WorkerProcess, job: bytes) -> Reply:
         started_s = time.monotonic()
         try:
-            worker.send(job)
-            reply = worker.receive(self._deadline_s)
-        except (EOFError, OSError):
-            return Reply(reason="reward_crash", detail=f"its worker process ended with code {worker.end()}")
+            async with asyncio.timeout(self._deadline_s):
+                worker.send(job)
+                return await worker.receive()
+        except EOFError:
+            return Reply(reason="reward_crash", detail=f"its worker process ended with code {await worker.end()}")
+        except TimeoutError:
+            return Reply(reason="reward_timeout", detail=f"no reward within {self._deadline_s:g} s")
         finally:
-            with self._lock:
-                self._busy_s += time.monotonic() - started_s
-        return reply or Reply(reason="reward_timeout", detail=f"no reward within {self._deadline_s:g} s")
+            self._busy_s += time.monotonic() - started_s
 
-    def _replacement(self, worker: WorkerProcess) -> WorkerProcess:
-        worker.end()
-        with self._lock:
-            if self._closing:
-                return worker
-            if self._broken is not None:
-                raise self._broken
-            self._workers.discard(worker)
-            worker = WorkerProcess(self._factory, self._argument)
-            self._workers.add(worker)
-            self._restarts += 1
+    async def _replacement(self, worker: WorkerProcess) -> WorkerProcess:
+        await worker.end()
+        if self._closing:
+            return worker
+        if self._broken is not None:
+            raise self._broken
+        self._workers.discard(worker)
+        worker = self._start_process()
+        self._workers.add(worker)
+        self._restarts += 1
         try:
-            worker.wait_until_ready()
+            await worker.ready()
         except ConfigError as error:
             if not self._closing:
                 self._broken = error

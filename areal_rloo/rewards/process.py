@@ -3,18 +3,21 @@
     first message: the argument of the scorer's factory   ─►   ready, or why the scorer cannot be made
     a job                                                 ─►   a Reply
 
-Messages are msgpack over a socket pair; nothing is pickled. The process leads its own session, so that `kill` also ends
-every process that a reward started.
+Messages are msgpack over a socket pair, each after its length; nothing is pickled. The process leads its own session,
+so that `kill` also ends every process that a reward started.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from multiprocessing import Pipe
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +27,7 @@ from areal_rloo.rewards.request import FailureReason, FinalAnswer, RewardRequest
 
 _START_S = 120.0  # a scorer may import a large library
 _STDERR = 2
+_LENGTH = struct.Struct("!i")  # the format of `multiprocessing.connection`, which the other end uses
 _Result = TypeVar("_Result", Worth, FinalAnswer)
 
 
@@ -56,7 +60,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerProcess:
-    """This end of one worker process."""
+    """This end of one worker process. Make and use it on one event loop."""
 
     def __init__(self, factory: str, argument: bytes, *, async_deadline_s: float | None = None) -> None:
         """Start the process. On Linux it ends with the thread that calls this.
@@ -65,68 +69,71 @@ class WorkerProcess:
         With `async_deadline_s` the scorer is async, jobs run concurrently, and the process gives each this many
         seconds. Without, jobs run one after the other, and the caller of `receive` keeps the deadline.
         """
-        self._connection, theirs = Pipe()
+        self._argument, self._killed = argument, False
+        self._socket, theirs = socket.socketpair()
+        self._disconnect: Callable[[], None] = self._socket.close
         command = [sys.executable, "-m", "areal_rloo.rewards", str(theirs.fileno()), factory]
         if async_deadline_s is not None:
             command.append(str(async_deadline_s))
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=_STDERR,  # output of a reward is a log
-            start_new_session=True,
-        )
-        theirs.close()
-        with contextlib.suppress(OSError):  # already dead; `wait_until_ready` reports that
-            self._connection.send_bytes(argument)
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,  # output of a reward is a log
+                start_new_session=True,
+            )
 
-    def wait_until_ready(self) -> None:
-        """Wait until the scorer is made.
+    async def ready(self) -> None:
+        """Wait until the scorer is made. Call this before `send` and `receive`.
 
         Raises:
             ConfigError: the scorer cannot be made.
         """
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._disconnect = self._writer.close
+        self.send(self._argument)
         try:
-            reply = self.receive(_START_S)
+            async with asyncio.timeout(_START_S):
+                reply = await self.receive()
         except EOFError:
-            raise ConfigError(f"rewards: a worker process ended with code {self.end()} before it was ready") from None
-        if reply is None or reply.reason is not None:
-            self.end()
-            late = f"rewards: a worker process was not ready after {_START_S:g} s"
-            raise ConfigError(reply.detail if reply else late)
+            code = await self.end()
+            raise ConfigError(f"rewards: a worker process ended with code {code} before it was ready") from None
+        except TimeoutError:
+            reply = Reply(reason="reward_error", detail=f"rewards: a worker process was not ready after {_START_S:g} s")
+        if reply.reason is not None:
+            await self.end()
+            raise ConfigError(reply.detail)
 
     def send(self, job: bytes) -> None:
-        """Send an encoded job.
+        """Send an encoded job, without waiting; to a dead process, nothing is sent."""
+        self._writer.write(_LENGTH.pack(len(job)) + job)
 
-        Raises:
-            OSError: the process is dead.
-        """
-        self._connection.send_bytes(job)
-
-    def receive(self, within_s: float | None) -> Reply | None:
-        """Wait for the next reply; None if the time runs out first.
+    async def receive(self) -> Reply:
+        """Wait for the next reply.
 
         Raises:
             EOFError: the process is dead.
         """
         try:
-            if not self._connection.poll(within_s):
-                return None
-            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Reply)
         except OSError as error:
             raise EOFError from error
 
     def died_idle(self) -> bool:
-        """Return True if an idle process is dead: an idle process sends nothing, so any readable byte is its end."""
-        return self._connection.poll(0)
+        """Return True if an idle process is dead."""
+        return self._reader.at_eof()
 
     def kill(self) -> None:
-        """Kill the process and everything it started; callable on any thread. `receive` then raises EOFError."""
-        if self._process.returncode is None:  # not reaped yet, so no other session can have this number
+        """Kill the process and everything it started. `receive` then raises EOFError."""
+        if not self._killed:  # not reaped yet, so no other session can have this number
+            self._killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def end(self) -> int:
+    async def end(self) -> int:
         """Kill the process, wait for the end, and return the exit code."""
         self.kill()
-        return self._process.wait()
+        self._disconnect()
+        return await asyncio.to_thread(self._process.wait)

@@ -59,6 +59,9 @@ class Runner(Protocol):
     def statistics(self) -> WorkStatistics:
         """Return counts since the start."""
 
+    async def close(self) -> None:
+        """End processes, threads and connections; discard running rewards."""
+
 
 class Scoring:
     """Scores completions; implements `areal_rloo.rollout.episode.Rewards`."""

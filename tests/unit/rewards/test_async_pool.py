@@ -85,10 +85,11 @@ def _run(
 
     async def with_pool() -> Any:
         pool = AsyncRewardPool(f"{scorer}:make", b"", num_at_once=num_at_once, deadline_s=deadline_s, grace_s=grace_s)
+        await pool.ready()
         try:
             return await scenario(pool)
         finally:
-            pool.close()
+            await pool.close()
 
     return asyncio.run(with_pool())
 
@@ -198,7 +199,7 @@ def test_closing_the_pool_ends_the_process_and_all_waits(scorer: str) -> None:
         waiting = [asyncio.create_task(_outcome(pool, completion)) for completion in ("block", "right", "right")]
         await asyncio.sleep(0.3)
         processes = _processes()
-        pool.close()
+        await pool.close()
         assert await asyncio.gather(*waiting) == ["reward_crash"] * 3
         return processes
 
@@ -209,15 +210,16 @@ def test_closing_the_pool_ends_the_process_and_all_waits(scorer: str) -> None:
 def test_a_broken_scorer_is_refused_at_start_and_at_restart(scorer: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="has no function 'absent'"):
-            AsyncRewardPool(f"{scorer}:absent", b"", num_at_once=1, deadline_s=1.0)
+            await AsyncRewardPool(f"{scorer}:absent", b"", num_at_once=1, deadline_s=1.0).ready()
         argument = str(tmp_path / "made").encode()
         pool = AsyncRewardPool(f"{scorer}:once", argument, num_at_once=2, deadline_s=1.0)
+        await pool.ready()
         outcomes = await asyncio.gather(
             *(_outcome(pool, completion) for completion in ("crash", "right", "right")), return_exceptions=True
         )
         assert [type(outcome) for outcome in outcomes] == [ConfigError] * 3
         with pytest.raises(ConfigError, match="not a second time"):
             await _outcome(pool, "right")
-        pool.close()
+        await pool.close()
 
     asyncio.run(scenario())

@@ -61,7 +61,7 @@ def _run(path: Path, scenario: Callable[[RewardModel], Coroutine[Any, Any, Any]]
         try:
             return await scenario(model)
         finally:
-            model.close()
+            await model.close()
 
     return asyncio.run(with_model())
 
@@ -204,7 +204,7 @@ def test_rewards_on_cuda_equal_rewards_on_cpu(folders: dict[str, Path]) -> None:
     async def scenario(device: str) -> list[float]:
         model = RewardModel(str(folders["decoder"]), key="key", device=device, batch_size=4)
         worths = await asyncio.gather(*(model.score(_request(text)) for text in COMPLETIONS))
-        model.close()
+        await model.close()
         return [worth.reward for worth in worths]
 
     assert asyncio.run(scenario("cuda")) == pytest.approx(asyncio.run(scenario("cpu")), abs=1e-4)

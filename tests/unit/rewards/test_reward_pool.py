@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 from support.processes import children_with
+from support.reward_pools import PoolOnALoop
 from support.reward_requests import reward_request
 
 from areal_rloo.errors import ConfigError, RewardError
-from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.trajectory import Item
 
@@ -84,8 +84,8 @@ def scorer(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def pool(scorer: str) -> Iterator[RewardPool]:
-    made = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=1.0)
+def pool(scorer: str) -> Iterator[PoolOnALoop]:
+    made = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=1.0)
     yield made
     made.close()
 
@@ -99,20 +99,20 @@ def _scorers() -> list[psutil.Process]:
     return children_with("areal_rloo.rewards")
 
 
-async def _outcome(pool: RewardPool, completion: str, answer: str = "right") -> float | str:
+async def _outcome(pool: PoolOnALoop, completion: str, answer: str = "right") -> float | str:
     try:
         return (await pool.score(_request(completion, answer), "part")).reward
     except RewardError as failure:
         return failure.reason
 
 
-async def _outcomes(pool: RewardPool, *completions: str) -> list[float | str]:
+async def _outcomes(pool: PoolOnALoop, *completions: str) -> list[float | str]:
     return list(await asyncio.gather(*(_outcome(pool, completion) for completion in completions)))
 
 
 def test_waiting_under_load_does_not_count_towards_the_deadline(scorer: str) -> None:
     """40 rewards of 0.2 s on one worker with a deadline of 6 s: the last waits for eight."""
-    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=6.0)
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=6.0)
 
     async def scenario() -> list[float | str]:
         return list(await asyncio.gather(*(_outcome(pool, f"sleep {i}", f"sleep {i}") for i in range(40))))
@@ -123,14 +123,14 @@ def test_waiting_under_load_does_not_count_towards_the_deadline(scorer: str) -> 
     pool.close()
 
 
-def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: RewardPool) -> None:
+def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: PoolOnALoop) -> None:
     completions = ["right", "hang", "right", "crash", "wrong", "raise", "right", "leave", "nan", "text", "right"]
     expected = [1.0, "reward_timeout", 1.0, "reward_crash", 0.0, "reward_error", 1.0, "reward_crash"]
     assert asyncio.run(_outcomes(pool, *completions)) == [*expected, "reward_not_finite", "reward_wrong_type", 1.0]
     assert pool.statistics().restarts == 3  # after the hang and both crashes
 
 
-def test_an_exception_is_reported_with_a_summary_and_the_traceback(pool: RewardPool) -> None:
+def test_an_exception_is_reported_with_a_summary_and_the_traceback(pool: PoolOnALoop) -> None:
     with pytest.raises(RewardError) as caught:
         asyncio.run(pool.score(_request("raise", "right"), "part"))
     assert caught.value.summary == "ValueError: no such thing"
@@ -138,12 +138,12 @@ def test_an_exception_is_reported_with_a_summary_and_the_traceback(pool: RewardP
     assert caught.value.detail.endswith("ValueError: no such thing\nand more of it")
 
 
-def test_a_crash_is_reported_with_its_exit_code(pool: RewardPool) -> None:
+def test_a_crash_is_reported_with_its_exit_code(pool: PoolOnALoop) -> None:
     with pytest.raises(RewardError, match="ended with code 7"):
         asyncio.run(pool.score(_request("crash", "right"), "part"))
 
 
-def test_killing_an_idle_worker_drops_no_sample(pool: RewardPool) -> None:
+def test_killing_an_idle_worker_drops_no_sample(pool: PoolOnALoop) -> None:
     (worker,) = _scorers()
     os.kill(worker.pid, signal.SIGKILL)
     deadline_s = time.monotonic() + 60
@@ -153,7 +153,7 @@ def test_killing_an_idle_worker_drops_no_sample(pool: RewardPool) -> None:
     assert pool.statistics().restarts == 1
 
 
-def test_a_reward_may_print_fork_and_start_threads(pool: RewardPool) -> None:
+def test_a_reward_may_print_fork_and_start_threads(pool: PoolOnALoop) -> None:
     completions = ["print", "right", "fork and wait", "right", "fork and both go on", "right", "thread", "right"]
     expected = [0.0, 1.0] * 4
     assert asyncio.run(_outcomes(pool, *completions)) == expected
@@ -161,12 +161,12 @@ def test_a_reward_may_print_fork_and_start_threads(pool: RewardPool) -> None:
 
 
 def test_a_crash_is_noticed_while_a_fork_of_the_worker_survives(scorer: str) -> None:
-    pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=60.0)
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=60.0)
     assert asyncio.run(_outcomes(pool, "fork and crash", "right")) == ["reward_crash", 1.0]
     pool.close()
 
 
-def test_processes_started_by_a_reward_end_with_its_worker(pool: RewardPool, tmp_path: Path) -> None:
+def test_processes_started_by_a_reward_end_with_its_worker(pool: PoolOnALoop, tmp_path: Path) -> None:
     assert asyncio.run(_outcome(pool, f"start {tmp_path / 'pid'}")) == "reward_timeout"
     started = int((tmp_path / "pid").read_text())
     deadline_s = time.monotonic() + 60
@@ -176,7 +176,7 @@ def test_processes_started_by_a_reward_end_with_its_worker(pool: RewardPool, tmp
 
 
 def test_workers_run_in_parallel(scorer: str) -> None:
-    pool = RewardPool(f"{scorer}:make", b"abc", num_workers=2, deadline_s=6.0)
+    pool = PoolOnALoop(f"{scorer}:make", b"abc", num_workers=2, deadline_s=6.0)
 
     async def scenario() -> list[float | str]:
         hang = asyncio.create_task(_outcome(pool, "hang"))
@@ -189,7 +189,7 @@ def test_workers_run_in_parallel(scorer: str) -> None:
 
 
 def test_closing_the_pool_ends_idle_and_busy_workers(scorer: str) -> None:
-    pool = RewardPool(f"{scorer}:make", b"", num_workers=2, deadline_s=60.0)
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=2, deadline_s=60.0)
     children = _scorers()
     assert len(children) == 2
 
@@ -208,12 +208,12 @@ def test_closing_the_pool_ends_idle_and_busy_workers(scorer: str) -> None:
 def test_a_scorer_that_cannot_be_made_is_refused_with_the_reason(scorer: str) -> None:
     for name, reason in (("broken", "cannot be made"), ("absent", "has no function 'absent'")):
         with pytest.raises(ConfigError, match=reason):
-            RewardPool(f"{scorer}:{name}", b"", num_workers=2, deadline_s=1.0)
+            PoolOnALoop(f"{scorer}:{name}", b"", num_workers=2, deadline_s=1.0)
     assert _scorers() == []
 
 
 def test_a_scorer_that_fails_at_restart_fails_every_later_reward(scorer: str, tmp_path: Path) -> None:
-    pool = RewardPool(f"{scorer}:once", str(tmp_path / "made").encode(), num_workers=1, deadline_s=1.0)
+    pool = PoolOnALoop(f"{scorer}:once", str(tmp_path / "made").encode(), num_workers=1, deadline_s=1.0)
     with pytest.raises(ConfigError, match="not a second time"):
         asyncio.run(_outcome(pool, "crash"))
     with pytest.raises(ConfigError, match="not a second time"):
@@ -221,7 +221,7 @@ def test_a_scorer_that_fails_at_restart_fails_every_later_reward(scorer: str, tm
     pool.close()
 
 
-def test_a_reward_that_never_ends_is_killed_only_at_its_deadline(pool: RewardPool) -> None:
+def test_a_reward_that_never_ends_is_killed_only_at_its_deadline(pool: PoolOnALoop) -> None:
     began_s = time.monotonic()
     assert asyncio.run(_outcome(pool, "hang")) == "reward_timeout"
     assert time.monotonic() - began_s >= 1.0, "not before its deadline"

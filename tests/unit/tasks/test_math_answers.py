@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.reward_pools import PoolOnALoop
 from support.reward_requests import reward_request
 
 from areal_rloo.config import Config, DataConfig, SourceConfig
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.parts import scorer_argument
-from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.tasks import Item, load_train
 from areal_rloo.tasks.math import extract_boxed, math_reward
 
@@ -155,7 +155,7 @@ def test_an_endless_comparison_times_out_and_spares_other_answers(tmp_path: Path
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "?", "answer": "5"}) + "\n")
     data = DataConfig(train=SourceConfig(task="math", path=str(tmp_path / "a.jsonl")), eval=None)
     argument = scorer_argument(Config(data=data), (("train", "math", "math"),))
-    pool = RewardPool("areal_rloo.rewards.parts:make_scorer", argument, num_workers=1, deadline_s=12.0)
+    pool = PoolOnALoop("areal_rloo.rewards.parts:make_scorer", argument, num_workers=1, deadline_s=12.0)
 
     async def outcome(answer: str) -> float | str:
         try:
