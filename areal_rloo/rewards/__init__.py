@@ -12,17 +12,6 @@
 `model`        runs a reward model (imports torch)
 """
 
-from areal_rloo.rewards.parts import RewardPart, check_rewards, make_scoring, reward_parts
-from areal_rloo.rewards.request import RewardRequest, Scored
-from areal_rloo.rewards.scoring import RewardStatistics, Scoring
+from areal_rloo.rewards.parts import check_rewards, make_scoring, reward_parts
 
-__all__ = [
-    "RewardPart",
-    "RewardRequest",
-    "RewardStatistics",
-    "Scored",
-    "Scoring",
-    "check_rewards",
-    "make_scoring",
-    "reward_parts",
-]
+__all__ = ["check_rewards", "make_scoring", "reward_parts"]

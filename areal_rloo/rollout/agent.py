@@ -154,31 +154,25 @@ class _AgentLoop:
     """A thread with the event loop of async agents; starts with the first agent."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # sets no loop for the thread of `run`
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
 
     def run(self, call: Coroutine[Any, Any, object]) -> asyncio.Future[object]:
         """Run a call; return a future on the caller's loop. Cancelling the future cancels the call."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="agents", daemon=True)
+        loop = self._runner.get_loop()
+        if not self._thread.is_alive():
             self._thread.start()
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
     def close(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.is_alive():
+            self._runner.get_loop().call_soon_threadsafe(self._end.set)
             self._thread.join(_JOIN_S)
 
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    def _serve(self) -> None:
+        with self._runner:  # the end cancels all agents
+            self._runner.run(self._end.wait())
 
 
 def _in_thread(function: Callable[..., object], arguments: dict[str, object]) -> asyncio.Future[object]:

@@ -4,8 +4,3 @@
 tensors into buckets, and defines notices. Two transports: `shared_memory` on a single host, `collective` over
 torch.distributed (Gloo, NCCL).
 """
-
-from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
-from areal_rloo.weights.receive import Receiver, ReceiveStatistics
-
-__all__ = ["BroadcastStatistics", "Broadcaster", "ReceiveStatistics", "Receiver", "SendTransport"]

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar
 
 import msgspec
 from torch import Tensor
@@ -22,47 +22,17 @@ from torch import Tensor
 from areal_rloo.errors import WeightsError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.weights.manifest import CollectiveOffer, Manifest, Notice, SharedMemoryOffer, checksum
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.manifest import Manifest, Notice, checksum
+from areal_rloo.weights.shared_memory import SharedMemorySender
 
 logger = get_logger(__name__)
 
 _MOST_DOUBLINGS = 5  # of the backoff of a worker with repeated failures: 0, 1, 3, ... 31 s
 
 
-class SendTransport(Protocol):
-    """How buckets reach the workers. Methods are called on the broadcaster's event loop; blocking work is awaited."""
-
-    needs_all: bool
-    """True if every present worker takes part in every broadcast, even with the version already loaded."""
-
-    async def stage(self) -> Sequence[Tensor]:
-        """Return buckets that no worker reads."""
-
-    async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer | CollectiveOffer:
-        """Return the offer to send to these workers.
-
-        Raises:
-            WeightsError: the transport cannot offer now, e.g. no file descriptor is left.
-        """
-
-    async def send(self, buckets: Sequence[Tensor]) -> None:
-        """Move the buckets to the workers of the last offer, within the timeout.
-
-        Raises:
-            WeightsError: at least one worker did not receive them.
-        """
-
-    def taken(self, worker_id: str) -> None:
-        """Record that this worker has the version of the last offer and has finished reading."""
-
-    def lost(self, worker_id: str) -> None:
-        """Record that this worker may still read, at any later time, the buckets of an offer."""
-
-    def release(self, buckets: Sequence[Tensor]) -> None:
-        """Free these buckets: a newer version replaces theirs."""
-
-    def close(self) -> None:
-        """Free everything."""
+SendTransport = SharedMemorySender | CollectiveSender
+"""Moves buckets to the workers. Its methods are called on the broadcaster's event loop; blocking work is awaited."""
 
 
 class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):

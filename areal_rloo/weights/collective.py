@@ -46,18 +46,15 @@ _IN_FLIGHT = 2  # broadcasts under way together: the start of the next hides beh
 
 
 class CollectiveSender:
-    """Rank 0 of every epoch, and host of the store."""
+    """Rank 0 of every epoch, and host of the store. `SharedMemorySender` has the same methods."""
 
     needs_all = True
 
     def __init__(
         self, manifest: Manifest, *, host: str, device: torch.device, timeout_s: float, ranks_per_worker: int = 1
     ) -> None:
-        self._manifest = manifest
-        self._host = host
+        self._manifest, self._host, self._device, self._timeout_s = manifest, host, device, timeout_s
         self._ranks_per_worker = ranks_per_worker
-        self._device = device
-        self._timeout_s = timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._store: TCPStore | None = None
         self._run = secrets.token_hex(4)  # a server may know the epochs of another run
@@ -76,13 +73,21 @@ class CollectiveSender:
         return await asyncio.to_thread(empty_buckets, self._manifest, torch.device("cpu"), pinned=pinned)
 
     async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> CollectiveOffer:
+        """Return the offer to send to these workers.
+
+        Raises:
+            WeightsError: there is no store, e.g. because no file descriptor is left.
+        """
         if self._group is None or self._store is None or frozenset(worker_ids) != self._members:
             self._epoch += 1
             self._group = self._store = None
             self._members = frozenset(worker_ids)
             self._world_size = 1 + len(self._members) * self._ranks_per_worker
+            timeout = timedelta(seconds=self._timeout_s)
             try:
-                self._store = await _on_daemon_thread(self._new_store)
+                self._store = await _on_daemon_thread(
+                    lambda: TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                )
             except (RuntimeError, OSError) as error:
                 raise WeightsError(f"{self._name}: no store on {self._host}: {first_line(error)}") from error
         return CollectiveOffer(
@@ -96,6 +101,11 @@ class CollectiveSender:
         )
 
     async def send(self, buckets: Sequence[Tensor]) -> None:
+        """Move the buckets to the workers of the last offer, within the timeout.
+
+        Raises:
+            WeightsError: at least one worker did not receive them.
+        """
         try:
             self._group = await _on_daemon_thread(lambda: self._send(buckets))
         except (RuntimeError, OSError) as error:
@@ -115,10 +125,6 @@ class CollectiveSender:
     def close(self) -> None:
         self._group = self._store = None
         self._free.clear()
-
-    def _new_store(self) -> TCPStore:
-        timeout = timedelta(seconds=self._timeout_s)
-        return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
     def _send(self, buckets: Sequence[Tensor]) -> _Group:
         """Meet the ranks of the epoch unless they have met, and broadcast; returns the group."""
@@ -147,8 +153,7 @@ class CollectiveReader:
     """A worker's rank in the current epoch, and the second buffer the rank receives into."""
 
     def __init__(self, worker_id: str, device: torch.device) -> None:
-        self._worker_id = worker_id
-        self._device = device
+        self._worker_id, self._device = worker_id, device
         self._name: str | None = None
         self._group: _Group | None = None
         self._buckets: Sequence[Tensor] = ()
@@ -226,8 +231,7 @@ def _broadcast(
     group: _Group, manifest: Manifest, buckets: Iterable[Tensor], device: torch.device, timeout_s: float
 ) -> None:
     options = BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
+    options.rootRank = options.rootTensor = 0
     ends_s = time.monotonic() + timeout_s
     under_way = []
     for bucket, num_bytes in zip(buckets, manifest.filled_bytes, strict=True):

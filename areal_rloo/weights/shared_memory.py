@@ -31,9 +31,9 @@ class _Segment:
 
 
 class SharedMemorySender:
-    """The segments of a run, in a folder of their own."""
+    """The segments of a run, in a folder of their own. `CollectiveSender` has the same methods."""
 
-    needs_all = False
+    needs_all = False  # True if all present workers take part in every broadcast, even with the version already loaded
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._manifest = manifest
@@ -46,10 +46,12 @@ class SharedMemorySender:
         folder.mkdir(parents=True, mode=0o700)
 
     async def stage(self) -> Sequence[Tensor]:
+        """Return buckets that no worker reads."""
         self._in_use.append(self._free.pop() if self._free else self._made())
         return self._in_use[-1].buckets
 
     async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
+        """Return the offer to send to these workers."""
         segment = self._of(buckets)
         segment.readers.update(worker_ids)
         return SharedMemoryOffer(str(segment.path))
@@ -58,14 +60,17 @@ class SharedMemorySender:
         """Nothing to do: the workers read the segment themselves."""
 
     def taken(self, worker_id: str) -> None:
+        """Record that this worker has the version of the last offer and has finished reading."""
         for segment in self._in_use:
             segment.readers.discard(worker_id)
 
     def lost(self, worker_id: str) -> None:
+        """Record that this worker may still read, at any later time, the buckets of an offer."""
         for segment in self._in_use:
             segment.given_up |= worker_id in segment.readers
 
     def release(self, buckets: Sequence[Tensor]) -> None:
+        """Free these buckets: a newer version replaces theirs."""
         segment = self._of(buckets)
         self._in_use.remove(segment)
         if segment.given_up or segment.readers:
