@@ -43,15 +43,27 @@ def call_within(timeout_s: float, call: Callable[[], T]) -> T:
         TimeoutError: the call did not return in time; the thread ends later.
         Exception: the exception of the call.
     """
+    future = on_daemon_thread(call, name="call")
+    if not wait([future], timeout_s).done:
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+    return future.result()
+
+
+def on_daemon_thread(call: Callable[[], T], *, name: str) -> Future[T]:
+    """Call a function on a daemon thread: the process ends although the call hangs. The future cannot be cancelled.
+
+    The thread itself frees the frames of a failed call, which may hold sockets, after it has set the error.
+    """
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised again below
-            future.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is read
+            frames = error.__traceback__
+            future.set_exception(error.with_traceback(None))
+            del frames
 
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([future], timeout_s).done:
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return future.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

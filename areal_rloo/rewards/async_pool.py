@@ -6,11 +6,9 @@
                                          suspects: retried alone in a fresh process
 
 Async rewards wait for a network, so a process for each would waste memory. The process itself enforces the deadline of
-each reward, counted from the reward's start. Code that blocks the loop also blocks these deadlines: the pool then
+each reward, counted from the reward's start. Code that blocks its loop also blocks these deadlines: the pool then
 misses a reply and kills the process. After a kill or a crash the guilty reward is unknown. So the pool retries every
 running reward alone, and drops a reward that kills the process again.
-
-All of it runs on one event loop: no method blocks.
 """
 
 from __future__ import annotations

@@ -55,11 +55,6 @@ class RewardPart(msgspec.Struct, frozen=True):
         return (*self.source_key, self.config.label)
 
     @property
-    def runs_in_process(self) -> bool:
-        """True for tasks and functions; services and models do not need a worker process."""
-        return self.config.task is not None or self.config.function is not None
-
-    @property
     def is_async(self) -> bool:
         """True for an async function.
 
@@ -148,7 +143,7 @@ class _Starter:
 
     async def start_pools(self) -> None:
         config, rollout = self._config, self._config.rollout
-        is_async = {part.part_key: part.is_async for part in self.parts if part.runs_in_process}
+        is_async = {part.part_key: part.is_async for part in self.parts if part.config.task or part.config.function}
         in_turn = tuple(key for key in is_async if not is_async[key])
         together = tuple(key for key in is_async if is_async[key])
         voting: tuple[SourceKey, ...] = tuple(

@@ -29,25 +29,15 @@ _KEYS = ("reward", "token_rewards", "turn_rewards")
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion to score.
+    """A completion to score."""
 
-    Attributes:
-        purpose: the split of the source.
-        item: the item behind the prompt; `item.source` is the label of the source whose rewards are used.
-        completion: text of the policy's last turn, without special tokens.
-        turns: texts of all turns of the policy; more than one only in an episode of several turns.
-        prompt_ids: token ids of the prompt.
-        completion_ids: token ids after the prompt: every turn, and the text that others wrote between turns.
-        finish_reason: why the engine ended the last turn.
-    """
-
-    purpose: Purpose
-    item: Item
-    completion: str
-    turns: tuple[str, ...]
+    purpose: Purpose  # the split of the source
+    item: Item  # behind the prompt; `item.source` is the label of the source whose rewards are used
+    completion: str  # text of the policy's last turn, without special tokens
+    turns: tuple[str, ...]  # texts of all turns of the policy; more than one only in an episode of several turns
     prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    completion_ids: tuple[int, ...]  # after the prompt: every turn, and the text that others wrote between turns
+    finish_reason: FinishReason  # of the last turn
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,21 +55,13 @@ class FinalAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of a completion.
+    """The reward of a completion."""
 
-    Attributes:
-        reward: the weighted sum of the parts.
-        parts: the value of each part before the weight, by label.
-        token_rewards: the share of the reward that each of `completion_ids` earned; None if no part has such shares.
-        turn_rewards: the share of the reward that each of `turns` earned; None if no part has such shares.
-        answer: the final answer, for majority votes; None if it was not asked for, or there is none.
-    """
-
-    reward: float
-    parts: dict[str, float]
-    token_rewards: tuple[float, ...] | None = None
-    turn_rewards: tuple[float, ...] | None = None
-    answer: str | None = None
+    reward: float  # the weighted sum of the parts
+    parts: dict[str, float]  # the value of each part before the weight, by label
+    token_rewards: tuple[float, ...] | None = None  # each of `completion_ids` earned this share; None: no part says so
+    turn_rewards: tuple[float, ...] | None = None  # each of `turns` earned this share; None: no part says so
+    answer: str | None = None  # the final answer, for majority votes; None if it was not asked for, or there is none
 
 
 class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,9 @@
     sample ─► a session of the chat endpoint ─► function(base_url=..., api_key=..., ...) ─► turns and a reward
            ─► a trajectory for each conversation of the session, all with this reward
 
-The episode waits for the function at most `rollout.episode.timeout_s`. Plain functions run in a thread for each
-session; async functions share an event loop on another thread. So an agent that computes or blocks delays neither
-heartbeats nor the engine. A thread cannot be killed: after a timeout the session's key is refused, so the agent's next
-call fails, and a thread that never ends blocks no other session. Agents share the worker's interpreter lock, so at most
+Plain functions run in a thread for each session, async functions on an event loop of another thread, so an agent that
+blocks delays neither heartbeats nor the engine. A thread cannot be killed: after `rollout.episode.timeout_s` the
+session's key is refused, so the agent's next call fails. Agents share the worker's interpreter lock, so at most
 `rollout.episode.num_agents` run at a time; the timeout of the others has not started.
 """
 
@@ -17,7 +16,6 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -32,6 +30,7 @@ from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, Trajectory
+from areal_rloo.waiting import on_daemon_thread
 
 _JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
 
@@ -176,17 +175,13 @@ class _AgentLoop:
 
 
 def _in_thread(function: Callable[..., object], arguments: dict[str, object]) -> asyncio.Future[object]:
-    value: Future[object] = Future()
-    value.set_running_or_notify_cancel()  # now the waiting side cannot cancel the future that the thread will set
-
-    def call() -> None:
+    def call() -> object:
         try:
-            value.set_result(function(**arguments))
+            return function(**arguments)
         except BaseException as error:  # noqa: BLE001 - the user's code; its `sys.exit` drops only this sample
-            value.set_result(_Crash(described(error)))
+            return _Crash(described(error))
 
-    threading.Thread(target=call, name="agent", daemon=True).start()
-    return asyncio.wrap_future(value)
+    return asyncio.wrap_future(on_daemon_thread(call, name="agent"))
 
 
 async def _value_of_coroutine(function: Callable[..., Any], arguments: dict[str, object]) -> object:

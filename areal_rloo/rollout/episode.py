@@ -68,7 +68,7 @@ class Episode(Protocol):
     """Turns samples into trajectories. One object serves all samples of a worker, so it must keep no state of a sample.
 
     To use your own episode, name a class in `rollout.episode.type` as `module:Class` or `path/to/file.py:Class`. The
-    class is called with the run's config. If its objects are also async context managers, the worker enters the object
+    class is called with the run's config. If the object is also an async context manager, the worker enters the object
     before the first sample and exits after the last.
     """
 

@@ -21,8 +21,7 @@ def make_episode(config: Config) -> Episode:
     """
     path = config.rollout.episode.type
     built_in: dict[str, Callable[[Config], Episode]] = {"multi_turn": MultiTurn, "tool_use": ToolUse, "agent": Agent}
-    if path == "single_turn":
-        return SingleTurn()
+    built_in["single_turn"] = lambda _: SingleTurn()
     if path in built_in:
         return built_in[path](config)
     made = import_function("rollout.episode.type", path)

@@ -4,13 +4,10 @@
                                                           └─ no: the ids of a new prompt
              ─► engine ─► the completion is appended to the conversation ─► message
 
-A session remembers the place where each turn ended: all messages up to and including the turn, and their ids. A request
-whose messages begin with the messages of a place continues the ids of the place; nothing is tokenized twice. The first
-request that continues a place extends the place's conversation. Every further request, parallel or later, starts a new
-conversation with these ids as the prompt. So every token is trained on once, even if an agent branches. An agent that
-rewrites its history has several conversations. All conversations get the session's reward.
-
-Parallel requests of a session wait for the engine; nothing else waits. Use a session on one event loop.
+A session remembers the place where each turn ended: all messages up to and including the turn, and their ids. The first
+request whose messages begin with those of a place extends the place's conversation. Every further request, parallel or
+later, starts a new conversation with these ids as the prompt, so every token is trained on once. All conversations get
+the session's reward. Parallel requests wait for the engine; nothing else waits. Use a session on one event loop.
 """
 
 from __future__ import annotations

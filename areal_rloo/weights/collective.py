@@ -2,12 +2,10 @@
 
 The sender is rank 0. The workers present form an epoch: a separate process group over a separate store. When the
 set of workers changes, or a broadcast fails, the next broadcast begins a new epoch. Closing a store releases every rank
-that still waits there for a rank that will not come. Groups are made directly, not through the process-wide default
-group, so they collide with no other group.
+that still waits there. Groups are made directly, so they collide with no other group of the process.
 
-A worker is a single rank, the `CollectiveReader` of its process; if an SGLang server takes the weights itself, the
-worker is as many ranks as the server has. Such a server meets the others through torch's `_new_process_group_helper`,
-so `_group` looks for them in the store under the names that function uses.
+A worker is a single rank, the `CollectiveReader` of its process, or as many ranks as its SGLang server has. Such a
+server meets the others through torch's `_new_process_group_helper`, so `_group` uses the names of that function.
 
 Meeting and broadcasting block, so they run on daemon threads: a hung collective ends by a timeout, and must not
 hold up the end of the process.
@@ -16,10 +14,8 @@ hold up the end of the process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from areal_rloo.errors import WeightsError, first_line
-from areal_rloo.waiting import wait_until
+from areal_rloo.waiting import on_daemon_thread, wait_until
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
 
 if TYPE_CHECKING:
@@ -186,34 +182,8 @@ class CollectiveReader:
 
 
 async def _on_daemon_thread(work: Callable[[], T]) -> T:
-    """Await the result of a function that runs on a daemon thread.
-
-    The threads of `asyncio.to_thread` are no daemons: the process would not end before they do. The thread frees the
-    frames of failed work before it ends: they hold the group and the store, and the other ranks wait until these close.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return  # cancelled meanwhile
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result = error = frames = None
-        try:
-            result = work()
-        except BaseException as raised:  # noqa: BLE001 - raised again where the result is awaited
-            frames, error = raised.__traceback__, raised.with_traceback(None)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits the result
-            loop.call_soon_threadsafe(settle, result, error)
-        del frames
-
-    threading.Thread(target=run, name="collective", daemon=True).start()
-    return await done
+    """Await the result of a function. The threads of `asyncio.to_thread` would hold up the end of the process."""
+    return await asyncio.wrap_future(on_daemon_thread(work, name="collective"))
 
 
 def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
