@@ -73,7 +73,7 @@ class Broadcaster:
         self._transport = transport
         self._timeout_s = timeout_s
         self._members: dict[str, _Member] = {}
-        self._newest: _Version | None = None
+        self._newest = _Version(-1, ())  # nothing is published yet
         self._sending: _Version | None = None
         self._pending: set[str] = set()  # workers with an open offer of `_sending`
         self._changed = asyncio.Event()
@@ -87,7 +87,7 @@ class Broadcaster:
     def publish(self, policy_version: int, buckets: Sequence[Tensor]) -> None:
         """Make the weights in these staged buckets the newest version. An older waiting version is discarded."""
         replaced, self._newest = self._newest, _Version(policy_version, buckets)
-        if replaced is not None and replaced is not self._sending:
+        if replaced.buckets and replaced is not self._sending:
             self._transport.release(replaced.buckets)
         self._changed.set()
 
@@ -152,7 +152,7 @@ class Broadcaster:
 
     def statistics(self) -> BroadcastStatistics:
         return BroadcastStatistics(
-            newest_version=-1 if self._newest is None else self._newest.policy_version,
+            newest_version=self._newest.policy_version,
             versions={worker_id: member.policy_version for worker_id, member in self._members.items()},
             broadcasts=self._broadcasts,
             failures=self._failures,
@@ -174,7 +174,6 @@ class Broadcaster:
         while True:
             await self._until(self._behind, timeout_s=None)
             version = self._sending = self._newest
-            assert version is not None, "a worker is behind a version, so there is a version"
             await self._broadcast(version, send_notice)
             self._sending = None
             if version is not self._newest:
@@ -231,4 +230,4 @@ class Broadcaster:
         return [name for name, member in members if not member.left_out and member.policy_version < below_version]
 
     def _behind(self) -> list[str]:
-        return self._present(-1 if self._newest is None else self._newest.policy_version)
+        return self._present(below_version=self._newest.policy_version)
