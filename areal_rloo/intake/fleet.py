@@ -1,7 +1,4 @@
-"""The rollout workers as the learner knows them: the samples each holds, the last sign of life, the idle time.
-
-The intake changes the fleet on its event loop. Nothing here waits.
-"""
+"""The rollout workers as the learner knows them: the samples each holds, the last sign of life, the idle time."""
 
 from __future__ import annotations
 
@@ -13,33 +10,18 @@ from areal_rloo.wire.messages import Heartbeat, Hello, Lease, Leases
 
 @dataclass(slots=True)
 class Worker:
-    """A rollout worker that said Hello and is alive.
-
-    Attributes:
-        worker_id: stable over restarts of the process.
-        incarnation: differs at every start of the process.
-        peer: address of the worker on the wire.
-        capacity_samples: number of unfinished samples the worker accepts.
-        last_heard_s: monotonic time of the last Hello or heartbeat.
-        policy_version: version of the weights in the engine; None while the engine starts.
-        held: samples leased to the worker and not returned, evaluation included.
-        held_train: number of train samples in `held`.
-        joined_version: learner version at the Hello; the worker starts no sample with older weights.
-        lease_sequence: number of Leases messages sent since the Hello.
-        idle_s: seconds without work, as the worker reports them.
-        generated_tokens: tokens sampled since the engine started, as the worker reports them.
-    """
+    """A rollout worker that said Hello and is alive. Fields without a comment are those of its last message."""
 
     worker_id: str
     incarnation: str
-    peer: str
+    peer: str  # address of the worker on the wire
     capacity_samples: int
-    last_heard_s: float
+    last_heard_s: float  # monotonic time of the last Hello or heartbeat
     policy_version: int | None
-    held: set[SampleId] = field(default_factory=set)
-    held_train: int = 0
-    joined_version: int = 0
-    lease_sequence: int = 0
+    joined_version: int  # of the learner at the Hello; the worker starts no sample with older weights
+    held: set[SampleId] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
+    held_train: int = 0  # number of train samples in `held`
+    lease_sequence: int = 0  # number of Leases messages sent since the Hello
     idle_s: float = 0.0
     generated_tokens: int = 0
 
@@ -85,11 +67,9 @@ class Fleet:
             lost = self.remove(hello.worker_id)
             worker = None
         if worker is None:
-            worker = Worker(
-                hello.worker_id, hello.incarnation, peer, hello.capacity_samples, now_s, hello.policy_version
-            )
-            worker.joined_version = policy_version
-            self.alive[hello.worker_id] = worker
+            name, capacity, version = hello.worker_id, hello.capacity_samples, hello.policy_version
+            worker = Worker(name, hello.incarnation, peer, capacity, now_s, version, joined_version=policy_version)
+            self.alive[name] = worker
         for sample_id in worker.held - set(hello.held):
             worker.release(sample_id)
             lost.add(sample_id)

@@ -3,8 +3,3 @@
 `messages` is the whole protocol. `codec` turns messages into frames and back, `columns` the trajectories. `channels`
 has the two ends as asyncio sockets. `security` makes and loads CURVE keys.
 """
-
-from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel, WorkerChannel
-from areal_rloo.wire.columns import Limits
-
-__all__ = ["ChannelStatistics", "LearnerChannel", "Limits", "WorkerChannel"]

@@ -70,23 +70,20 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
     if isinstance(header, _BatchHeader):
         trajectories = decode_columns(header.trajectories, frames[1:], limits)
         return TrajectoryBatch(header.worker_id, header.batch_id, trajectories)
-    _require(len(frames) == 1, "message", f"expected 1 frame, got {len(frames)}")
     return header  # type: ignore[no-any-return]
 
 
 def decode_learner(frames: Sequence[Frame], limits: Limits) -> LearnerMessage:
     """Decode a message of the learner; raises as `decode_worker` does."""
-    header = _header(frames, limits, _learner_decoder)
-    _require(len(frames) == 1, "message", f"expected 1 frame, got {len(frames)}")
-    return header  # type: ignore[no-any-return]
+    return _header(frames, limits, _learner_decoder)  # type: ignore[no-any-return]
 
 
-def _header(frames: Sequence[Frame], limits: Limits, decoder: Any) -> Any:
-    size = sum(len(frame) for frame in frames)
-    _require(len(frames) > 0, "message", "no frame")
-    _require(
-        size <= limits.max_message_bytes, "message", f"expected at most {limits.max_message_bytes} bytes, got {size}"
-    )
+def _header(frames: Sequence[Frame], limits: Limits, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    size = sum(map(len, frames))
+    if size > limits.max_message_bytes:
+        raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {size}")
+    if not frames:
+        raise DecodeError("message: no frame")
     try:
         version, body = _version_decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -97,11 +94,9 @@ def _header(frames: Sequence[Frame], limits: Limits, decoder: Any) -> Any:
             "run the same areal_rloo version on every node"
         )
     try:
-        return decoder.decode(body)
+        header = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DecodeError(f"message: {error}") from error
-
-
-def _require(condition: bool, field: str, detail: str) -> None:
-    if not condition:
-        raise DecodeError(f"{field}: {detail}")
+    if len(frames) > 1 and not isinstance(header, _BatchHeader):
+        raise DecodeError(f"message: expected 1 frame, got {len(frames)}")
+    return header

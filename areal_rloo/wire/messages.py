@@ -30,23 +30,14 @@ WIRE_VERSION = 4
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """The right and duty to generate `sample_indices` of a group, granted by the learner's intake to a worker.
-
-    Attributes:
-        group_id: names the group, and says whether it is for training or evaluation.
-        sample_indices: which samples of the group: all at first, the missing ones after a loss.
-        prompt_tokens: token ids of the prompt.
-        item: the item behind the prompt, as rewards need it.
-        min_version: oldest policy version that may start the generation.
-        seed: seeds sample i of the group with `seed + i`.
-    """
+    """The right and duty to generate `sample_indices` of a group, granted by the learner's intake to a worker."""
 
     group_id: int
-    sample_indices: tuple[int, ...]
+    sample_indices: tuple[int, ...]  # all at first, the missing ones after a loss
     prompt_tokens: tuple[int, ...]
-    item: Item
-    min_version: int
-    seed: int
+    item: Item  # as rewards need it
+    min_version: int  # oldest policy version that may start the generation
+    seed: int  # sample i has seed + i
 
     @property
     def purpose(self) -> Purpose:
@@ -54,37 +45,22 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Worker to learner, at every start and reconnection.
+    """Worker to learner, at every start and reconnection."""
 
-    Attributes:
-        worker_id: stable over restarts of the worker, e.g. `rollout-0`.
-        incarnation: differs at every start of the process.
-        capacity_samples: number of unfinished samples the worker accepts, train and eval together.
-        policy_version: version of the weights in the engine; None while the engine starts.
-        held: running or unacknowledged samples; all other samples leased to this worker are lost.
-    """
-
-    worker_id: str
-    incarnation: str
-    capacity_samples: int
-    policy_version: int | None
-    held: tuple[SampleId, ...]
+    worker_id: str  # stable over restarts of the worker, e.g. `rollout-0`
+    incarnation: str  # differs at every start of the process
+    capacity_samples: int  # unfinished samples the worker accepts, train and eval together
+    policy_version: int | None  # of the weights in the engine; None while the engine starts
+    held: tuple[SampleId, ...]  # running or unacknowledged; all other samples leased to this worker are lost
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Worker to learner, every `wire.heartbeat_s`.
-
-    Attributes:
-        worker_id: of the sender.
-        policy_version: as in Hello.
-        idle_s: seconds without work since the engine started.
-        generated_tokens: tokens sampled since the engine started.
-    """
+    """Worker to learner, every `wire.heartbeat_s`."""
 
     worker_id: str
-    policy_version: int | None
-    idle_s: float
-    generated_tokens: int
+    policy_version: int | None  # as in Hello
+    idle_s: float  # without work since the engine started
+    generated_tokens: int  # sampled since the engine started
 
 
 class TrajectoryBatch(msgspec.Struct, frozen=True):
