@@ -42,12 +42,8 @@ def must_wait(*, policy_version: int, groups_per_step: int, deadlines_left: Sequ
     """Return True if consuming a batch now would leave a group that cannot be trained by the group's deadline.
 
     After the step at version v, the groups with deadline at most d must fit into the d - v steps before version d + 1.
-    Earliest-deadline-first scheduling is feasible if and only if this holds for every d.
-
-    Args:
-        policy_version: v, the version whose step is about to consume a batch.
-        groups_per_step: B.
-        deadlines_left: the deadlines of every admitted group that would stay behind, in flight or complete.
+    Earliest-deadline-first scheduling is feasible if and only if this holds for every d. `deadlines_left` has the
+    deadline of every admitted group that would stay behind, in flight or complete.
     """
     for num_due, due in enumerate(sorted(deadlines_left), start=1):
         if num_due > max(0, due - policy_version) * groups_per_step:

@@ -33,9 +33,6 @@ class Buffer:
     ) -> None:
         """
         Args:
-            ledger: source of the groups.
-            algorithm: group size, staleness, and the filters.
-            groups_per_step: groups of a batch.
             give_back: called with epoch and item index of a prompt to lease again.
             group_filter: returns False for a group to drop (user code, called on the intake's thread).
         """
@@ -65,9 +62,10 @@ class Buffer:
         elif self._group_filter is not None:
             self._filter(group, self._group_filter)
 
-    def num_ready(self) -> int:
-        """Count the complete groups that wait for a train step."""
-        return len(self._ready())
+    def ready(self) -> list[LedgerGroup]:
+        """List the complete groups that wait for a train step, earliest deadline first."""
+        ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]
+        return sorted(ready, key=lambda group: (group.deadline, group.group_id))
 
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.
@@ -77,37 +75,34 @@ class Buffer:
             last: True if no group will be admitted any more; a smaller batch is better than none then.
         """
         if self._algorithm.stale_tokens == "drop":
-            for group in self._ready():
+            for group in self.ready():
                 self._drop_stale(group, policy_version)
-        ready = self._ready()
+        ready = self.ready()
         wanted = self._groups_per_step
         if last and len(ready) == len(self._ledger.groups):
             wanted = min(wanted, len(ready))
         if wanted == 0 or len(ready) < wanted:
             return None
         chosen = ready[:wanted]
-        if self._algorithm.stale_tokens == "wait":
-            left = self._ledger.groups.keys() - {group.group_id for group in chosen}
-            deadlines = [self._ledger.groups[group_id].deadline for group_id in left]
-            if must_wait(
-                policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=deadlines
-            ):
-                return None
-        self._taken = {group.group_id for group in chosen}
+        taken = {group.group_id for group in chosen}
+        left = [group.deadline for group_id, group in self._ledger.groups.items() if group_id not in taken]
+        if self._algorithm.stale_tokens == "wait" and must_wait(
+            policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=left
+        ):
+            return None
+        self._taken = taken
         # By group id: the batch must not depend on the order of arrival.
         return [group.group for group in sorted(chosen, key=lambda g: g.group_id)]
 
     def trained(self) -> None:
         """Record that the batch taken last was trained on."""
-        for group_id in self._taken:
-            self._ledger.train_group(group_id)
-        self._taken = set()
+        while self._taken:
+            self._ledger.train_group(self._taken.pop())
 
     def refused(self, reason: str) -> None:
         """Drop the batch taken last."""
-        for group_id in self._taken:
-            self._ledger.drop_group(group_id, reason)
-        self._taken = set()
+        while self._taken:
+            self._ledger.drop_group(self._taken.pop(), reason)
 
     def _filter(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> None:
         try:
@@ -123,10 +118,6 @@ class Buffer:
         self._filter_errors_in_a_row = 0
         if not keep:
             self._ledger.drop_group(group.group_id, "group_filter")
-
-    def _ready(self) -> list[LedgerGroup]:
-        ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]
-        return sorted(ready, key=lambda group: (group.deadline, group.group_id))
 
     def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
         for trajectory in group.group.trajectories:

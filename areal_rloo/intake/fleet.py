@@ -22,8 +22,6 @@ class Worker:
     held: set[SampleId] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
     held_train: int = 0  # number of train samples in `held`
     lease_sequence: int = 0  # number of Leases messages sent since the Hello
-    idle_s: float = 0.0
-    generated_tokens: int = 0
 
     @property
     def free_samples(self) -> int:
@@ -46,13 +44,12 @@ class Worker:
 
 
 class Fleet:
-    """All workers that said Hello and were heard since. Totals include departed workers."""
+    """All workers that said Hello and were heard since; the heartbeats of departed workers, too."""
 
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
-        self._met: set[str] = set()
-        self._idle_before_s = 0.0
-        self._generated_before = 0
+        self.met: set[str] = set()  # peers that ever said Hello, even if the worker was removed since
+        self.heartbeats: dict[tuple[str, str], Heartbeat] = {}  # the last of each incarnation of each worker
 
     def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> tuple[Worker, set[SampleId]]:
         """Register a worker.
@@ -60,13 +57,11 @@ class Fleet:
         Returns:
             The worker, and the samples leased to it and missing in its Hello.
         """
-        self._met.add(peer)
+        self.met.add(peer)
         worker = self.alive.get(hello.worker_id)
         lost: set[SampleId] = set()
-        if worker is not None and worker.incarnation != hello.incarnation:
-            lost = self.remove(hello.worker_id)
-            worker = None
-        if worker is None:
+        if worker is None or worker.incarnation != hello.incarnation:
+            lost = worker.held if worker is not None else lost
             name, capacity, version = hello.worker_id, hello.capacity_samples, hello.policy_version
             worker = Worker(name, hello.incarnation, peer, capacity, now_s, version, joined_version=policy_version)
             self.alive[name] = worker
@@ -77,37 +72,15 @@ class Fleet:
         worker.policy_version = hello.policy_version
         return worker, lost
 
-    def has_met(self, peer: str) -> bool:
-        """Return True if this peer ever said Hello, even if the worker was removed since."""
-        return peer in self._met
-
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Worker | None:
         """Record a heartbeat; returns None if the worker must say Hello first."""
         worker = self.alive.get(heartbeat.worker_id)
         if worker is not None:
-            worker.last_heard_s = now_s
-            worker.policy_version = heartbeat.policy_version
-            worker.idle_s = heartbeat.idle_s
-            worker.generated_tokens = heartbeat.generated_tokens
+            worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
+            self.heartbeats[worker.worker_id, worker.incarnation] = heartbeat
         return worker
 
-    def remove(self, worker_id: str) -> set[SampleId]:
-        """Forget a departed worker; returns the samples the worker held."""
-        worker = self.alive.pop(worker_id)
-        self._idle_before_s += worker.idle_s
-        self._generated_before += worker.generated_tokens
-        return worker.held
-
-    def silent(self, now_s: float, timeout_s: float) -> list[str]:
-        """List the workers not heard for longer than the timeout."""
-        return [w.worker_id for w in self.alive.values() if now_s - w.last_heard_s > timeout_s]
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds without work, summed over workers and incarnations."""
-        return self._idle_before_s + sum(worker.idle_s for worker in self.alive.values())
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens sampled, summed over workers and incarnations."""
-        return self._generated_before + sum(worker.generated_tokens for worker in self.alive.values())
+    def release(self, worker_id: str, sample_id: SampleId) -> None:
+        """Record that a worker, if it is still alive, holds this sample no more."""
+        if (worker := self.alive.get(worker_id)) is not None:
+            worker.release(sample_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from areal_rloo.config import Config
 from areal_rloo.errors import RewardError
@@ -41,6 +41,11 @@ from areal_rloo.wire.messages import (
     WorkerMessage,
 )
 
+if TYPE_CHECKING:  # imports torch
+    from torch import Tensor
+
+    from areal_rloo.weights.broadcast import Broadcaster
+
 logger = get_logger(__name__)
 
 
@@ -49,28 +54,6 @@ class Outgoing(NamedTuple):
 
     peer: str
     message: LearnerMessage
-
-
-class Versions(Protocol):
-    """Which worker runs which weights; implemented by `areal_rloo.weights.broadcast.Broadcaster`. No method waits."""
-
-    def publish(self, policy_version: int, buckets: Sequence[Any]) -> None:
-        """Make the weights in these buckets the newest version."""
-
-    def join(self, worker_id: str, policy_version: int | None) -> None:
-        """Add a worker, or record that the engine restarted."""
-
-    def heard(self, worker_id: str, policy_version: int | None) -> None:
-        """Record a sign of life."""
-
-    def leave(self, worker_id: str) -> None:
-        """Forget a worker."""
-
-    def acknowledge(self, worker_id: str, policy_version: int, received_checksum: int) -> None:
-        """Record that a worker runs this version."""
-
-    def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
-        """Record that a worker did not receive this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +78,14 @@ class Intake:
         ledger: Ledger,
         stream: PromptStream,
         evaluation: Evaluation,
-        versions: Versions,
+        versions: Broadcaster,
         policy_version: int,
         group_filter: Callable[[Group], bool] | None = None,
         num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
-            config: of the run.
             ledger: empty, or restored from a checkpoint.
-            stream: prompts to lease.
-            evaluation: held-out prompts to lease.
             versions: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
             group_filter: returns False for a group to drop (user code).
@@ -131,15 +111,10 @@ class Intake:
             give_back=stream.give_back,
             group_filter=group_filter,
         )
-        self._leasing = Leasing(
-            config,
-            ledger=ledger,
-            buffer=self._buffer,
-            stream=stream,
-            evaluation=evaluation,
-            last_version=config.learner.num_train_steps,
-        )
-        self._refuse_restored_too_long()
+        self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
+        for group_id, group in list(ledger.groups.items()):  # the run before may have had longer rows
+            for sample_index, sample in list(group.samples.items()):
+                self._refuse_if_too_long((group_id, sample_index), sample.trajectories)
 
     # -- messages of the workers ---------------------------------------------------------------------------------------
 
@@ -149,9 +124,10 @@ class Intake:
         Raises:
             UserError: too many completions got no reward.
         """
+        replies: list[Outgoing] = []
         match message:
-            case TrajectoryBatch() | SampleFailed() if not self.fleet.has_met(peer):
-                replies = []  # leased by an earlier learner: the group id may name another prompt now
+            case TrajectoryBatch() | SampleFailed() if peer not in self.fleet.met:
+                pass  # leased by an earlier learner: the group id may name another prompt now
             case TrajectoryBatch():
                 self._finish(message)
                 replies = [Outgoing(peer, TrajectoryAck((message.batch_id,)))]
@@ -160,30 +136,24 @@ class Intake:
             case Hello():
                 replies = [Outgoing(peer, reply) for reply in self._welcome(peer, message, now_s)]
             case SampleFailed():
-                replies = []
                 self._fail(message)
             case WeightsReceived():
-                replies = []
                 self._versions.acknowledge(message.worker_id, message.policy_version, message.checksum)
             case WeightsFailed():
-                replies = []
                 self._versions.fail(message.worker_id, message.policy_version, message.detail)
-            case Goodbye():
-                replies = []
-                if message.worker_id in self.fleet.alive:
-                    logger.info("%s says goodbye", message.worker_id)
-                    self._remove(message.worker_id)
+            case Goodbye() if message.worker_id in self.fleet.alive:
+                logger.info("%s says goodbye", message.worker_id)
+                self._remove(message.worker_id)
         return replies + self.grants()
 
     def remove_silent(self, now_s: float) -> list[Outgoing]:
         """Treat workers without a recent heartbeat as dead, and lease their unfinished samples again."""
-        for worker_id in self.fleet.silent(now_s, self._heartbeat_timeout_s):
-            logger.warning(
-                "no heartbeat from %s for %.1f s: its unfinished samples are leased again",
-                worker_id,
-                self._heartbeat_timeout_s,
-            )
-            self._remove(worker_id)
+        timeout_s = self._heartbeat_timeout_s
+        for worker in list(self.fleet.alive.values()):
+            if now_s - worker.last_heard_s > timeout_s:
+                text = "no heartbeat from %s for %.1f s: its unfinished samples are leased again"
+                logger.warning(text, worker.worker_id, timeout_s)
+                self._remove(worker.worker_id)
         return self.grants()
 
     def grants(self) -> list[Outgoing]:
@@ -199,24 +169,19 @@ class Intake:
         """Take the batch of the step at the current version; None while the batch is not complete."""
         if self.draining:
             return None
-        return self._buffer.take(self._policy_version, last=self._leasing.exhausted)
+        return self._buffer.take(self._policy_version, last=self.stream.exhausted)
 
     @property
     def no_more_batches(self) -> bool:
         """True if no batch will ever come: a drain has begun, or all prompts are used up."""
-        return self.draining or (self.exhausted and not self.ledger.groups)
+        return self.draining or (self.stream.exhausted and not self.ledger.groups)
 
-    @property
-    def exhausted(self) -> bool:
-        """True if the prompt stream has ended."""
-        return self._leasing.exhausted
-
-    def commit(self, policy_version: int, buckets: Sequence[Any], *, evaluate: bool) -> list[Outgoing]:
+    def commit(self, policy_version: int, buckets: Sequence[Tensor], *, evaluate: bool) -> list[Outgoing]:
         """Make a version current: publish the weights, count the batch taken last as trained, move admission on.
 
         Args:
             policy_version: of the weights.
-            buckets: the weights, as `Versions.publish` takes them.
+            buckets: the weights, as `Broadcaster.publish` takes them.
             evaluate: whether to evaluate this version.
         """
         self._versions.publish(policy_version, buckets)
@@ -240,11 +205,12 @@ class Intake:
         return [Outgoing(worker.peer, Drain()) for worker in self.fleet.alive.values()]
 
     def statistics(self) -> IntakeStatistics:
+        heartbeats = self.fleet.heartbeats.values()
         return IntakeStatistics(
             ledger=self.ledger.counts(),
             num_workers=len(self.fleet.alive),
-            rollout_idle_s=self.fleet.idle_s,
-            generated_tokens=self.fleet.generated_tokens,
+            rollout_idle_s=sum(heartbeat.idle_s for heartbeat in heartbeats),
+            generated_tokens=sum(heartbeat.generated_tokens for heartbeat in heartbeats),
             filtered_prompts=self.stream.num_filtered,
             truncated_prompts=self._num_truncated(),
         )
@@ -258,7 +224,7 @@ class Intake:
         ]
         dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
         return (
-            f"{self._buffer.num_ready()} groups ready; samples dropped so far: {dropped or 'none'}; "
+            f"{len(self._buffer.ready())} groups ready; samples dropped so far: {dropped or 'none'}; "
             f"{'; '.join(workers) or 'no rollout worker is connected'}"
         )
 
@@ -266,16 +232,14 @@ class Intake:
 
     def _finish(self, batch: TrajectoryBatch) -> None:
         """Record finished samples, each with all trajectories."""
-        worker = self.fleet.alive.get(batch.worker_id)
         samples = by_sample(batch.trajectories)
         self._failures.scored(len(samples))
         for sample_id, trajectories in samples.items():
-            if worker is not None:
-                worker.release(sample_id)
+            self.fleet.release(batch.worker_id, sample_id)
             if purpose_of(sample_id[0]) == "eval":
                 self.evaluation.finish(trajectories)
-            elif self._is_too_long(trajectories):
-                self._refuse_too_long(sample_id, trajectories)
+            elif self._refuse_if_too_long(sample_id, trajectories):
+                pass
             elif (group := self.ledger.finish(trajectories)) is not None:
                 self._buffer.settle(group)
 
@@ -284,33 +248,23 @@ class Intake:
         sample_id = (message.group_id, message.sample_index)
         error = RewardError(message.reason, message.detail)
         logger.warning("drop sample %s: %s: %s", sample_id, error.reason, error.summary)
-        if (worker := self.fleet.alive.get(message.worker_id)) is not None:
-            worker.release(sample_id)
+        self.fleet.release(message.worker_id, sample_id)
         if purpose_of(message.group_id) == "eval":
             self.evaluation.fail(sample_id)
         else:
-            detail = message.detail
-            if message.completion:
-                detail += f"\ncompletion: {message.completion}"
-            self._leasing.drop(sample_id, message.reason, detail=detail)
+            completion = f"\ncompletion: {message.completion}" if message.completion else ""
+            self._leasing.drop(sample_id, message.reason, detail=message.detail + completion)
         self._failures.failed(error)
 
-    def _is_too_long(self, trajectories: Iterable[Trajectory]) -> bool:
-        """True if no row of the learner holds one of these trajectories. The last token of a row predicts nothing."""
-        return max((trajectory.num_tokens for trajectory in trajectories), default=0) - 1 > self._max_tokens
-
-    def _refuse_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> None:
-        num_tokens = max(trajectory.num_tokens for trajectory in trajectories)
+    def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
+        """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
+        num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
+        if num_tokens - 1 <= self._max_tokens:  # the last token of a row predicts nothing
+            return False
         detail = f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self._max_tokens}"
         logger.error("%s: drop the sample; raise that option, or shorten prompts and completions", detail)
         self._leasing.drop(sample_id, "too_long", detail=detail)
-
-    def _refuse_restored_too_long(self) -> None:
-        """Drop restored samples beyond the row length: the run before may have had longer rows."""
-        for group_id, group in list(self.ledger.groups.items()):
-            for sample_index, sample in list(group.samples.items()):
-                if self._is_too_long(sample.trajectories):
-                    self._refuse_too_long((group_id, sample_index), sample.trajectories)
+        return True
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -323,8 +277,7 @@ class Intake:
         self._leasing.lose(lost)
         self._versions.join(hello.worker_id, hello.policy_version)
         replies: list[LearnerMessage] = [Welcome(self._learner_id, self._policy_version)]
-        unknown = tuple(sample_id for sample_id in hello.held if sample_id not in worker.held)
-        if unknown:
+        if unknown := tuple(sample_id for sample_id in hello.held if sample_id not in worker.held):
             replies.append(Abort(unknown))
         if self._stopping:
             replies.append(Drain())  # this worker came after the others were told
@@ -338,5 +291,5 @@ class Intake:
         return HeartbeatReply(self._learner_id, self._policy_version, sequence)
 
     def _remove(self, worker_id: str) -> None:
-        self._leasing.lose(self.fleet.remove(worker_id))
+        self._leasing.lose(self.fleet.alive.pop(worker_id).held)
         self._versions.leave(worker_id)

@@ -104,19 +104,16 @@ class Ledger:
         self.groups: dict[int, LedgerGroup] = {}
         self.admitted_groups = 0
         self.dropped_groups = 0
-        self._next_group_id = 0
         self._admitted = 0
         self._trained = 0
-        self._buffered = 0
         self._dropped: Counter[str] = Counter()
         self._drops: deque[Drop] = deque(maxlen=_MOST_DROPS)
 
     def admit(self, prompt: Prompt, *, group_size: int, admission_version: int, deadline: int) -> LedgerGroup:
         """Add a group, with all samples in flight and not leased."""
-        group = LedgerGroup(self._next_group_id, prompt, admission_version, deadline)
-        group.samples = {index: _Sample() for index in range(group_size)}
+        samples = {index: _Sample() for index in range(group_size)}
+        group = LedgerGroup(self.admitted_groups, prompt, admission_version, deadline, samples)
         self.groups[group.group_id] = group
-        self._next_group_id += 1
         self.admitted_groups += 1
         self._admitted += group_size
         return group
@@ -128,12 +125,6 @@ class Ledger:
         sample.worker_id = worker_id
         sample.num_leases += 1
 
-    def num_leases(self, sample_id: SampleId) -> int:
-        """Count the leases of a live sample."""
-        sample = self._live(sample_id)
-        assert sample is not None, f"sample {sample_id} is not live"
-        return sample.num_leases
-
     def finish(self, trajectories: Sequence[Trajectory]) -> LedgerGroup | None:
         """Record all trajectories of a sample, from any worker; returns None for a repeat or a sample not live."""
         sample = self._live(trajectories[0].sample_id)
@@ -141,16 +132,19 @@ class Ledger:
             return None
         sample.trajectories = tuple(trajectories)
         sample.worker_id = None
-        self._buffered += 1
         return self.groups[trajectories[0].group_id]
 
-    def lose(self, sample_id: SampleId) -> bool:
-        """Return a leased sample to those that wait for a lease; returns False for a sample not in flight."""
+    def lose(self, sample_id: SampleId) -> int:
+        """Return a leased sample to those that wait for a lease.
+
+        Returns:
+            The number of leases of the sample so far; 0 for a sample not in flight.
+        """
         sample = self._live(sample_id)
         if sample is None or sample.trajectories:
-            return False
+            return 0
         sample.worker_id = None
-        return True
+        return sample.num_leases
 
     def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> bool:
         """Drop a sample; returns False for a sample that is not live."""
@@ -160,7 +154,6 @@ class Ledger:
         group = self.groups[sample_id[0]]
         del group.samples[sample_id[1]]
         self._drops.append(Drop(*sample_id, group.prompt, sample.trajectories, reason, detail))
-        self._buffered -= bool(sample.trajectories)
         self._dropped[reason] += 1
         return True
 
@@ -176,7 +169,6 @@ class Ledger:
         group = self.groups.pop(group_id)
         assert group.complete, f"group {group_id} was trained on incomplete"
         self._trained += len(group.samples)
-        self._buffered -= len(group.samples)
 
     def take_drops(self) -> list[Drop]:
         """Return the samples dropped since the last call, at most the newest 256."""
@@ -192,14 +184,13 @@ class Ledger:
                 yield group, indices
 
     def counts(self) -> LedgerCounts:
+        is_here = [bool(sample.trajectories) for group in self.groups.values() for sample in group.samples.values()]
         return LedgerCounts(
             admitted=self._admitted,
             trained=self._trained,
             dropped=dict(self._dropped),
-            buffered=self._buffered,
-            in_flight=sum(
-                not sample.trajectories for group in self.groups.values() for sample in group.samples.values()
-            ),
+            buffered=is_here.count(True),
+            in_flight=is_here.count(False),
         )
 
     def state(self) -> LedgerState:
@@ -214,15 +205,8 @@ class Ledger:
             )
             for group in self.groups.values()
         ]
-        return LedgerState(
-            self._next_group_id,
-            self.admitted_groups,
-            self.dropped_groups,
-            self._admitted,
-            self._trained,
-            dict(self._dropped),
-            groups,
-        )
+        num = self.admitted_groups  # the next group id, too
+        return LedgerState(num, num, self.dropped_groups, self._admitted, self._trained, dict(self._dropped), groups)
 
     @classmethod
     def restored(
@@ -236,17 +220,15 @@ class Ledger:
             trajectories: of the buffered samples.
         """
         ledger = cls()
-        ledger._next_group_id = state.next_group_id
         ledger.admitted_groups, ledger.dropped_groups = state.admitted_groups, state.dropped_groups
         ledger._admitted, ledger._trained = state.admitted, state.trained
         ledger._dropped = Counter(state.dropped)
         for saved in state.groups:
-            group = LedgerGroup(saved.group_id, prompts[saved.group_id], saved.admission_version, saved.deadline)
+            name = saved.group_id
+            ledger.groups[name] = group = LedgerGroup(name, prompts[name], saved.admission_version, saved.deadline)
             for sample in saved.samples:
-                done = trajectories[(saved.group_id, sample.sample_index)] if sample.buffered else ()
+                done = trajectories[(name, sample.sample_index)] if sample.buffered else ()
                 group.samples[sample.sample_index] = _Sample(None, sample.num_leases, done)
-                ledger._buffered += sample.buffered
-            ledger.groups[saved.group_id] = group
         return ledger
 
     def _live(self, sample_id: SampleId) -> _Sample | None:

@@ -61,10 +61,11 @@ class PromptStream:
             for index, source in enumerate(sources)
         ]
         self._num_items = sum(len(source.items) for source in sources)
+        self._described = [source.description for source in self._sources]
         self._tokenize = tokenize
         self._num_epochs = num_epochs
         self._returned: list[tuple[int, int]] = []
-        self._num_filtered = 0
+        self.num_filtered = 0  # prompts left out for their length, since the start
 
     def take(self) -> Prompt | None:
         """Return the next prompt; None after the last epoch.
@@ -79,14 +80,13 @@ class PromptStream:
         last = [source.num_taken + 2 * len(source.items) for source in self._sources]
         while any(source.num_taken < end for source, end in zip(self._sources, last, strict=True)):
             if self._ended():
-                if self._num_filtered < sum(source.num_taken for source in self._sources):
+                if self.num_filtered < sum(source.num_taken for source in self._sources):
                     return None
                 break
-            place = self._next_source().take()
-            prompt = self._tokenized(*place)
+            prompt = self._tokenized(*self._next_source().take())
             if prompt is not None:
                 return prompt
-            self._num_filtered += 1
+            self.num_filtered += 1
         raise DataError(
             f"data.max_prompt_tokens: none of the {self._num_items} prompts is short enough; raise it, or set "
             "data.overlong_prompts=truncate"
@@ -110,18 +110,13 @@ class PromptStream:
         return prompt
 
     @property
-    def num_returned(self) -> int:
-        """Count the prompts that came back and wait."""
-        return len(self._returned)
-
-    @property
-    def num_filtered(self) -> int:
-        """Count the prompts left out for their length, since the start."""
-        return self._num_filtered
+    def exhausted(self) -> bool:
+        """True if no prompt is left."""
+        return not self._returned and self._ended()
 
     def state(self) -> PromptStreamState:
         taken = [source.num_taken for source in self._sources]
-        return PromptStreamState(self._described(), taken, list(self._returned), self._num_filtered)
+        return PromptStreamState(self._described, taken, list(self._returned), self.num_filtered)
 
     def restore(self, state: PromptStreamState) -> None:
         """Continue from a checkpoint.
@@ -129,17 +124,14 @@ class PromptStream:
         Raises:
             DataError: the checkpoint was made with other sources.
         """
-        if state.sources != self._described():
+        if state.sources != self._described:
             raise DataError(
                 f"data.train: the checkpoint was made with {', '.join(state.sources)}; got "
-                f"{', '.join(self._described())}; resume with the config and the data it was made with"
+                f"{', '.join(self._described)}; resume with the config and the data it was made with"
             )
         for source, taken in zip(self._sources, state.taken, strict=True):
             source.num_taken = taken
-        self._returned, self._num_filtered = list(state.returned), state.num_filtered
-
-    def _described(self) -> list[str]:
-        return [source.description for source in self._sources]
+        self._returned, self.num_filtered = list(state.returned), state.num_filtered
 
     def _ended(self) -> bool:
         return self._num_epochs is not None and all(s.num_passes >= self._num_epochs for s in self._sources)

@@ -13,15 +13,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing, Versions
+from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.messages import WeightsNotice
+
+if TYPE_CHECKING:  # imports torch
+    from torch import Tensor
+
+    from areal_rloo.weights.broadcast import Broadcaster
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -55,11 +60,7 @@ class LoopThread:
 
     def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
         """Start a task on the loop; `on_end` is called there with the ended task."""
-
-        def create() -> None:
-            self._loop.create_task(work).add_done_callback(on_end)
-
-        self.call(create)
+        self.call(lambda: self._loop.create_task(work).add_done_callback(on_end))
 
     def _run_forever(self) -> None:
         while True:
@@ -83,27 +84,14 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Broadcasts(Versions, Protocol):
-    """A broadcaster, as the service uses it."""
-
-    def stage(self) -> Coroutine[Any, Any, Sequence[Any]]:
-        """Return free buckets to gather weights into."""
-
-    def run(self, send_notice: Callable[[str, int, bytes], None]) -> Coroutine[Any, Any, None]:
-        """Send the newest version to every worker behind, until cancelled."""
-
-    def close(self) -> None:
-        """Free everything."""
-
-
 class IntakeService:
     """The intake for the training thread. Every method may be called from any thread."""
 
-    def __init__(self, intake: Intake, broadcaster: Broadcasts, *, heartbeat_s: float) -> None:
+    def __init__(self, intake: Intake, broadcaster: Broadcaster, *, heartbeat_s: float) -> None:
         """
         Args:
             intake: used on the service's loop alone from `start` on.
-            broadcaster: the intake's `Versions`; used on the loop alone, too.
+            broadcaster: the intake's `versions`; used on the loop alone, too.
             heartbeat_s: seconds between two looks for silent workers.
         """
         self._intake = intake
@@ -129,7 +117,7 @@ class IntakeService:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
         return self._run(self._take_batch())
 
-    def commit(self, policy_version: int, fill: Callable[[Sequence[Any]], None], *, evaluate: bool) -> None:
+    def commit(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool) -> None:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
         Args:
@@ -178,7 +166,12 @@ class IntakeService:
 
     def begin_drain(self) -> None:
         """Grant nothing more; safe in a signal handler."""
-        self._thread.soon(self._set_draining)
+
+        def drain() -> None:
+            self._intake.draining = True
+            self._changed.set()
+
+        self._thread.soon(drain)
 
     def stop_workers(self, timeout_s: float) -> None:
         """Tell every worker to drain, and wait for their Goodbye until the timeout. Do not wait after a failure."""
@@ -199,11 +192,9 @@ class IntakeService:
 
     def _act(self, decide: Callable[[], list[Outgoing]]) -> None:
         """Apply a decision of the training thread, and send the resulting messages."""
-
-        async def act() -> None:
-            self._send(decide())
-
-        self._run(act())
+        if self._failure is not None:
+            raise self._failure
+        self.call(lambda: self._send(decide()))
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
@@ -264,10 +255,6 @@ class IntakeService:
             if now_s >= warn_s:  # also if messages keep coming and all groups are dropped
                 warn_s = now_s + _WAIT_LOG_S
                 logger.warning("%.0f s without progress on %s: %s", now_s - began_s, name, self._intake.describe(now_s))
-
-    def _set_draining(self) -> None:
-        self._intake.draining = True
-        self._changed.set()
 
     async def _stop_workers(self, timeout_s: float) -> None:
         self._send(self._intake.stop())

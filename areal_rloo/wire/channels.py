@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Annotated, ClassVar, cast
 
 import msgspec
@@ -26,13 +27,7 @@ from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import (
-    LearnerMessage,
-    Refusal,
-    TrajectoryAck,
-    TrajectoryBatch,
-    WorkerMessage,
-)
+from areal_rloo.wire.messages import LearnerMessage, Refusal, TrajectoryAck, TrajectoryBatch, WorkerMessage
 from areal_rloo.wire.security import CurveKeys
 
 logger = get_logger(__name__)
@@ -42,7 +37,6 @@ _BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
 _BATCH_BYTES = 8 * 2**20  # soft limit of a message
 _MESSAGES_IN_FLIGHT = 16  # not acknowledged; further trajectories wait and leave together
 _BYTES_PER_TOKEN = 8  # a token id and a logprob
-_COUNTED = ("messages_in", "messages_out", "bytes_in", "bytes_out", "refused", "unroutable")
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +44,14 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics_prefix: ClassVar[str] = "wire_"
 
-    messages_in: Annotated[int, Metric("Messages received", kind="counter")]
-    messages_out: Annotated[int, Metric("Messages sent", kind="counter")]
-    bytes_in: Annotated[int, Metric("Bytes received", "bytes", "counter")]
-    bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")]
-    refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))]
-    unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")]
-    unacknowledged: Annotated[int, Metric("Trajectories sent and not acknowledged yet")]
-    resent: Annotated[int, Metric("Batches of trajectories sent again because no ack came", kind="counter")]
+    messages_in: Annotated[int, Metric("Messages received", kind="counter")] = 0
+    messages_out: Annotated[int, Metric("Messages sent", kind="counter")] = 0
+    bytes_in: Annotated[int, Metric("Bytes received", "bytes", "counter")] = 0
+    bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")] = 0
+    refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))] = 0
+    unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
+    unacknowledged: Annotated[int, Metric("Trajectories sent and not acknowledged yet")] = 0
+    resent: Annotated[int, Metric("Batches of trajectories sent again because no ack came", kind="counter")] = 0
 
 
 class LearnerChannel:
@@ -68,7 +62,7 @@ class LearnerChannel:
         self._authenticator = authenticator
         self._limits = limits
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._counts: Counter[str] = Counter()
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     @classmethod
@@ -88,7 +82,7 @@ class LearnerChannel:
         if keys is not None:
             authenticator = AsyncioAuthenticator(context)
             authenticator.start()
-            authenticator.configure_curve_callback("*", _OnlyThis(keys.peer_public))
+            authenticator.configure_curve_callback("*", _admit_only(keys.peer_public))
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         try:
@@ -124,7 +118,7 @@ class LearnerChannel:
         return True
 
     def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(**self._counts, unacknowledged=0, resent=0)
+        return ChannelStatistics(**self._counts)
 
     def close(self) -> None:
         self._socket.close(0)
@@ -179,13 +173,12 @@ class WorkerChannel:
             self._socket.curve_serverkey = keys.peer_public
         self._socket.connect(address)
         self._ready: deque[tuple[Trajectory, ...]] = deque()
-        self._unacked: OrderedDict[int, tuple[float, tuple[Trajectory, ...]]] = OrderedDict()
-        self._num_unacked = 0
-        self._next_batch_id = 0
-        self._resent = 0
-        self._wake = asyncio.Event()
-        self._room = asyncio.Condition()
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._unacked: dict[int, tuple[float, tuple[Trajectory, ...]]] = {}  # by batch id, with the time of sending
+        self._num_unacked = 0  # trajectories in `_ready` and `_unacked`
+        self._last_batch_id = 0
+        self._wake = asyncio.Event()  # for the sender
+        self._room = asyncio.Event()  # for `push`
+        self._counts: Counter[str] = Counter()
         self._sender = asyncio.get_running_loop().create_task(self._send_ready())
 
     async def send(self, message: WorkerMessage) -> None:
@@ -204,9 +197,9 @@ class WorkerChannel:
     async def push(self, *trajectories: Trajectory) -> None:
         """Queue the trajectories of a sample; they travel in the same message. Waits while `max_unacked` trajectories
         are not acknowledged."""
-        if self._num_unacked >= self._max_unacked:
-            async with self._room:
-                await self._room.wait_for(lambda: self._num_unacked < self._max_unacked)
+        while self._num_unacked >= self._max_unacked:
+            self._room.clear()
+            await self._room.wait()
         self._num_unacked += len(trajectories)
         self._ready.append(trajectories)
         self._wake.set()
@@ -228,17 +221,23 @@ class WorkerChannel:
                 raise
             if not isinstance(message, TrajectoryAck):
                 return message
-            await self._acknowledged(message)
+            for batch_id in message.batch_ids:
+                _, batch = self._unacked.pop(batch_id, (0.0, ()))
+                self._num_unacked -= len(batch)
+            self._wake.set()
+            self._room.set()
 
     def unacknowledged(self) -> list[SampleId]:
         """List the finished samples that the learner has not acknowledged."""
         sent = [trajectory.sample_id for _, batch in self._unacked.values() for trajectory in batch]
         return sent + [sample[0].sample_id for sample in self._ready]
 
-    async def resend_unacknowledged(self) -> None:
-        """Send all unacknowledged trajectories again, after a reconnection or a restart of the learner."""
-        for batch_id in list(self._unacked):
-            await self._resend(batch_id)
+    async def resend_unacknowledged(self, after_s: float = 0.0) -> None:
+        """Send again all trajectories unacknowledged for `after_s`; for example after a restart of the learner."""
+        for batch_id, (sent_s, batch) in list(self._unacked.items()):
+            if time.monotonic() - sent_s >= after_s and batch_id in self._unacked:
+                self._counts["resent"] += len(batch)
+                await self._send_batch(batch_id, batch)
 
     def forget(self) -> None:
         """Discard all unacknowledged trajectories."""
@@ -246,22 +245,16 @@ class WorkerChannel:
         self._unacked.clear()
         self._num_unacked = 0
         self._wake.set()
+        self._room.set()
 
     def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(**self._counts, unacknowledged=self._num_unacked, resent=self._resent)
+        return ChannelStatistics(**self._counts, unacknowledged=self._num_unacked)
 
     async def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         self._socket.close(1000)
-
-    async def _acknowledged(self, ack: TrajectoryAck) -> None:
-        done = [self._unacked.pop(batch_id, None) for batch_id in ack.batch_ids]
-        self._wake.set()
-        async with self._room:
-            self._num_unacked -= sum(len(batch[1]) for batch in done if batch is not None)
-            self._room.notify_all()
 
     async def _send_ready(self) -> None:
         """Send all ready trajectories as a message, forever; resend messages whose acknowledgement is overdue."""
@@ -270,13 +263,15 @@ class WorkerChannel:
                 async with asyncio.timeout(self._resend_after_s / 2):
                     await self._wake.wait()
             except TimeoutError:
-                await self._resend_overdue()
+                await self.resend_unacknowledged(self._resend_after_s)
             self._wake.clear()
             while self._ready and len(self._unacked) < _MESSAGES_IN_FLIGHT:
-                batch = self._take_ready()
-                self._next_batch_id += 1
-                self._unacked[self._next_batch_id] = (time.monotonic(), batch)
-                await self.send(TrajectoryBatch(self._worker_id, self._next_batch_id, batch))
+                self._last_batch_id += 1
+                await self._send_batch(self._last_batch_id, self._take_ready())
+
+    async def _send_batch(self, batch_id: int, batch: tuple[Trajectory, ...]) -> None:
+        self._unacked[batch_id] = (time.monotonic(), batch)
+        await self.send(TrajectoryBatch(self._worker_id, batch_id, batch))
 
     def _take_ready(self) -> tuple[Trajectory, ...]:
         """Take as many ready trajectories as fit into a message."""
@@ -289,29 +284,10 @@ class WorkerChannel:
             batch += self._ready.popleft()
         return tuple(batch)
 
-    async def _resend_overdue(self) -> None:
-        now_s = time.monotonic()
-        for batch_id, (sent_s, _) in list(self._unacked.items()):
-            if now_s - sent_s > self._resend_after_s:
-                await self._resend(batch_id)
 
-    async def _resend(self, batch_id: int) -> None:
-        batch = self._unacked.get(batch_id)
-        if batch is not None:
-            self._unacked[batch_id] = (time.monotonic(), batch[1])
-            self._resent += len(batch[1])
-            await self.send(TrajectoryBatch(self._worker_id, batch_id, batch[1]))
-
-
-class _OnlyThis:
-    """A credentials provider that admits a single client key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return True for the key of this run's workers. pyzmq sets the signature."""
-        return key == self._public
+def _admit_only(public: bytes) -> SimpleNamespace:
+    """Return a credentials provider that admits a single client key: that of this run's workers."""
+    return SimpleNamespace(callback=lambda domain, key: key == public)
 
 
 def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:

@@ -15,22 +15,9 @@ from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import (
     WIRE_VERSION,
-    Abort,
-    Drain,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
     LearnerMessage,
-    Leases,
-    Refusal,
-    SampleFailed,
-    TrajectoryAck,
+    PlainWorkerMessage,
     TrajectoryBatch,
-    WeightsFailed,
-    WeightsNotice,
-    WeightsReceived,
-    Welcome,
     WorkerMessage,
 )
 
@@ -41,13 +28,10 @@ class _BatchHeader(msgspec.Struct, frozen=True, tag="trajectory_batch"):
     trajectories: tuple[TrajectoryHeader, ...]
 
 
-_WorkerHeader = Hello | Heartbeat | _BatchHeader | SampleFailed | WeightsReceived | WeightsFailed | Goodbye
-_LearnerHeader = Welcome | Leases | TrajectoryAck | HeartbeatReply | WeightsNotice | Abort | Drain | Refusal
-
 _encoder = msgspec.msgpack.Encoder()
 _version_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_worker_decoder = msgspec.msgpack.Decoder(_WorkerHeader)
-_learner_decoder = msgspec.msgpack.Decoder(_LearnerHeader)
+_worker_decoder = msgspec.msgpack.Decoder(PlainWorkerMessage | _BatchHeader)
+_learner_decoder = msgspec.msgpack.Decoder(LearnerMessage)
 
 
 def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:

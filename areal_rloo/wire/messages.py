@@ -161,5 +161,6 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     detail: str
 
 
-WorkerMessage = Hello | Heartbeat | TrajectoryBatch | SampleFailed | WeightsReceived | WeightsFailed | Goodbye
+PlainWorkerMessage = Hello | Heartbeat | SampleFailed | WeightsReceived | WeightsFailed | Goodbye  # without columns
+WorkerMessage = PlainWorkerMessage | TrajectoryBatch
 LearnerMessage = Welcome | Leases | TrajectoryAck | HeartbeatReply | WeightsNotice | Abort | Drain | Refusal

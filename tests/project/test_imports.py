@@ -40,6 +40,10 @@ print(sorted(set({HEAVY!r}) & set(sys.modules)))"""
     assert python(code).strip() == "[]"
 
 
+def test_the_intake_imports_no_torch_at_run_time() -> None:
+    assert python("import sys, areal_rloo.intake.service; print('torch' in sys.modules)").strip() == "False"
+
+
 def test_the_launcher_starts_without_torch() -> None:
     """The launcher reports a mistake at once, before seconds of imports."""
     code = "import sys, areal_rloo.launcher.local; print('torch' in sys.modules, 'transformers' in sys.modules)"

@@ -52,12 +52,11 @@ class Simulation:
             give_back=self.stream.give_back,
         )
         self.leasing = Leasing(
-            self.config,
+            config=self.config,
             ledger=self.ledger,
             buffer=self.buffer,
             stream=self.stream,
             evaluation=Evaluation([], lambda record: None),
-            last_version=NUM_STEPS,
         )
         self.workers = Fleet()
         self.engine_version: dict[str, int] = {}
@@ -118,7 +117,7 @@ class Simulation:
     def train(self) -> None:
         if self.version == NUM_STEPS:
             return
-        batch = self.buffer.take(self.version, last=self.leasing.exhausted)
+        batch = self.buffer.take(self.version, last=self.stream.exhausted)
         self.grant()
         if batch is None:
             return
@@ -311,14 +310,14 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
     ledger = Ledger()
     buffer = Buffer(ledger, algorithm=config.algorithm, groups_per_step=1, give_back=stream.give_back)
     evaluation = Evaluation([], lambda record: None)
-    leasing = Leasing(config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation, last_version=9)
+    leasing = Leasing(config=config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation)
     workers = Fleet()
     worker, _ = workers.welcome(Hello("w", "1", 99, 0, ()), "w", now_s=0.0, policy_version=0)
     ((_, first),) = leasing.grants([worker], 5)
-    assert (len(first.leases), leasing.exhausted) == (2, True)
+    assert (len(first.leases), stream.exhausted) == (2, True)
     ledger.drop_group(0, "stale")
     stream.give_back(0, 0)
     ((_, second),) = leasing.grants([worker], 5)
     assert [lease.item.text for lease in second.leases] == ["a"]
     assert leasing.grants([worker], 5) == []
-    assert leasing.exhausted
+    assert stream.exhausted
