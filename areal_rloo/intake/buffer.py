@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import must_wait, within_bound
-from areal_rloo.config import AlgorithmConfig
+from areal_rloo.config import Config
 from areal_rloo.intake.ledger import Ledger, LedgerGroup
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
@@ -26,21 +26,15 @@ class Buffer:
         self,
         ledger: Ledger,
         *,
-        algorithm: AlgorithmConfig,
-        groups_per_step: int,
+        config: Config,
         give_back: Callable[[int, int], None],
         group_filter: Callable[[Group], bool] | None = None,
     ) -> None:
-        """
-        Args:
-            give_back: called with epoch and item index of a prompt to lease again.
-            group_filter: returns False for a group to drop (user code, called on the intake's thread).
-        """
         self._ledger = ledger
-        self._algorithm = algorithm
-        self._groups_per_step = groups_per_step
-        self._give_back = give_back
-        self._group_filter = group_filter
+        self._algorithm = algorithm = config.algorithm
+        self._groups_per_step = config.learner.groups_per_step
+        self._give_back = give_back  # called with epoch and item index of a prompt to lease again
+        self._group_filter = group_filter  # returns False for a group to drop (user code, called on the intake's loop)
         self._filter_errors_in_a_row = 0
         self._taken: set[int] = set()
         self._min_group = 2 if algorithm.drop_groups_of_one and algorithm.group_size > 1 else 1
@@ -70,9 +64,7 @@ class Buffer:
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.
 
-        Args:
-            policy_version: the learner's version now.
-            last: True if no group will be admitted any more; a smaller batch is better than none then.
+        `last`: no group will be admitted any more, so a smaller batch is better than none.
         """
         if self._algorithm.stale_tokens == "drop":
             for group in self.ready():

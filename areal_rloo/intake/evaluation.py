@@ -44,6 +44,7 @@ class _Result:
     reward: float
     answer: str | None = None
     num_tokens: int = 0
+    versions: Sequence[int] = ()  # lowest and highest of each trajectory
 
 
 @dataclass(slots=True)
@@ -54,7 +55,6 @@ class _Progress:
     first_group: int
     missing: set[SampleId]
     results: dict[SampleId, _Result] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
 
 
 class Evaluation:
@@ -105,32 +105,27 @@ class Evaluation:
 
     def lose(self, sample_id: SampleId) -> None:
         """Queue a lost sample for another worker."""
-        progress = self._progress(sample_id)
-        if progress is not None:
+        if (progress := self._progress(sample_id)) is not None:
             self._to_lease[sample_id] = progress
 
     def finish(self, trajectories: Sequence[Trajectory]) -> None:
         """Record all trajectories of a sample; ignore samples of an earlier evaluation."""
-        first = trajectories[0]
-        progress = self._progress(first.sample_id)
-        if progress is None:
-            return
-        for trajectory in trajectories:
-            versions = trajectory.completion.versions
-            progress.versions += [int(versions.min()), int(versions.max())]
-        num_tokens = sum(len(trajectory.completion.tokens) for trajectory in trajectories)
-        self._settle(progress, first.sample_id, _Result(first.reward, first.answer, num_tokens))
+        first, completions = trajectories[0], [trajectory.completion for trajectory in trajectories]
+        num_tokens = sum(len(completion.tokens) for completion in completions)
+        versions = [int(version) for c in completions for version in (c.versions.min(), c.versions.max())]
+        self._settle(first.sample_id, _Result(first.reward, first.answer, num_tokens, versions))
 
     def fail(self, sample_id: SampleId) -> None:
         """Count a sample without a reward as wrong."""
-        progress = self._progress(sample_id)
-        if progress is not None:
-            self._settle(progress, sample_id, _Result(0.0))
+        self._settle(sample_id, _Result(0.0))
 
     def _progress(self, sample_id: SampleId) -> _Progress | None:
         return next((progress for progress in self._under_way if sample_id in progress.missing), None)
 
-    def _settle(self, progress: _Progress, sample_id: SampleId, result: _Result) -> None:
+    def _settle(self, sample_id: SampleId, result: _Result) -> None:
+        progress = self._progress(sample_id)
+        if progress is None:
+            return
         progress.missing.discard(sample_id)
         self._to_lease.pop(sample_id, None)
         progress.results[sample_id] = result
@@ -144,16 +139,17 @@ class Evaluation:
         by_prompt: dict[int, list[_Result]] = {}
         for (group_id, _), result in progress.results.items():
             by_prompt.setdefault(group_id, []).append(result)
+        versions = [version for result in results for version in result.versions]
         many = progress.chosen.num_samples > 1
         voted = many and any(result.answer is not None for result in results)
         return EvalRecord(
             name=progress.chosen.label,
-            policy_version=min(progress.versions, default=self._version),
-            policy_version_max=max(progress.versions, default=self._version),
+            policy_version=min(versions, default=self._version),
+            policy_version_max=max(versions, default=self._version),
             accuracy=_mean([result.reward for result in results]),
             num_prompts=len(by_prompt),
             num_samples=progress.chosen.num_samples,
-            pass_share=_mean([_passes(samples) for samples in by_prompt.values()]) if many else math.nan,
+            pass_share=_mean([any(map(_is_right, samples)) for samples in by_prompt.values()]) if many else math.nan,
             majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if voted else math.nan,
             completion_tokens_mean=_mean([result.num_tokens for result in results]),
             wall_s=time.monotonic() - self._started_s,
@@ -173,17 +169,14 @@ class Evaluation:
             self._to_lease |= dict.fromkeys(sorted(missing, reverse=True), progress)
 
 
-def _passes(samples: Sequence[_Result]) -> float:
-    return float(any(sample.reward >= _RIGHT for sample in samples))
+def _is_right(sample: _Result) -> bool:
+    return sample.reward >= _RIGHT
 
 
 def _majority(samples: Sequence[_Result]) -> float:
-    votes = Counter(sample.answer for sample in samples if sample.answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    among = [sample for sample in samples if sample.answer is not None and votes[sample.answer] == most]
-    return _mean([float(sample.reward >= _RIGHT) for sample in among])
+    votes: Counter[str | None] = Counter(sample.answer for sample in samples if sample.answer is not None)
+    most = max(votes.values(), default=0)
+    return _mean([_is_right(sample) for sample in samples if votes[sample.answer] == most]) if most else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -89,7 +89,6 @@ class Intake:
             versions: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
             group_filter: returns False for a group to drop (user code).
-            num_truncated: returns the number of prompts truncated so far.
         """
         self.ledger = ledger
         self.stream = stream
@@ -104,13 +103,7 @@ class Intake:
         self._heartbeat_timeout_s = config.wire.heartbeat_timeout_s
         self._failures = RewardFailures(config)
         self._learner_id = uuid.uuid4().hex
-        self._buffer = Buffer(
-            ledger,
-            algorithm=config.algorithm,
-            groups_per_step=config.learner.groups_per_step,
-            give_back=stream.give_back,
-            group_filter=group_filter,
-        )
+        self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
         self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
         for group_id, group in list(ledger.groups.items()):  # the run before may have had longer rows
             for sample_index, sample in list(group.samples.items()):
@@ -167,9 +160,7 @@ class Intake:
 
     def take_batch(self) -> list[Group] | None:
         """Take the batch of the step at the current version; None while the batch is not complete."""
-        if self.draining:
-            return None
-        return self._buffer.take(self._policy_version, last=self.stream.exhausted)
+        return None if self.draining else self._buffer.take(self._policy_version, last=self.stream.exhausted)
 
     @property
     def no_more_batches(self) -> bool:
@@ -179,10 +170,7 @@ class Intake:
     def commit(self, policy_version: int, buckets: Sequence[Tensor], *, evaluate: bool) -> list[Outgoing]:
         """Make a version current: publish the weights, count the batch taken last as trained, move admission on.
 
-        Args:
-            policy_version: of the weights.
-            buckets: the weights, as `Broadcaster.publish` takes them.
-            evaluate: whether to evaluate this version.
+        `buckets` has the weights, as `Broadcaster.publish` takes them.
         """
         self._versions.publish(policy_version, buckets)
         self._buffer.trained()

@@ -135,11 +135,7 @@ class Ledger:
         return self.groups[trajectories[0].group_id]
 
     def lose(self, sample_id: SampleId) -> int:
-        """Return a leased sample to those that wait for a lease.
-
-        Returns:
-            The number of leases of the sample so far; 0 for a sample not in flight.
-        """
+        """Let a leased sample wait for another lease; returns the number of its leases, 0 if it is not in flight."""
         sample = self._live(sample_id)
         if sample is None or sample.trajectories:
             return 0
@@ -212,12 +208,9 @@ class Ledger:
     def restored(
         cls, state: LedgerState, prompts: dict[int, Prompt], trajectories: dict[SampleId, tuple[Trajectory, ...]]
     ) -> Ledger:
-        """Restore a ledger; samples in flight wait for a lease.
+        """Restore a ledger, with the prompts of the live groups and the trajectories of the buffered samples.
 
-        Args:
-            state: as `state` returned it.
-            prompts: of the live groups, by group id.
-            trajectories: of the buffered samples.
+        Samples in flight wait for a lease.
         """
         ledger = cls()
         ledger.admitted_groups, ledger.dropped_groups = state.admitted_groups, state.dropped_groups

@@ -60,7 +60,6 @@ class PromptStream:
             _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
             for index, source in enumerate(sources)
         ]
-        self._num_items = sum(len(source.items) for source in sources)
         self._described = [source.description for source in self._sources]
         self._tokenize = tokenize
         self._num_epochs = num_epochs
@@ -87,8 +86,9 @@ class PromptStream:
             if prompt is not None:
                 return prompt
             self.num_filtered += 1
+        num_items = sum(len(source.items) for source in self._sources)
         raise DataError(
-            f"data.max_prompt_tokens: none of the {self._num_items} prompts is short enough; raise it, or set "
+            f"data.max_prompt_tokens: none of the {num_items} prompts is short enough; raise it, or set "
             "data.overlong_prompts=truncate"
         )
 
@@ -134,7 +134,8 @@ class PromptStream:
         self._returned, self.num_filtered = list(state.returned), state.num_filtered
 
     def _ended(self) -> bool:
-        return self._num_epochs is not None and all(s.num_passes >= self._num_epochs for s in self._sources)
+        num = self._num_epochs
+        return num is not None and all(source.num_taken >= num * len(source.items) for source in self._sources)
 
     def _next_source(self) -> _Passes:
         total = sum(source.share for source in self._sources)
@@ -161,10 +162,6 @@ class _Passes:
         self.num_taken = 0
         self._seed = [seed, index] if index else [seed]
         self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
-
-    @property
-    def num_passes(self) -> int:
-        return self.num_taken // len(self.items)
 
     def take(self) -> tuple[int, int]:
         """Return the next place: the pass, and the number of the item."""

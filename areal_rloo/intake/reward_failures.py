@@ -1,7 +1,4 @@
-"""Completions without a reward: each drops its sample; too many end the run with the traceback of the first.
-
-The intake reports every arriving completion, scored or not. Nothing waits here.
-"""
+"""Completions without a reward: each drops its sample; too many end the run with the traceback of the first."""
 
 from __future__ import annotations
 

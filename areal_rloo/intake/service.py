@@ -54,9 +54,9 @@ class LoopThread:
 
         return self.run(called())
 
-    def soon(self, function: Callable[..., object], *arguments: Any) -> None:
+    def soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop without waiting; safe in a signal handler."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        self._loop.call_soon_threadsafe(function)
 
     def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
         """Start a task on the loop; `on_end` is called there with the ended task."""
@@ -88,15 +88,9 @@ class IntakeService:
     """The intake for the training thread. Every method may be called from any thread."""
 
     def __init__(self, intake: Intake, broadcaster: Broadcaster, *, heartbeat_s: float) -> None:
-        """
-        Args:
-            intake: used on the service's loop alone from `start` on.
-            broadcaster: the intake's `versions`; used on the loop alone, too.
-            heartbeat_s: seconds between two looks for silent workers.
-        """
-        self._intake = intake
-        self._broadcaster = broadcaster
-        self._heartbeat_s = heartbeat_s
+        self._intake = intake  # from `start` on used on the loop alone, and so is the broadcaster
+        self._broadcaster = broadcaster  # the intake's `versions`
+        self._heartbeat_s = heartbeat_s  # between two looks for silent workers
         self._thread = LoopThread("intake")
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -120,10 +114,7 @@ class IntakeService:
     def commit(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool) -> None:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
-        Args:
-            policy_version: the learner's version from now on.
-            fill: gathers the weights into buckets; called on the calling thread.
-            evaluate: whether to evaluate this version.
+        `fill` gathers the weights into buckets, on the calling thread.
         """
         buckets = self._run(self._broadcaster.stage())
         fill(buckets)
@@ -223,8 +214,7 @@ class IntakeService:
             self._channel.send(peer, message)
 
     def _send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
-        worker = self._intake.fleet.alive.get(worker_id)
-        if worker is not None:
+        if (worker := self._intake.fleet.alive.get(worker_id)) is not None:
             self._send([Outgoing(worker.peer, WeightsNotice(policy_version, body))])
 
     async def _take_batch(self) -> list[Group] | None:

@@ -82,7 +82,8 @@ class LearnerChannel:
         if keys is not None:
             authenticator = AsyncioAuthenticator(context)
             authenticator.start()
-            authenticator.configure_curve_callback("*", _admit_only(keys.peer_public))
+            only = keys.peer_public  # the key of this run's workers
+            authenticator.configure_curve_callback("*", SimpleNamespace(callback=lambda domain, key: key == only))
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         try:
@@ -283,11 +284,6 @@ class WorkerChannel:
                 break
             batch += self._ready.popleft()
         return tuple(batch)
-
-
-def _admit_only(public: bytes) -> SimpleNamespace:
-    """Return a credentials provider that admits a single client key: that of this run's workers."""
-    return SimpleNamespace(callback=lambda domain, key: key == public)
 
 
 def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:

@@ -13,13 +13,7 @@ import msgspec
 
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
-from areal_rloo.wire.messages import (
-    WIRE_VERSION,
-    LearnerMessage,
-    PlainWorkerMessage,
-    TrajectoryBatch,
-    WorkerMessage,
-)
+from areal_rloo.wire.messages import WIRE_VERSION, LearnerMessage, PlainWorkerMessage, TrajectoryBatch, WorkerMessage
 
 
 class _BatchHeader(msgspec.Struct, frozen=True, tag="trajectory_batch"):

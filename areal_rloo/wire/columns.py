@@ -61,6 +61,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     answer: str | None = None
 
 
+Headers = Sequence[TrajectoryHeader]
 _header_encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
 
@@ -91,9 +92,7 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     return tuple(headers), [column.data.cast("B") for column in columns]
 
 
-def decode_columns(
-    headers: Sequence[TrajectoryHeader], frames: Sequence[Frame], limits: Limits
-) -> tuple[Trajectory, ...]:
+def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) -> tuple[Trajectory, ...]:
     """Decode and check a batch; tokens and logprobs are views of the frames.
 
     Raises:
@@ -128,11 +127,7 @@ def decode_columns(
 
 
 def _cut(
-    headers: Sequence[TrajectoryHeader],
-    tokens: Int32Array,
-    logprobs: Float32Array,
-    versions: Int32Array,
-    rewards: Float32Array,
+    headers: Headers, tokens: Int32Array, logprobs: Float32Array, versions: Int32Array, rewards: Float32Array
 ) -> tuple[Trajectory, ...]:
     """Slice the checked columns."""
     trajectories = []
@@ -262,28 +257,24 @@ def _check_num_trajectories(num: int, limits: Limits) -> None:
         raise DecodeError(f"trajectories: expected at most {limits.max_trajectories}, got {num}")
 
 
-def _check_tokens(tokens: Int32Array, headers: Sequence[TrajectoryHeader], sizes: list[int]) -> None:
+def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> None:
     if tokens.min() < 0:
         raise _refused("tokens: expected ids of at least 0", tokens, tokens < 0, headers, sizes)
 
 
-def _check_logprobs(logprobs: Float32Array, headers: Sequence[TrajectoryHeader], sizes: list[int]) -> None:
+def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:
     if not (logprobs.min() > -math.inf and logprobs.max() <= _LOGPROB_ROUNDING):  # NaN fails both
         wrong = ~((logprobs > -math.inf) & (logprobs <= _LOGPROB_ROUNDING))
         raise _refused("behaviour_logprobs: expected finite values of at most 0", logprobs, wrong, headers, sizes)
 
 
-def _check_token_rewards(rewards: Float32Array, headers: Sequence[TrajectoryHeader], sizes: list[int]) -> None:
+def _check_token_rewards(rewards: Float32Array, headers: Headers, sizes: list[int]) -> None:
     if not np.isfinite(rewards).all():
         raise _refused("token_rewards: expected finite numbers", rewards, ~np.isfinite(rewards), headers, sizes)
 
 
 def _refused(
-    rule: str,
-    values: npt.NDArray[Any],
-    wrong: npt.NDArray[np.bool_],
-    headers: Sequence[TrajectoryHeader],
-    sizes: list[int],
+    rule: str, values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], headers: Headers, sizes: list[int]
 ) -> DecodeError:
     """Name the rule, the first wrong value of a column, and its trajectory."""
     at = int(wrong.argmax())
@@ -293,14 +284,16 @@ def _refused(
 
 def _check_version_runs(runs: list[int], header: TrajectoryHeader) -> None:
     """Check the version, count, version, count, ... of a trajectory."""
-    versions, counts = runs[::2], runs[1::2]
-    if min(counts) <= 0:
-        raise DecodeError(f"{_name(header)}: version_runs: expected counts above 0, got {min(counts)}")
-    if versions != sorted(set(versions)):
-        raise DecodeError(f"{_name(header)}: version_runs: expected versions that only grow")
-    if versions[0] < 0:
-        raise DecodeError(f"{_name(header)}: version_runs: expected versions of at least 0, got {versions[0]}")
-    if (total := sum(counts)) != header.num_tokens:
+    total, before = 0, -1
+    for version, count in zip(runs[::2], runs[1::2], strict=True):
+        if count <= 0:
+            raise DecodeError(f"{_name(header)}: version_runs: expected counts above 0, got {count}")
+        if version < 0:
+            raise DecodeError(f"{_name(header)}: version_runs: expected versions of at least 0, got {version}")
+        if version <= before:
+            raise DecodeError(f"{_name(header)}: version_runs: expected versions that only grow")
+        total, before = total + count, version
+    if total != header.num_tokens:
         raise DecodeError(f"{_name(header)}: version_runs: expected counts for {header.num_tokens} tokens, got {total}")
 
 

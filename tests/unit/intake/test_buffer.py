@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_rloo.config import AlgorithmConfig
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt
@@ -20,8 +20,9 @@ class _Bench:
         self.ledger = Ledger()
         self.buffer = Buffer(
             self.ledger,
-            algorithm=AlgorithmConfig(**algorithm),
-            groups_per_step=GROUPS_PER_STEP,
+            config=Config(
+                algorithm=AlgorithmConfig(**algorithm), learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP)
+            ),
             give_back=lambda epoch, index: pytest.fail("the prompt of a group that says nothing is not tried again"),
             group_filter=group_filter,
         )

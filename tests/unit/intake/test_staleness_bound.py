@@ -45,12 +45,7 @@ class Simulation:
         self.ledger = Ledger()
         sources = [Source("all", [Item(str(index)) for index in range(200)])]
         self.stream = PromptStream(sources, lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
-        self.buffer = Buffer(
-            self.ledger,
-            algorithm=self.config.algorithm,
-            groups_per_step=GROUPS_PER_STEP,
-            give_back=self.stream.give_back,
-        )
+        self.buffer = Buffer(self.ledger, config=self.config, give_back=self.stream.give_back)
         self.leasing = Leasing(
             config=self.config,
             ledger=self.ledger,
@@ -308,7 +303,7 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
         learner=LearnerConfig(groups_per_step=1, num_train_steps=9),
     )
     ledger = Ledger()
-    buffer = Buffer(ledger, algorithm=config.algorithm, groups_per_step=1, give_back=stream.give_back)
+    buffer = Buffer(ledger, config=config, give_back=stream.give_back)
     evaluation = Evaluation([], lambda record: None)
     leasing = Leasing(config=config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation)
     workers = Fleet()
