@@ -13,9 +13,9 @@ applies them to trajectories that are not encoded: a rollout worker calls it, be
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from typing import Any, get_args
 
 import msgspec
@@ -78,7 +78,7 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
         headers.append(_header(trajectory, version_runs))
         tokens += [trajectory.prompt_tokens, completion.tokens]
         logprobs.append(completion.behaviour_logprobs)
-        runs += version_runs
+        runs += chain.from_iterable(version_runs)
         if trajectory.token_rewards is not None:
             rewards.append(trajectory.token_rewards)
     if not headers:
@@ -111,19 +111,19 @@ def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) ->
     num_runs = sum(header.num_version_runs for header in headers)
     tokens = _column(frames[0], _INT32, "tokens", sum(sizes))
     logprobs = _column(frames[1], _FLOAT32, "behaviour_logprobs", sum(num_tokens))
-    runs = _column(frames[2], _INT32, "version_runs", 2 * num_runs)
+    runs = _column(frames[2], _INT32, "version_runs", 2 * num_runs).reshape(-1, 2)
     rewards = _column(frames[3], _FLOAT32, "token_rewards", sum(num_rewards))
     if not headers:
         return ()
     _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
-    plain_runs, at_run = runs.tolist(), 0
+    pairs, at_run = runs.tolist(), 0
     for header in headers:
-        end_of_runs = at_run + 2 * header.num_version_runs
-        _check_version_runs(plain_runs[at_run:end_of_runs], header)
+        end_of_runs = at_run + header.num_version_runs
+        _check_version_runs(pairs[at_run:end_of_runs], header)
         at_run = end_of_runs
-    return _cut(headers, tokens, logprobs, np.repeat(runs[::2], runs[1::2]), rewards)
+    return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
 
 
 def _cut(
@@ -192,12 +192,12 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> No
         _check_tokens(tokens, [header], [num])
         _check_logprobs(logprobs, [header], [num])
         _check_token_rewards(rewards, [header], [num])
-        num_bytes += len(encoded) + 4 * (len(prompt) + 2 * num + len(runs) + len(rewards))
+        num_bytes += len(encoded) + 4 * (len(prompt) + 2 * num + 2 * len(runs) + len(rewards))
     if num_bytes > limits.max_message_bytes:
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {num_bytes}")
 
 
-def _header(trajectory: Trajectory, version_runs: list[int]) -> TrajectoryHeader:
+def _header(trajectory: Trajectory, version_runs: list[tuple[int, int]]) -> TrajectoryHeader:
     completion = trajectory.completion
     return TrajectoryHeader(
         trajectory.group_id,
@@ -206,7 +206,7 @@ def _header(trajectory: Trajectory, version_runs: list[int]) -> TrajectoryHeader
         completion.finish_reason,
         len(trajectory.prompt_tokens),
         len(completion.tokens),
-        len(version_runs) // 2,
+        len(version_runs),
         completion.spans,
         trajectory.reward_parts,
         trajectory.token_rewards is not None,
@@ -214,14 +214,15 @@ def _header(trajectory: Trajectory, version_runs: list[int]) -> TrajectoryHeader
     )
 
 
-def _version_runs(versions: Int32Array) -> list[int]:
-    """Return version, count, version, count, ... of the runs of equal versions."""
+def _version_runs(versions: Int32Array) -> list[tuple[int, int]]:
+    """Return version and count of each run of equal versions."""
     if not len(versions):
         return []
-    starts = [0, *((versions[1:] != versions[:-1]).nonzero()[0] + 1).tolist()]
-    runs: list[int] = []
-    for start, end in pairwise([*starts, len(versions)]):
-        runs += (int(versions[start]), end - start)
+    last_of_runs = (versions[1:] != versions[:-1]).nonzero()[0].tolist()
+    runs, start = [], 0
+    for last in (*last_of_runs, len(versions) - 1):
+        runs.append((int(versions[last]), last + 1 - start))
+        start = last + 1
     return runs
 
 
@@ -282,10 +283,9 @@ def _refused(
     return DecodeError(f"{_name(header)}: {rule}, got {values[at]}")
 
 
-def _check_version_runs(runs: list[int], header: TrajectoryHeader) -> None:
-    """Check the version, count, version, count, ... of a trajectory."""
+def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader) -> None:
     total, before = 0, -1
-    for version, count in zip(runs[::2], runs[1::2], strict=True):
+    for version, count in runs:
         if count <= 0:
             raise DecodeError(f"{_name(header)}: version_runs: expected counts above 0, got {count}")
         if version < 0:
