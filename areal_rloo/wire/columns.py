@@ -197,7 +197,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> No
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {num_bytes}")
 
 
-def _header(trajectory: Trajectory, version_runs: list[tuple[int, int]]) -> TrajectoryHeader:
+def _header(trajectory: Trajectory, version_runs: Sequence[tuple[int, int]]) -> TrajectoryHeader:
     completion = trajectory.completion
     return TrajectoryHeader(
         trajectory.group_id,
@@ -214,8 +214,9 @@ def _header(trajectory: Trajectory, version_runs: list[tuple[int, int]]) -> Traj
     )
 
 
-def _version_runs(versions: Int32Array) -> list[tuple[int, int]]:
+def _version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
     """Return version and count of each run of equal versions."""
+    versions = np.asarray(versions)
     if not len(versions):
         return []
     last_of_runs = (versions[1:] != versions[:-1]).nonzero()[0].tolist()
