@@ -54,32 +54,20 @@ from areal_rloo.config import BehaviourWeightConfig, LossConfig
 
 
 class TokenOutcomes(NamedTuple):
-    """Outcomes of the tokens in the loss of a microbatch; all [num_tokens_in_loss], without gradient.
+    """Outcomes of the tokens in the loss of a microbatch; all [num_tokens_in_loss], without gradient."""
 
-    Attributes:
-        behaviour_logprobs, proximal_logprobs, current_logprobs: float.
-        entropy: float, of the current policy at the token.
-        ratio: float, rho.
-        ratio_clipped: bool, the clip decided the loss of the token.
-        ratio_limited: bool, a log ratio or a log behaviour_weight is beyond 20.
-        behaviour_weight: float, w as used in the loss.
-        behaviour_weight_unbounded: float, w before the rule.
-        behaviour_weight_clamped, behaviour_weight_masked: bool, the effect of the rule.
-        staleness: int64, in versions.
-    """
-
-    behaviour_logprobs: Tensor
+    behaviour_logprobs: Tensor  # float, like the next two
     proximal_logprobs: Tensor
     current_logprobs: Tensor
-    entropy: Tensor
-    ratio: Tensor
-    ratio_clipped: Tensor
-    ratio_limited: Tensor
-    behaviour_weight: Tensor
-    behaviour_weight_unbounded: Tensor
-    behaviour_weight_clamped: Tensor
-    behaviour_weight_masked: Tensor
-    staleness: Tensor
+    entropy: Tensor  # float, of the current policy at the token
+    ratio: Tensor  # float, rho
+    ratio_clipped: Tensor  # bool, the clip decided the loss of the token
+    ratio_limited: Tensor  # bool, a log ratio or a log behaviour_weight is beyond 20
+    behaviour_weight: Tensor  # float, w as used in the loss; 0 if masked
+    behaviour_weight_unbounded: Tensor  # float, w before the rule
+    behaviour_weight_clamped: Tensor  # bool, the effect of the rule
+    behaviour_weight_masked: Tensor  # bool, likewise
+    staleness: Tensor  # int64, in versions
 
     @classmethod
     def joined(cls, parts: Sequence[TokenOutcomes]) -> TokenOutcomes:
@@ -108,14 +96,13 @@ def policy_loss(
 ) -> LossOutput:
     """Compute the loss of a microbatch by the equation above.
 
+    All tensors are [num_tokens]; staleness and sequence_index are int64, the others float. Only the current logprobs,
+    and with an `entropy_coefficient` the entropies, have a gradient.
+
     Args:
-        behaviour_logprobs, proximal_logprobs, current_logprobs: [num_tokens] float; only the last has a gradient.
-        entropy: [num_tokens] float, with a gradient if `entropy_coefficient` is not 0.
-        advantages: [num_tokens] float.
-        token_weights: [num_tokens] float; 0 removes a token from loss and metrics, whatever the logprobs are.
-        staleness: [num_tokens] int64; only for the metrics.
-        sequence_index: [num_tokens] int64, the sequence of each token; whole sequences, numbered from 0.
-        config: clipping and weighting.
+        token_weights: 0 removes a token from loss and metrics, whatever the logprobs are.
+        staleness: only for the metrics.
+        sequence_index: the sequence of each token; whole sequences, numbered from 0.
     """
     in_loss = token_weights != 0
     current = torch.where(in_loss, current_logprobs, 0.0)
@@ -125,9 +112,9 @@ def policy_loss(
     log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
     log_weight = anchor - behaviour
     ratio = _exp(log_ratio)
-    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
+    objective, clip_decides = _objective(ratio, current, advantages, config)
     correction = behaviour_weights(log_weight, in_loss, sequence_index, config.behaviour_weight)
-    objective = correction.weight * _objective(ratio, clipped, current, advantages, config)
+    objective = correction.weight * objective
     if config.entropy_coefficient != 0:
         objective = objective + config.entropy_coefficient * torch.where(in_loss, entropy, 0.0)
     outcomes = TokenOutcomes(
@@ -136,7 +123,7 @@ def policy_loss(
         current_logprobs=current,
         entropy=entropy,
         ratio=ratio,
-        ratio_clipped=_clip_decides(ratio, clipped, advantages, config),
+        ratio_clipped=clip_decides,
         ratio_limited=(log_ratio.abs() > LOG_LIMIT) | (log_weight.abs() > LOG_LIMIT),
         behaviour_weight=correction.weight,
         behaviour_weight_unbounded=correction.unbounded,
@@ -160,42 +147,26 @@ def _at_level(log_ratio: Tensor, in_loss: Tensor, sequence_index: Tensor, config
     return _of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
 
 
-def _objective(ratio: Tensor, clipped: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """Return f(rho_t, A_t), to be maximized."""
+def _objective(ratio: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return f(rho_t, A_t), to be maximized, and whether f uses a clipped ratio: [num_tokens] float and bool."""
+    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
     match config.kind:
         case "ppo":
-            objective = torch.minimum(ratio * advantages, clipped * advantages)
-            if config.dual_clip is None:
-                return objective
-            return torch.where(advantages < 0, objective.maximum(config.dual_clip * advantages), objective)
-        case "cispo":
-            return clipped.detach() * advantages * current
-        case "reinforce":
-            return advantages * current
-
-
-def _clip_decides(ratio: Tensor, clipped: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """[num_tokens] bool: the loss of the token uses a clipped ratio."""
-    match config.kind:
-        case "ppo":
-            limited = clipped * advantages < ratio * advantages
+            free, bounded = ratio * advantages, clipped * advantages
+            objective, clip_decides = torch.minimum(free, bounded), bounded < free
             if config.dual_clip is not None:
-                limited |= (advantages < 0) & (ratio > config.dual_clip)
-            return limited
+                losing = advantages < 0
+                objective = torch.where(losing, objective.maximum(config.dual_clip * advantages), objective)
+                clip_decides |= losing & (ratio > config.dual_clip)
+            return objective, clip_decides
         case "cispo":
-            return ratio != clipped
+            return clipped.detach() * advantages * current, ratio != clipped
         case "reinforce":
-            return torch.zeros_like(ratio, dtype=torch.bool)
+            return advantages * current, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class BehaviourWeights(NamedTuple):
-    """All [num_tokens], without gradient.
-
-    Attributes:
-        weight: the factor on the loss of a token; 0 if masked.
-        unbounded: the weight before the rule.
-        clamped, masked: bool, the effect of the rule.
-    """
+    """All [num_tokens], without gradient; `TokenOutcomes` describes them."""
 
     weight: Tensor
     unbounded: Tensor
@@ -215,16 +186,14 @@ def behaviour_weights(
         rule: the bounded metric and the rule.
     """
     log_weight = torch.zeros_like(log_weight) if rule.rule == "ignore" else log_weight.detach()
-    by_sequence = rule.level == "sequence" and len(log_weight) > 0
-    own = log_weight
-    if by_sequence and rule.metric == "ratio":
-        own = _aggregate(log_weight, in_loss, sequence_index, "sum" if rule.aggregate == "sum" else "mean")
-    unbounded = _exp(own)
-    judged = log_weight
+    own = judged = log_weight
     if rule.metric in ("k2", "k3"):  # of KL(behaviour, proximal)
         judged = kl_estimate(torch.zeros_like(log_weight), log_weight, rule.metric)
-    if by_sequence:
-        judged = _aggregate(judged, in_loss, sequence_index, rule.aggregate)
+    if rule.level == "sequence" and len(log_weight) > 0:
+        judged = _of_sequences(judged, in_loss, sequence_index, rule.aggregate)
+        if rule.metric == "ratio":
+            own = _of_sequences(log_weight, in_loss, sequence_index, "sum" if rule.aggregate == "sum" else "mean")
+    unbounded = _exp(own)
     if rule.metric == "ratio":
         judged = _exp(judged)
     nothing = torch.zeros_like(in_loss)
@@ -247,33 +216,27 @@ def interpolated_proximal(behaviour_logprobs: Tensor, current_logprobs: Tensor, 
     A token of version v - s is s versions older than the proximal policy v. The current policy is on the way to version
     v + 1. For a fresh token (s = 0) the behaviour policy is the proximal policy, and the result is exact.
 
-    Args:
-        behaviour_logprobs, current_logprobs: [num_tokens] float; the result is likewise, without gradient.
-        staleness: [num_tokens] int64, s.
+    All are [num_tokens]: logprobs and result float, the result without gradient; staleness int64.
     """
     share = staleness.to(current_logprobs.dtype) / (staleness + 1)
     return behaviour_logprobs + share * (current_logprobs.detach() - behaviour_logprobs)
 
 
 def _of_sequences(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
-    """Replace each value by the `sum` or `mean` over the tokens in the loss of the same sequence.
+    """Replace each value by the `sum`, `mean` or `max` over the tokens in the loss of the same sequence.
 
     `values` must be 0 outside the loss. A sequence without a token in the loss gives 0.
     """
     zeros = values.new_zeros(int(sequence_index.max()) + 1)
-    total = zeros.scatter_add(0, sequence_index, values)
-    if how == "mean":
-        total = total / zeros.scatter_add(0, sequence_index, in_loss.to(values.dtype)).clamp(min=1)
-    return total[sequence_index]
-
-
-def _aggregate(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
-    values = torch.where(in_loss, values, 0.0)
-    if how != "max":
-        return _of_sequences(values, in_loss, sequence_index, how)
-    least = values.new_full((int(sequence_index.max()) + 1,), -torch.inf)
-    largest = least.scatter_reduce(0, sequence_index, torch.where(in_loss, values, -torch.inf), "amax")
-    return torch.where(largest > -torch.inf, largest, 0.0)[sequence_index]
+    if how == "max":
+        counted = torch.where(in_loss, values, -torch.inf)
+        of_each = torch.full_like(zeros, -torch.inf).scatter_reduce(0, sequence_index, counted, "amax")
+        of_each = torch.where(of_each > -torch.inf, of_each, 0.0)
+    else:
+        of_each = zeros.scatter_add(0, sequence_index, values)
+        if how == "mean":
+            of_each = of_each / zeros.scatter_add(0, sequence_index, in_loss.to(values.dtype)).clamp(min=1)
+    return of_each[sequence_index]
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -293,9 +256,7 @@ def written_by_policy(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.b
     return mask
 
 
-def token_weights(
-    loss_mask: Tensor, sequence_index: Tensor, *, num_sequences: int, max_new_tokens: int, config: LossConfig
-) -> Tensor:
+def token_weights(loss_mask: Tensor, sequence_index: Tensor, *, max_new_tokens: int, config: LossConfig) -> Tensor:
     """Return the share of each token in the mean of the minibatch; zeros outside the mask.
 
         token_mean               1 / N                 N tokens in the loss
@@ -303,18 +264,11 @@ def token_weights(
         seq_mean_token_sum       1 / S
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
-    Args:
-        loss_mask: [num_tokens] bool, all completion tokens of the minibatch.
-        sequence_index: [num_tokens] int64 in [0, num_sequences).
-        num_sequences: sequences of the minibatch.
-        max_new_tokens: the constant length of `seq_mean_token_sum_norm`.
-        config: `aggregation`.
-
-    Returns:
-        [num_tokens] float32; the first two kinds sum to 1.
+    Takes all completion tokens of the minibatch: loss_mask [num_tokens] bool and sequence_index [num_tokens] int64.
+    Returns [num_tokens] float32; the first two kinds sum to 1.
     """
     mask = loss_mask.double()
-    per_sequence = mask.new_zeros(num_sequences).scatter_add(0, sequence_index, mask)
+    per_sequence = mask.new_zeros(int(sequence_index.max()) + 1).scatter_add(0, sequence_index, mask)
     num_tokens, num_live = per_sequence.sum().clamp(min=1), (per_sequence > 0).sum().clamp(min=1)
     match config.aggregation:
         case "token_mean":

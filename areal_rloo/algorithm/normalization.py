@@ -41,18 +41,11 @@ def shape_rewards(
     max_new_tokens: int,
     config: RewardsConfig,
 ) -> Tensor:
-    """Apply penalties, bias, scale and clip, by the first equation above.
+    """Apply penalties, bias, scale and clip, by the first equation above, to finite rewards.
 
-    Args:
-        rewards: [num_trajectories] float64, finite.
-        num_tokens: [num_trajectories] int64, length of each completion.
-        truncated: [num_trajectories] bool, the engine reports a stop at the token limit.
-        has_eos: [num_trajectories] bool, the last token ends a completion.
-        max_new_tokens: L.
-        config: the penalties, bias, scale and clip.
-
-    Returns:
-        [num_trajectories] float64; at most `REWARD_LIMIT` in magnitude.
+    All tensors are [num_trajectories]: rewards and result float64, the result at most `REWARD_LIMIT` in magnitude;
+    num_tokens int64, lengths of completions; truncated bool, the engine stopped at the token limit; has_eos bool, the
+    last token ends a completion. max_new_tokens is L.
     """
     penalties = config.truncated_penalty * truncated.double() + config.missing_eos_penalty * (~has_eos).double()
     if config.overlong_tokens > 0:
@@ -65,12 +58,7 @@ def shape_rewards(
 
 
 def token_returns(rewards: Sequence[Tensor], discount: float) -> list[Tensor]:
-    """Compute G_t of every token: the discounted sum of the token's reward and all later rewards.
-
-    Args:
-        rewards: of each trajectory [num_tokens] float64; the results are likewise.
-        discount: in (0, 1].
-    """
+    """Compute G_t of every token, from the rewards of each trajectory; rewards and results are [num_tokens] float64."""
     padded = torch.nn.utils.rnn.pad_sequence(list(rewards), batch_first=True)
     returns = torch.empty_like(padded)
     after = torch.zeros_like(padded[:, 0])
@@ -86,31 +74,25 @@ def normalize(values: Tensor, group_ids: Tensor, num_tokens: Tensor, norm: NormC
     Groups are identified by id, not by position, so ragged and interleaved groups are correct. If all values of a level
     are equal, centring by that level gives exactly 0 and the level is not scaled. A level of one value gives 0 under
     leave-one-out. The standard deviation is taken over the centred values within `std_level`. `over: tokens` counts a
-    value once per token in the loss (REINFORCE++, arXiv:2501.03262); a trajectory without such tokens
-    does not count.
+    value once per token in the loss (REINFORCE++, arXiv:2501.03262); a trajectory without such tokens does not count.
 
-    Args:
-        values: [num_trajectories], any float dtype; computed in float64, clamped to 1e18 in magnitude.
-        group_ids: [num_trajectories] int64.
-        num_tokens: [num_trajectories] int64, tokens in the loss; read only for `over: tokens`.
-        norm: which mean to subtract and which standard deviation to divide by.
-
-    Returns:
-        [num_trajectories] float64.
+    All tensors are [num_trajectories]: values of any float dtype, clamped to 1e18 in magnitude; group_ids int64;
+    num_tokens int64, tokens in the loss; the result float64.
     """
     values = values.double().clamp(-_VALUE_LIMIT, _VALUE_LIMIT)
     weights = num_tokens.double() if norm.over == "tokens" else torch.ones_like(values)
-    centred = values
     if norm.mean_level != "none":
-        centred = _centred(values, _Level(norm.mean_level, group_ids, weights), norm.mean_leave1out)
+        values = _centred(values, _Level(norm.mean_level, group_ids, weights), norm.mean_leave1out)
     if norm.std_level != "none":
-        level = _Level(norm.std_level, group_ids, weights)
-        centred = centred / _scale(centred, level, unbiased=norm.std_unbiased, eps=norm.eps)
-    return centred
+        values = values / _scale(values, _Level(norm.std_level, group_ids, weights), norm)
+    return values
 
 
 class _Level:
-    """Sets of values that share a mean or deviation: `index` numbers the sets, `weights` counts each value."""
+    """Sets of values that share a mean or deviation: `index` numbers the sets, `weights` counts each value.
+
+    The results of all methods are [num_levels].
+    """
 
     def __init__(self, kind: str, group_ids: Tensor, weights: Tensor) -> None:
         ids = torch.zeros_like(group_ids) if kind == "batch" else group_ids
@@ -130,11 +112,11 @@ class _Level:
     def all_equal(self, values: Tensor) -> Tensor:
         """[num_levels] bool: all values that count are equal."""
 
-        def extreme(reduce: str, if_empty: float) -> Tensor:
-            counted = torch.where(self._weights > 0, values, if_empty)
-            return torch.full_like(self._zeros, if_empty).scatter_reduce(0, self.index, counted, reduce)
+        def largest(values: Tensor) -> Tensor:
+            counted = torch.where(self._weights > 0, values, -torch.inf)
+            return torch.full_like(self._zeros, -torch.inf).scatter_reduce(0, self.index, counted, "amax")
 
-        return extreme("amin", torch.inf) >= extreme("amax", -torch.inf)
+        return largest(values) <= -largest(-values)
 
 
 def _centred(values: Tensor, level: _Level, leave1out: bool) -> Tensor:
@@ -146,8 +128,8 @@ def _centred(values: Tensor, level: _Level, leave1out: bool) -> Tensor:
     return torch.where(level.all_equal(values)[level.index], 0.0, centred)
 
 
-def _scale(values: Tensor, level: _Level, *, unbiased: bool, eps: float) -> Tensor:
+def _scale(values: Tensor, level: _Level, norm: NormConfig) -> Tensor:
     squares = level.sum((values - level.mean(values)[level.index]) ** 2)
-    variance = squares / (level.count - 1 if unbiased else level.count).clamp(min=1)
-    scale = variance.sqrt() + eps
+    variance = squares / (level.count - 1 if norm.std_unbiased else level.count).clamp(min=1)
+    scale = variance.sqrt() + norm.eps
     return torch.where(level.all_equal(values) | (scale == 0), 1.0, scale)[level.index]

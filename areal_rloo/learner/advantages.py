@@ -28,19 +28,12 @@ from areal_rloo.trajectory import SampleId, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The loss masks of a batch.
+    """The loss masks of a batch."""
 
-    Attributes:
-        of_tokens: for each trajectory [num_completion_tokens] bool, True where the token is in the loss.
-        stale_tokens: for each trajectory, how many tokens of the policy are past the staleness bound.
-        num_truncated: tokens masked because their trajectory is truncated.
-        staleness_tokens: tokens in the loss, by staleness in versions.
-    """
-
-    of_tokens: list[Tensor]
-    stale_tokens: list[int]
-    num_truncated: int
-    staleness_tokens: Counter[int]
+    of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] bool, True where the token is in the loss
+    stale_tokens: list[int]  # of each trajectory, the number of the policy's tokens past the staleness bound
+    num_truncated: int  # tokens masked because their trajectory is truncated
+    staleness_tokens: Counter[int]  # tokens in the loss, by staleness in versions
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +59,7 @@ class Masks:
 
 
 def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, config: AlgorithmConfig) -> Masks:
-    """Mask every token that another party wrote, that is past the staleness bound, or whose trajectory is truncated.
-
-    `policy_version` is the learner's version, from which staleness is counted.
-    """
+    """Mask every token that another party wrote, that is past the staleness bound, or whose trajectory is truncated."""
     masks, stale_tokens, num_truncated = [], [], 0
     staleness_tokens: Counter[int] = Counter()
     for trajectory in trajectories:
@@ -89,15 +79,10 @@ def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, confi
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The advantages of a batch.
+    """The advantages of a batch."""
 
-    Attributes:
-        of_tokens: for each trajectory [num_completion_tokens] float32.
-        numbers: by field of TrainRecord; over tokens in the loss, NaN if there are none.
-    """
-
-    of_tokens: list[Tensor]
-    numbers: Mapping[str, float]
+    of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] float32
+    numbers: Mapping[str, float]  # by field of TrainRecord; over tokens in the loss, NaN if there are none
 
 
 def compute_advantages(
@@ -109,14 +94,11 @@ def compute_advantages(
     kl_coefficient: float,
     stop_token_ids: frozenset[int],
 ) -> Advantages:
-    """Compute the advantages of a batch.
+    """Compute the advantages of a whole batch.
 
     Args:
-        trajectories: those of the whole batch.
-        masks: for each trajectory [num_completion_tokens] bool, True where the token is in the loss.
-        reference_logprobs: for each trajectory [num_completion_tokens] float; empty without a KL in the reward.
-        config: `algorithm`, and the longest completion.
-        kl_coefficient: the current coefficient; a controller may steer it.
+        masks: of each trajectory [num_completion_tokens] bool, True where the token is in the loss.
+        reference_logprobs: of each trajectory [num_completion_tokens] float; empty without a KL in the reward.
         stop_token_ids: the tokens that end a completion.
     """
     algorithm = config.algorithm
@@ -124,39 +106,34 @@ def compute_advantages(
     rewards = samples.last(_shaped(trajectories, config, stop_token_ids))
     num_limited = int((rewards.abs() >= REWARD_LIMIT).sum())
     group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
-    in_loss = samples.total(torch.stack([mask.sum() for mask in masks]))
+    of_samples, lengths = samples.last(group_ids), torch.tensor([len(mask) for mask in masks])
+    num_in_loss = samples.total(torch.stack([mask.sum() for mask in masks]))
+    in_loss = torch.cat(list(masks))
     penalties = [
         kl_coefficient * _divergence(trajectory, logprobs, algorithm.kl.estimator)
         for trajectory, logprobs in zip(trajectories, reference_logprobs, strict=bool(reference_logprobs))
     ]
-    if algorithm.returns == "token":
-        normed = normalize(rewards, samples.last(group_ids), in_loss, algorithm.reward_norm)
-        by_token = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
-        returns = token_returns(by_token, algorithm.discount)
-        lengths = torch.tensor([len(mask) for mask in masks])
-        of_each, counted = group_ids.repeat_interleave(lengths), torch.cat(list(masks)).long()
-        each = normalize(torch.cat(returns), of_each, counted, algorithm.adv_norm)
-        return _advantages(list(each.float().split(lengths.tolist())), masks, num_limited)
-    if penalties:
+    if penalties and algorithm.returns == "trajectory":
         rewards = rewards - samples.total(torch.stack([penalty.sum() for penalty in penalties]))
-    of_samples = samples.last(group_ids)
-    normed = normalize(rewards, of_samples, in_loss, algorithm.reward_norm)
-    scalars = samples.spread(normalize(normed, of_samples, in_loss, algorithm.adv_norm)).float()
-    return _advantages([a.expand(len(mask)) for a, mask in zip(scalars, masks, strict=True)], masks, num_limited)
-
-
-def _advantages(of_tokens: list[Tensor], masks: Sequence[Tensor], num_limited: int) -> Advantages:
-    in_loss = torch.cat(of_tokens)[torch.cat(list(masks))].double()
-    some = len(in_loss) > 0
+    normed = normalize(rewards, of_samples, num_in_loss, algorithm.reward_norm)
+    if algorithm.returns == "trajectory":
+        of_trajectories = samples.spread(normalize(normed, of_samples, num_in_loss, algorithm.adv_norm))
+        by_token = of_trajectories.float().repeat_interleave(lengths)
+    else:
+        own = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
+        returns = torch.cat(token_returns(own, algorithm.discount))
+        by_token = normalize(returns, group_ids.repeat_interleave(lengths), in_loss.long(), algorithm.adv_norm).float()
+    counted = by_token[in_loss].double()
+    some = len(counted) > 0
     numbers = {
         "num_limited_rewards": num_limited,
-        "advantage_mean": float(in_loss.mean()),
-        "advantage_std": float(in_loss.std(correction=0)) if some else math.nan,
-        "advantage_min": float(in_loss.min()) if some else math.nan,
-        "advantage_max": float(in_loss.max()) if some else math.nan,
-        "advantage_abs_mean": float(in_loss.abs().mean()),
+        "advantage_mean": float(counted.mean()),
+        "advantage_std": float(counted.std(correction=0)) if some else math.nan,
+        "advantage_min": float(counted.min()) if some else math.nan,
+        "advantage_max": float(counted.max()) if some else math.nan,
+        "advantage_abs_mean": float(counted.abs().mean()),
     }
-    return Advantages(of_tokens, numbers)
+    return Advantages(list(by_token.split(lengths.tolist())), numbers)
 
 
 def behaviour_logprobs(trajectory: Trajectory) -> Tensor:

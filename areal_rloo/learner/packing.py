@@ -28,42 +28,26 @@ from areal_rloo.trajectory import Trajectory
 class Microbatch(msgspec.Struct, frozen=True):
     """Whole trajectories in a row, in CPU memory, as sent to a rank.
 
-    The last token of each trajectory is omitted: no target follows it. Columns by token are concatenated by sequence.
-
-    Attributes:
-        lengths: tokens of each sequence.
-        num_targets: of each sequence, the number of last places that predict a completion token.
-        input_ids: [sum of lengths] int32.
-        targets: [sum of num_targets] int32, the completion tokens.
-        columns: further values of the targets, [sum of num_targets] each.
+    The last token of each trajectory is omitted: no target follows it.
     """
 
-    lengths: list[int]
-    num_targets: list[int]
-    input_ids: Tensor
-    targets: Tensor
-    columns: dict[str, Tensor]
+    lengths: list[int]  # tokens of each sequence
+    num_targets: list[int]  # of each sequence, the number of last places that predict a completion token
+    input_ids: Tensor  # [sum of lengths] int32
+    targets: Tensor  # [sum of num_targets] int32, the completion tokens
+    columns: dict[str, Tensor]  # further values of the targets, [sum of num_targets] each
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A microbatch on the compute device.
+    """A microbatch on the compute device."""
 
-    Attributes:
-        input_ids: [num_tokens] int64.
-        layout: where the sequences are.
-        predicts: [num_targets] int64, the place in the row whose hidden state predicts each completion token.
-        targets: [num_targets] int64, the completion tokens.
-        sequence_index: [num_targets] int64, the sequence of each target.
-        columns: as in the microbatch.
-    """
-
-    input_ids: Tensor
+    input_ids: Tensor  # [num_tokens] int64
     layout: PackedLayout
-    predicts: Tensor
-    targets: Tensor
-    sequence_index: Tensor
-    columns: dict[str, Tensor]
+    predicts: Tensor  # [num_targets] int64, the place in the row whose hidden state predicts each completion token
+    targets: Tensor  # [num_targets] int64, the completion tokens
+    sequence_index: Tensor  # [num_targets] int64, the sequence of each target
+    columns: dict[str, Tensor]  # as in the microbatch
 
     @property
     def inputs(self) -> tuple[Tensor, PackedLayout, Tensor, Tensor]:
@@ -72,7 +56,6 @@ class Row:
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> Row:
-        """Move a microbatch to a device."""
         lengths, counts = np.array(microbatch.lengths), np.array(microbatch.num_targets)
         ends, first = np.cumsum(lengths), np.cumsum(counts) - counts
         predicts = np.arange(counts.sum()) + np.repeat(ends - counts - first, counts)
@@ -92,19 +75,12 @@ class RowLoss:
 
     The row's columns, each [num_targets]: `behaviour` (logprobs), `advantages`, `weights` (share of a token in the mean
     of the minibatch), `staleness` (versions), and with a KL in the loss `reference` (logprobs).
-
-    Attributes:
-        row: tokens and columns.
-        proximal: [num_targets] float32; None if proximal logprobs equal, or are interpolated from, the current ones.
-        interpolates: True if proximal logprobs are interpolated between behaviour and current logprobs.
-        kl_coefficient: of a KL in the loss; read if the row has reference logprobs.
-        config: of the algorithm.
     """
 
     row: Row
-    proximal: Tensor | None
-    interpolates: bool
-    kl_coefficient: float
+    proximal: Tensor | None  # [num_targets] float32; None: equal to, or interpolated from, the current logprobs
+    interpolates: bool  # True if proximal logprobs are interpolated between behaviour and current logprobs
+    kl_coefficient: float  # of a KL in the loss; read if the row has reference logprobs
     config: AlgorithmConfig
 
     def __call__(self, current: TokenLogprobs, part: slice = slice(None)) -> LossOutput:
@@ -135,14 +111,11 @@ class RowLoss:
 class PackedBatch:
     """Trajectories distributed to ranks.
 
-    Attributes:
-        microbatches: by rank, the same number for each.
-        indices: by rank and microbatch, the indices of the trajectories in row order; empty for a filler row, which
-            keeps the number of rows equal on all ranks.
+    A filler row has no trajectory; it keeps the number of rows equal on all ranks.
     """
 
-    microbatches: list[list[Microbatch]]
-    indices: list[list[list[int]]]
+    microbatches: list[list[Microbatch]]  # by rank, the same number for each
+    indices: list[list[list[int]]]  # by rank and microbatch, the indices of the trajectories in row order
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """Return lengths and numbers of targets of all trajectories, in no particular order."""
@@ -150,14 +123,14 @@ class PackedBatch:
         rows = [microbatch for microbatch, indices in pairs if indices]
         return list(chain(*(row.lengths for row in rows))), list(chain(*(row.num_targets for row in rows)))
 
-    def unpacked(self, rows: Sequence[Sequence[Tensor]], num_trajectories: int) -> list[Tensor]:
+    def unpacked(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Split values of row targets, by rank and row, into values by trajectory."""
-        by_trajectory: list[Tensor] = [torch.empty(0)] * num_trajectories
+        by_trajectory: dict[int, Tensor] = {}
         of_rows = zip(chain(*self.microbatches), chain(*self.indices), chain(*rows), strict=True)
         for microbatch, indices, values in of_rows:
-            for index, part in zip(indices, values.split(microbatch.num_targets) if indices else (), strict=True):
-                by_trajectory[index] = part
-        return by_trajectory
+            if indices:
+                by_trajectory |= zip(indices, values.split(microbatch.num_targets), strict=True)
+        return [by_trajectory[index] for index in range(len(by_trajectory))]
 
 
 def pack(
@@ -167,13 +140,7 @@ def pack(
     num_ranks: int = 1,
     columns: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedBatch:
-    """Pack all trajectories of a minibatch into rows.
-
-    Args:
-        trajectories: at least one.
-        max_tokens: of a row; each trajectory must fit.
-        columns: by name, of each trajectory [num_completion_tokens].
-    """
+    """Pack all trajectories of a minibatch into rows; each column is, of each trajectory, [num_completion_tokens]."""
     indices = plan_rows([trajectory.num_tokens - 1 for trajectory in trajectories], max_tokens, num_ranks=num_ranks)
     return PackedBatch([[_microbatch(trajectories, row, columns or {}) for row in rows] for rows in indices], indices)
 
@@ -193,17 +160,13 @@ def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) ->
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    left = np.zeros(len(order), dtype=np.int64)
+    rows: list[list[int]] = [[] for _ in order]
+    left = np.full(len(order), max_tokens)
     for index in order:
-        fits = np.flatnonzero(left[: len(rows)] >= lengths[index])
-        if len(fits) == 0:
-            left[len(rows)] = max_tokens
-            rows.append([])
-        place = int(fits[0]) if len(fits) else len(rows) - 1
+        place = int(np.argmax(left >= lengths[index]))
         rows[place].append(index)
         left[place] -= lengths[index]
-    return rows
+    return [row for row in rows if row]
 
 
 def _evened(order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int) -> list[list[int]] | None:

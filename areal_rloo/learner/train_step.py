@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.diagnostics import diagnose
-from areal_rloo.algorithm.kl import adapted_coefficient, kl_estimate
+from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import token_weights
 from areal_rloo.config import Config
 from areal_rloo.learner.advantages import (
@@ -40,32 +40,22 @@ from areal_rloo.trajectory import Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ReferenceScores:
-    """The reference policy's view of a batch; `numbers` by field of TrainRecord.
+    """The reference policy's view of a batch."""
 
-    Attributes:
-        logprobs: for each trajectory [num_completion_tokens] float32, in CPU memory; empty without a reference.
-        divergence: KL of the behaviour policy to the reference by the configured estimator; NaN without a reference.
-    """
-
-    logprobs: list[Tensor]
-    divergence: float
-    numbers: Mapping[str, float]
+    logprobs: list[Tensor]  # of each trajectory [num_completion_tokens] float32, in CPU memory; empty if no reference
+    divergence: float  # KL of the behaviour policy to the reference by the configured estimator; NaN if no reference
+    numbers: Mapping[str, float]  # by field of TrainRecord
     times: Times
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """The optimizer steps of a train step; `times` of the slowest rank, `numbers` by field of TrainRecord.
+    """The optimizer steps of a train step."""
 
-    Attributes:
-        num_optimizer_steps: minibatches that changed the weights.
-        num_skipped: minibatches whose gradient was not finite.
-    """
-
-    num_optimizer_steps: int
-    num_skipped: int
-    numbers: Mapping[str, Any]
-    times: Times
+    num_optimizer_steps: int  # minibatches that changed the weights
+    num_skipped: int  # minibatches whose gradient was not finite
+    numbers: Mapping[str, Any]  # by field of TrainRecord
+    times: Times  # of the slowest rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,6 @@ class StepResult:
     """The results of the stages of a train step; `numbers` holds all their numbers by field of TrainRecord."""
 
     masks: Masks
-    reference: ReferenceScores
     advantages: Advantages
     updates: Updates
     numbers: Mapping[str, Any]
@@ -83,12 +72,7 @@ class TrainStep:
     """Trains the policy on batches. One per learner, on rank 0."""
 
     def __init__(self, team: Team, config: Config, *, stop_token_ids: Sequence[int] = ()) -> None:
-        """
-        Args:
-            team: the ranks with the policy; with the reference policy if `algorithm.kl.coefficient` is above 0.
-            config: `algorithm` and `learner`.
-            stop_token_ids: the tokens that end a completion; needed for a penalty on a missing end.
-        """
+        """`stop_token_ids`: the tokens that end a completion; needed for a penalty on a missing end."""
         kl = config.algorithm.kl
         assert team.has_reference == (kl.coefficient > 0), "a reference model if and only if there is a KL term"
         self.team = team
@@ -122,11 +106,16 @@ class TrainStep:
                 num_trajectories=len(trajectories),
                 config=adaptive,
             )
-        parts = (settings, masks.numbers(), reference.numbers, advantages.numbers, updates.numbers)
-        numbers = {name: value for part in parts for name, value in part.items()}
-        numbers |= {"times_s": reference.times | updates.times}
-        numbers |= self._speed(minibatches, time.perf_counter() - started_s)
-        return StepResult(masks, reference, advantages, updates, numbers)
+        numbers = {
+            **settings,
+            **masks.numbers(),
+            **reference.numbers,
+            **advantages.numbers,
+            **updates.numbers,
+            "times_s": reference.times | updates.times,
+            **self._speed(minibatches, time.perf_counter() - started_s),
+        }
+        return StepResult(masks, advantages, updates, numbers)
 
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
         """Score a batch with the reference policy; refresh the reference first if this version asks for that."""
@@ -140,20 +129,17 @@ class TrainStep:
             if every is not None and policy_version > 0 and policy_version % every == 0:
                 self.team.refresh_reference()
             packed = self._packed(trajectories)
-            by_trajectory = packed.unpacked(self.team.score(packed.microbatches), len(trajectories))
+            by_trajectory = packed.unpacked(self.team.score(packed.microbatches))
             written = torch.cat([policy_tokens(trajectory) for trajectory in trajectories])
             behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()[written]
             scored = torch.cat(by_trajectory).double()[written]
             times["reference"] = time.perf_counter() - started_s
-        return ReferenceScores(
-            logprobs=by_trajectory,
-            divergence=float(kl_estimate(behaviour, scored, self._config.algorithm.kl.estimator).mean()),
-            numbers={
-                "reference_kl_k1": float(kl_estimate(behaviour, scored, "k1").mean()),
-                "reference_kl_k3": float(kl_estimate(behaviour, scored, "k3").mean()),
-            },
-            times=times,
-        )
+
+        def divergence(estimator: Estimator) -> float:
+            return float(kl_estimate(behaviour, scored, estimator).mean())
+
+        numbers = {"reference_kl_k1": divergence("k1"), "reference_kl_k3": divergence("k3")}
+        return ReferenceScores(by_trajectory, divergence(self._config.algorithm.kl.estimator), numbers, times)
 
     def _minibatches(
         self,
@@ -170,7 +156,7 @@ class TrainStep:
         minibatches = []
         for share in np.array_split(order, num):
             indices = sorted(share.tolist())
-            weights = dict(zip(indices, self._token_weights([masks.of_tokens[i] for i in indices]), strict=True))
+            weights = self._token_weights({i: masks.of_tokens[i] for i in indices})
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
             live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
@@ -192,17 +178,16 @@ class TrainStep:
         max_tokens = self._config.learner.microbatch_tokens
         return pack(trajectories, max_tokens=max_tokens, num_ranks=self.team.num_ranks, columns=columns)
 
-    def _token_weights(self, masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give the share of each token of a minibatch in the mean over the minibatch, by trajectory."""
-        lengths = torch.tensor([len(mask) for mask in masks])
+    def _token_weights(self, masks: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Give the share of each token of a minibatch in the mean over the minibatch, by index of the trajectory."""
+        lengths = [len(mask) for mask in masks.values()]
         weights = token_weights(
-            torch.cat(list(masks)),
-            torch.repeat_interleave(torch.arange(len(masks)), lengths),
-            num_sequences=len(masks),
+            torch.cat(list(masks.values())),
+            torch.arange(len(masks)).repeat_interleave(torch.tensor(lengths)),
             max_new_tokens=self._config.rollout.sampling.max_new_tokens,
             config=self._config.algorithm.loss,
         )
-        return tuple(weights.split(lengths.tolist()))
+        return dict(zip(masks, weights.split(lengths), strict=True))
 
     def _train(self, minibatches: Sequence[PackedBatch]) -> Updates:
         """Let every rank train on a share of the rows, and merge the answers."""
@@ -211,16 +196,13 @@ class TrainStep:
         all_s = time.perf_counter() - started_s
         first = trained[0]
         times = {part: max(answer.times[part] for answer in trained) for part in first.times}
-        return Updates(
-            num_optimizer_steps=sum(first.stepped),
-            num_skipped=first.stepped.count(False),
-            numbers={
-                "loss": sum(sum(answer.losses) for answer in trained) / len(minibatches),
-                "gradient_norm": float(np.max(first.gradient_norms)),  # unlike max, NaN stays
-                **diagnose(list(zip(*(answer.outcomes for answer in trained), strict=True))),
-            },
-            times=times | {"exchange": max(0.0, all_s - sum(times.values()))},
-        )
+        numbers = {
+            "loss": sum(sum(answer.losses) for answer in trained) / len(minibatches),
+            "gradient_norm": float(np.max(first.gradient_norms)),  # unlike max, NaN stays
+            **diagnose(list(zip(*(answer.outcomes for answer in trained), strict=True))),
+        }
+        times["exchange"] = max(0.0, all_s - sum(times.values()))
+        return Updates(sum(first.stepped), first.stepped.count(False), numbers, times)
 
     def _speed(self, minibatches: Sequence[PackedBatch], train_step_s: float) -> dict[str, float]:
         """Give the seconds of the step, and the speed of forward and backward passes."""

@@ -87,7 +87,6 @@ def _loss(case: Case, *, anchor: str, behaviour: str, config: LossConfig) -> Ten
     weights = token_weights(
         torch.ones(len(sequence), dtype=torch.bool),
         sequence,
-        num_sequences=len(case["inputs"]["lengths"]),
         max_new_tokens=1,
         config=config,
     )
@@ -169,7 +168,6 @@ def test_aggregations_equal_the_golden_values(golden_cases: list[Case], aggregat
         weights = token_weights(
             torch.ones(len(sequence), dtype=torch.bool),
             sequence,
-            num_sequences=num_sequences,
             max_new_tokens=case["inputs"]["padded_length"],
             config=LossConfig(aggregation=aggregation),  # type: ignore[arg-type]
         )

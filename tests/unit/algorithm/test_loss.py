@@ -286,9 +286,7 @@ def test_token_weights_equal_hand_computed_values() -> None:
         "seq_mean_token_sum_norm": [1 / 20, 1 / 20, 1 / 20, 0, 1 / 20, 0],
     }
     for aggregation, weights in expected.items():
-        got = token_weights(
-            mask, sequence, num_sequences=3, max_new_tokens=10, config=LossConfig(aggregation=aggregation)
-        )
+        got = token_weights(mask, sequence, max_new_tokens=10, config=LossConfig(aggregation=aggregation))
         assert got.tolist() == pytest.approx(weights)
 
 
@@ -296,7 +294,5 @@ def test_without_a_token_in_the_loss_all_weights_are_zero() -> None:
     mask = torch.zeros(3, dtype=torch.bool)
     index = torch.tensor([0, 0, 1])
     for aggregation in ("token_mean", "seq_mean_token_mean"):
-        weights = token_weights(
-            mask, index, num_sequences=2, max_new_tokens=4, config=LossConfig(aggregation=aggregation)
-        )
+        weights = token_weights(mask, index, max_new_tokens=4, config=LossConfig(aggregation=aggregation))
         assert weights.tolist() == [0, 0, 0]

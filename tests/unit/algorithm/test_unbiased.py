@@ -143,7 +143,7 @@ def _expected_gradient(aggregation: str) -> Tensor:
             entropy=torch.zeros(len(current)),
             advantages=advantages[index],
             token_weights=token_weights(
-                torch.ones(len(current), dtype=torch.bool), index, num_sequences=2, max_new_tokens=2, config=config
+                torch.ones(len(current), dtype=torch.bool), index, max_new_tokens=2, config=config
             ),
             staleness=torch.zeros(len(current), dtype=torch.int64),
             sequence_index=index,
