@@ -14,6 +14,7 @@ import hashlib
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from huggingface_hub import save_torch_state_dict
@@ -68,31 +69,12 @@ class LearnerState(_Format, frozen=True):
     num_optimizer_steps: int
 
 
-def capture(
-    ledger: Ledger,
-    stream: PromptStream,
-    *,
-    policy_version: int,
-    seed: int,
-    totals: Totals,
-    kl_coefficient: float,
-    num_optimizer_steps: int,
-) -> LearnerState:
+def capture(ledger: Ledger, stream: PromptStream) -> dict[str, Any]:
     """Capture the current state; call while ledger and stream do not change."""
     buffered = [t for g in ledger.groups.values() for s in g.samples.values() for t in s.trajectories]
     headers, columns = encode_columns(buffered)
-    return LearnerState(
-        format=_FORMAT,
-        policy_version=policy_version,
-        seed=seed,
-        ledger=ledger.state(),
-        headers=headers,
-        columns=tuple(bytes(column) for column in columns),
-        stream=stream.state(),
-        totals=totals,
-        kl_coefficient=kl_coefficient,
-        num_optimizer_steps=num_optimizer_steps,
-    )
+    encoded = {"headers": headers, "columns": tuple(bytes(column) for column in columns)}
+    return {"format": _FORMAT, "ledger": ledger.state(), "stream": stream.state(), **encoded}
 
 
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:

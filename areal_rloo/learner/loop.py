@@ -17,7 +17,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
-from areal_rloo.learner.checkpoint import Checkpoints, capture
+from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, capture
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.train_step import TrainStep
@@ -86,16 +86,13 @@ class Learner:
     def save_checkpoint(self) -> None:
         """Copy the state between two steps, and begin to write a checkpoint."""
         self.reporter.update_clock()
-        state = self.intake.snapshot(
-            lambda ledger, stream: capture(
-                ledger,
-                stream,
-                policy_version=self.policy_version,
-                seed=self.config.run.seed,
-                totals=msgspec.structs.replace(self.reporter.totals),
-                kl_coefficient=self.train_step.kl_coefficient,
-                num_optimizer_steps=self.train_step.team.num_optimizer_steps,
-            )
+        state = LearnerState(
+            policy_version=self.policy_version,
+            seed=self.config.run.seed,
+            totals=msgspec.structs.replace(self.reporter.totals),
+            kl_coefficient=self.train_step.kl_coefficient,
+            num_optimizer_steps=self.train_step.team.num_optimizer_steps,
+            **self.intake.snapshot(capture),
         )
         self.checkpoints.save(state, team=self.train_step.team, tokenizer=self.tokenizer)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, num_optimizer_steps: int
 ) -> tuple[Optimizer, LambdaLR]:
     """Build AdamW over float32 weights, and a schedule to advance once per optimizer step."""
-    kind = partial(AdamW, fused=True) if config.state_dtype == "float32" else LowPrecisionAdamW
-    optimizer: Optimizer = kind(
-        parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    options |= {"betas": config.betas, "eps": config.eps}
+    low = config.state_dtype == "bfloat16"
+    optimizer = LowPrecisionAdamW(parameters, **options) if low else AdamW(parameters, **options, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: schedule_factor(step, config, num_optimizer_steps))
 
 
@@ -48,19 +47,8 @@ def set_schedule(schedule: LambdaLR, num_optimizer_steps: int) -> None:
         group["lr"] = rate
 
 
-class LowPrecisionAdamW(Optimizer):
+class LowPrecisionAdamW(AdamW):
     """AdamW (arXiv:1711.05101) with computation in float32 and moments stored in bfloat16."""
-
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -68,11 +56,10 @@ class LowPrecisionAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "parameter without a gradient"
+    def _update(self, parameter: torch.nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
         if not state:
             state.update(empty_state(parameter, self))
         state["step"] += 1
@@ -88,10 +75,10 @@ class LowPrecisionAdamW(Optimizer):
 
 def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """Make the initial optimizer state of a parameter, to be filled by a step or from a checkpoint."""
-    dtype = torch.bfloat16 if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
-    fused = isinstance(optimizer, AdamW)
+    low = isinstance(optimizer, LowPrecisionAdamW)
+    dtype = torch.bfloat16 if low else parameter.dtype
     return {
-        "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+        "step": torch.zeros((), device="cpu" if low else parameter.device),  # the fused step reads it on the device
         "exp_avg": torch.zeros_like(parameter, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
     }

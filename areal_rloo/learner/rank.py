@@ -36,20 +36,12 @@ Times = dict[str, float]
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    """Results of a rank on a share of each minibatch.
+    """Results of a rank on a share of each minibatch; the lists are by minibatch."""
 
-    Attributes:
-        stepped: by minibatch, True if everything was finite on all ranks.
-        gradient_norms: by minibatch, over all ranks, before clipping.
-        losses: by minibatch, the sum over the rows of this rank.
-        outcomes: by minibatch, of the tokens of this rank, in CPU memory.
-        times: seconds.
-    """
-
-    stepped: list[bool]
-    gradient_norms: list[float]
-    losses: list[float]
-    outcomes: list[TokenOutcomes]
+    stepped: list[bool]  # True if everything was finite on all ranks
+    gradient_norms: list[float]  # over all ranks, before clipping
+    losses: list[float]  # the sum over the rows of this rank
+    outcomes: list[TokenOutcomes]  # of the tokens of this rank, in CPU memory
     times: Times
 
 
@@ -66,15 +58,7 @@ class LearnerRank:
         ranks: Ranks | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        """
-        Args:
-            policy: on `device`, sharded if there are other ranks.
-            config: `algorithm` and `learner`.
-            device: where to compute.
-            reference: the frozen policy of the KL term, if any.
-            ranks: the learner's ranks; None for a single rank.
-            sharding: how the policy is sharded; None if it is whole.
-        """
+        """The policy is on `device`, and sharded if there are other ranks; no `ranks` are a single rank."""
         learner, settings = config.learner, config.model.reference
         self.policy = policy
         self.reference = reference

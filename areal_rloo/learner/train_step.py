@@ -63,6 +63,7 @@ class StepResult:
     """The results of the stages of a train step; `numbers` holds all their numbers by field of TrainRecord."""
 
     masks: Masks
+    reference: ReferenceScores
     advantages: Advantages
     updates: Updates
     numbers: Mapping[str, Any]
@@ -115,7 +116,7 @@ class TrainStep:
             "times_s": reference.times | updates.times,
             **self._speed(minibatches, time.perf_counter() - started_s),
         }
-        return StepResult(masks, advantages, updates, numbers)
+        return StepResult(masks, reference, advantages, updates, numbers)
 
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
         """Score a batch with the reference policy; refresh the reference first if this version asks for that."""

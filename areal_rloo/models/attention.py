@@ -30,34 +30,22 @@ _VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  #
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences that attend together, padded to [num_sequences, longest].
+    """Sequences that attend together, padded to [num_sequences, longest]."""
 
-    Attributes:
-        to_padded: [num_sequences * longest] int64: the token of the row at each padded place (0 at padding).
-    """
-
-    to_padded: Tensor
+    to_padded: Tensor  # [num_sequences * longest] int64, the token of the row at each padded place (0 at padding)
     num_sequences: int
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where the sequences of a packed row are.
+    """Where the sequences of a packed row are."""
 
-    Attributes:
-        position_ids: [num_tokens] int64: place of each token within the sequence.
-        blocks: the sequences by length, each in exactly one block.
-        to_packed: [num_tokens] int64: place of each token of the row in the concatenated blocks.
-        starts: [num_sequences + 1] int32: start of each sequence in the row, and the end of the last.
-        longest: tokens of the longest sequence.
-    """
-
-    position_ids: Tensor
-    blocks: tuple[Block, ...]
-    to_packed: Tensor
-    starts: Tensor
-    longest: int
+    position_ids: Tensor  # [num_tokens] int64, place of each token within the sequence
+    blocks: tuple[Block, ...]  # the sequences by length, each in exactly one block
+    to_packed: Tensor  # [num_tokens] int64, place of each token of the row in the concatenated blocks
+    starts: Tensor  # [num_sequences + 1] int32, start of each sequence in the row, and the end of the last
+    longest: int  # tokens of the longest sequence
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
@@ -119,12 +107,9 @@ def packed_attention(
 
     Args:
         module: the attention layer; defines whether several heads share keys and values.
-        q: [1, num_heads, num_tokens, head_dim].
-        k, v: [1, num_kv_heads, num_tokens, head_dim].
-        attention_mask: None; the layout replaces the mask.
+        q, k, v: [1, num_heads, num_tokens, head_dim], with num_kv_heads for k and v.
+        attention_mask, dropout: None and 0; the logprobs of a policy must be a function of the weights.
         packed: the layout, passed through the model's keyword arguments.
-        scaling: factor on the scores.
-        dropout: 0; the logprobs of a policy must be a function of the weights.
 
     Returns:
         [1, num_tokens, num_heads, head_dim], and None for the attention weights.

@@ -33,15 +33,10 @@ Entropy = Literal["none", "value", "gradient"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Logprobs and entropies of chosen tokens, each [num_targets] float32.
+    """Logprobs and entropies of chosen tokens, each [num_targets] float32."""
 
-    Attributes:
-        logprobs: log p(token), with a gradient to the weights.
-        entropy: -sum p log p over the vocabulary; 0 if not requested.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
+    logprobs: Tensor  # log p(token), with a gradient to the weights
+    entropy: Tensor  # -sum p log p over the vocabulary; 0 if not requested
 
 
 TokenLoss = Callable[[TokenLogprobs, slice], Tensor]
@@ -49,18 +44,12 @@ TokenLoss = Callable[[TokenLogprobs, slice], Tensor]
 
 
 class Policy(torch.nn.Module):
-    """A causal language model with packed attention.
-
-    Attributes:
-        causal: the model with the policy's parameters.
-    """
+    """A causal language model with packed attention."""
 
     def __init__(self, causal: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
-        """
-        Args:
-            causal: the model.
-            temperature: divides the logits, as in the engine.
-            dtype: of matrix products; residual stream, norms and logprobs are float32, or the dtype of wider weights.
+        """The temperature divides the logits, as in the engine.
+
+        Matrix products have the dtype; residual stream, norms and logprobs are float32, or the dtype of wider weights.
         """
         super().__init__()
         self.causal = causal
@@ -81,10 +70,8 @@ class Policy(torch.nn.Module):
 
         Args:
             input_ids: [num_tokens] int64, the packed row.
-            layout: where the sequences of the row are.
             predicts: [num_targets] int64, the place in the row whose hidden state predicts each target.
             targets: [num_targets] int64.
-            entropy: whether to compute the entropy.
             token_loss: a loss of each token's own logprob and entropy (`loss_of_tokens`).
 
         Returns:
@@ -119,35 +106,28 @@ def chosen_logprobs(
 ) -> TokenLogprobs:
     """Compute log softmax(hidden head^T / temperature) at `targets`, and the entropy of that softmax.
 
-    Args:
-        hidden: [num_targets, hidden_size].
-        head: [vocabulary, hidden_size].
-        targets: [num_targets] int64.
-        temperature: above 0.
+    `hidden` is [num_targets, hidden_size], `head` [vocabulary, hidden_size], `targets` [num_targets] int64.
     """
     chunk = max(1, CHUNK_LOGITS // head.shape[0])
     head = head.to(hidden.dtype)
     if len(targets) <= chunk:
-        return TokenLogprobs(*_chunk(hidden, head, targets, temperature, entropy))
+        return _chunk(hidden, head, targets, temperature, entropy)
     parts = [
         checkpoint(_chunk, h, head, t, temperature, entropy, use_reentrant=False)
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
+    return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _chunk(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy
-) -> tuple[Tensor, Tensor]:
+def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> TokenLogprobs:
     product = hidden @ head.T
     logits = product.to(torch.promote_types(product.dtype, torch.float32)) / temperature
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     if entropy == "none":
-        return logprobs, torch.zeros_like(logprobs)
+        return TokenLogprobs(logprobs, torch.zeros_like(logprobs))
     with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
         all_logprobs = logits.log_softmax(-1)
-        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return TokenLogprobs(logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1))
 
 
 def loss_of_tokens(
@@ -162,10 +142,8 @@ def loss_of_tokens(
     """Sum token_loss(log softmax(hidden head^T / temperature) at `targets`) over chunks of tokens.
 
     Takes the arguments of `chosen_logprobs`, and a `token_loss` that reads only tokens of the slice and is
-    differentiated by logprobs, and by entropies if `entropy` is `gradient`.
-
-    Returns:
-        The loss, a scalar with a gradient to `hidden` and `head` (once), and logprobs and entropies without gradient.
+    differentiated by logprobs, and by entropies if `entropy` is `gradient`. Returns the loss, a scalar with a gradient
+    to `hidden` and `head` (once), and logprobs and entropies without gradient.
     """
     loss, logprobs, entropies = _LossOfTokens.apply(  # type: ignore[no-untyped-call]
         hidden, head, targets, temperature, token_loss, entropy, max(1, CHUNK_LOGITS // head.shape[0])
@@ -226,11 +204,7 @@ class _LossOfTokens(torch.autograd.Function):
 
 
 class _Chunks:
-    """Process a chunk of logits at a time in reused buffers: allocating fresh memory costs more than the arithmetic.
-
-    Attributes:
-        wide: float32, or the dtype of the hidden states if wider.
-    """
+    """Process a chunk of logits at a time in reused buffers: allocating fresh memory costs more than the arithmetic."""
 
     def __init__(self, hidden: Tensor, *, num_rows: int, vocabulary: int) -> None:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)

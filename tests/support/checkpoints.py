@@ -41,14 +41,13 @@ def checkpoint_state(version: int) -> LearnerState:
     ledger.lease((1, 0), "rollout-0")
     parted = msgspec.structs.replace(completion, spans=(1, 1))
     ledger.finish([Trajectory(1, 0, np.array([3], np.int32), made, 0.5) for made in (completion, parted)])
-    return capture(
-        ledger,
-        prompts,
+    return LearnerState(
         policy_version=version,
         seed=0,
         totals=Totals(trained_tokens=7),
         kl_coefficient=0.1,
         num_optimizer_steps=2,
+        **capture(ledger, prompts),
     )
 
 

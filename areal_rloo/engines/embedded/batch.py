@@ -30,39 +30,30 @@ Ending = list[tuple[PlacedRequest, FinishReason]]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The inputs of all steps until the rows change. A step increases all `counters` by 1.
+    """The inputs of all steps until the rows change."""
 
-    The plan is valid while the cache's `num_moves` is unchanged.
-    """
-
-    num_moves: int
+    num_moves: int  # of the cache; the plan is valid while the cache has the same number
     slots: npt.NDArray[np.int64]
     slots_on_device: Tensor
     rows: Rows
     uniform_places: Tensor
-    counters: Tensor
+    counters: Tensor  # a step increases all of them by 1
     shaping: Shaping
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A launched step. `arrivals` distinguish the request in a slot from an earlier request in the same slot."""
+    """A launched step."""
 
     slots: npt.NDArray[np.int64]
-    arrivals: npt.NDArray[np.int64]
+    arrivals: npt.NDArray[np.int64]  # distinguish the request in a slot from an earlier request in the same slot
     tokens: Tensor
     logprobs: Tensor
     done: torch.cuda.Event | None
 
 
 class DecodeBatch:
-    """Up to `num_slots` placed requests under the same weights, in prefill or decoded.
-
-    Attributes:
-        kind: of the decoded rows.
-        running: the decoded requests, by slot.
-        num_generated: tokens collected since the scheduler last reset this count.
-    """
+    """Up to `num_slots` placed requests under the same weights, in prefill or decoded."""
 
     def __init__(
         self,
@@ -81,8 +72,8 @@ class DecodeBatch:
         self.policy_version = policy_version
         self.kind = kind
         self.prefilling: list[PlacedRequest] = []
-        self.running: dict[int, PlacedRequest] = {}
-        self.num_generated = 0
+        self.running: dict[int, PlacedRequest] = {}  # the decoded requests, by slot
+        self.num_generated = 0  # tokens collected since the scheduler last reset this count
         self._cache = cache
         self._steps_ahead = steps_ahead
         self._num_slots = num_slots

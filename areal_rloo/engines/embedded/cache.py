@@ -43,24 +43,15 @@ class RowKind(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
-    """A place in the arena, and the content for reuse by other requests.
+    """A place in the arena, and the content for reuse by other requests."""
 
-    Attributes:
-        capacity: in tokens.
-        start: offset in the arena, in tokens.
-        slot: of the row's request in its batch; -1 while the request is not decoded.
-        tokens: int32, the reusable first tokens of the row.
-        policy_version: of the weights that computed all of `tokens`.
-        keys: hashes of beginnings of `tokens`.
-    """
-
-    capacity: int
-    start: int
+    capacity: int  # in tokens
+    start: int  # offset in the arena, in tokens
     kind: RowKind
-    slot: int = -1
-    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    policy_version: int = -1
-    keys: list[int] = field(default_factory=list)
+    slot: int = -1  # of the row's request in its batch; -1 while the request is not decoded
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # reusable first tokens
+    policy_version: int = -1  # of the weights that computed all of `tokens`
+    keys: list[int] = field(default_factory=list)  # hashes of beginnings of `tokens`
 
 
 def tokens_for(
@@ -101,12 +92,9 @@ class Block:
 class Cache:
     """Keys and values of every row.
 
-    Attributes:
-        tensor: [num_layers, 2 * num_tokens * num_kv_heads, head_dim]: the keys of the whole arena, then the values.
-            The vectors of a row are ordered by head: [num_kv_heads, capacity, head_dim].
-        mask: [num_tokens * num_kv_heads]: 0 for a written vector, -inf elsewhere; added to attention scores.
-        capacities: of rows, ascending.
-        num_moves: number of added, removed and moved rows; positions of rows are valid while the number is unchanged.
+    `tensor` is [num_layers, 2 * num_tokens * num_kv_heads, head_dim]: the keys of the whole arena, then the values. The
+    vectors of a row are ordered by head: [num_kv_heads, capacity, head_dim]. `mask` is [num_tokens * num_kv_heads]: 0
+    for a written vector, -inf elsewhere; added to attention scores.
     """
 
     def __init__(
@@ -119,7 +107,7 @@ class Cache:
         dtype: torch.dtype,
     ) -> None:
         a = architecture
-        self.capacities = _capacities(context_tokens)
+        self.capacities = _capacities(context_tokens)  # of rows
         smallest = self.capacities[0]
         self.num_tokens: int = max(num_tokens // smallest * smallest, self.capacities[-1])
         self.num_kv_heads, self.head_dim = a.num_kv_heads, a.head_dim
@@ -130,7 +118,7 @@ class Cache:
         self._sizes = [capacity for capacity in reversed(self.capacities) for _ in RowKind]
         self._blocks: list[list[CacheRow]] = [[] for _ in self._sizes]
         self.used_tokens = 0
-        self.num_moves = 0
+        self.num_moves = 0  # added, removed and moved rows; while the number is unchanged, so are the rows' positions
 
     @property
     def free_tokens(self) -> int:

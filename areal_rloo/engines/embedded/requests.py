@@ -25,17 +25,12 @@ from areal_rloo.trajectory import Completion, FinishReason
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """A request as submitted.
-
-    Attributes:
-        seed: of the random numbers; the request's seed, or a random seed drawn at submission.
-        arrival: position in the order of submissions; the latest request is preempted first.
-    """
+    """A request as submitted."""
 
     request: GenerationRequest
     future: Future[Completion]
-    seed: int
-    arrival: int
+    seed: int  # of the random numbers; the request's seed, or a random seed drawn at submission
+    arrival: int  # position in the order of submissions; the latest request is preempted first
 
     @property
     def kind(self) -> RowKind:
@@ -44,18 +39,12 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request without a row: new, preempted, or just ended.
-
-    Attributes:
-        known_tokens: int32, the prompt and the completion so far.
-        logprobs: float32 [num_made], of the completion so far.
-        spans: (policy version, index of the first completion token sampled under this version), in order.
-    """
+    """A request without a row: new, preempted, or just ended."""
 
     submission: Submission
-    known_tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    spans: tuple[tuple[int, int], ...]
+    known_tokens: npt.NDArray[np.int32]  # the prompt and the completion so far
+    logprobs: npt.NDArray[np.float32]  # [num_made], of the completion so far
+    spans: tuple[tuple[int, int], ...]  # (policy version, index of the first token sampled under it), in order
 
     @classmethod
     def of(cls, submission: Submission) -> WaitingRequest:
@@ -79,20 +68,13 @@ class WaitingRequest:
 
 @dataclass(slots=True, eq=False)
 class PlacedRequest:
-    """A request with a row, in prefill or decoded.
+    """A request with a row, in prefill or decoded."""
 
-    Attributes:
-        before: the state when the request got the row. All tokens but the last are computed before decoding.
-        row: where the keys and values are.
-        num_prefilled: number of tokens in the row; only up to date during prefill.
-        prefill_version: policy version at the start of the prefill.
-    """
-
-    before: WaitingRequest
-    row: CacheRow
-    num_prefilled: int
-    prefill_version: int
-    spans: list[tuple[int, int]]
+    before: WaitingRequest  # the state when the request got the row; decoding computes the last token
+    row: CacheRow  # where the keys and values are
+    num_prefilled: int  # tokens in the row; only up to date during prefill
+    prefill_version: int  # policy version at the start of the prefill
+    spans: list[tuple[int, int]]  # as in WaitingRequest
 
     @property
     def submission(self) -> Submission:

@@ -19,21 +19,13 @@ from areal_rloo.engines.base import SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """How the logits of rows change before a token is chosen; None if no row needs the change.
+    """How the logits of rows change before a token is chosen; None if no row needs the change."""
 
-    Attributes:
-        greedy: [num_rows] bool, rows that take the most likely token at temperature 1.
-        temperatures: [num_rows, 1] float32.
-        banned: [num_rows, vocab_size] bool, stop tokens of rows that may not end yet.
-        top_k: [num_rows] int64; 0 keeps all.
-        top_p: [num_rows] float32; 1 keeps all.
-    """
-
-    greedy: Tensor | None
-    temperatures: Tensor | None
-    banned: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
+    greedy: Tensor | None  # [num_rows] bool, rows that take the most likely token at temperature 1
+    temperatures: Tensor | None  # [num_rows, 1] float32
+    banned: Tensor | None  # [num_rows, vocab_size] bool, stop tokens of rows that may not end yet
+    top_k: Tensor | None  # [num_rows] int64; 0 keeps all
+    top_p: Tensor | None  # [num_rows] float32; 1 keeps all
 
     @classmethod
     def of(

@@ -30,15 +30,10 @@ Ended = list[tuple[Submission, Completion]]
 
 
 class Scheduler:
-    """Owns the arena and knows which request has which row.
-
-    Attributes:
-        batches: by kind; the batch of pinned requests exists only while needed.
-        prefill_tokens, cached_tokens, generated_tokens, num_preempted: for `EngineStatistics`.
-    """
+    """Owns the arena and knows which request has which row; counts tokens for `EngineStatistics`."""
 
     def __init__(self, cache: Cache, rope: Tensor, *, prefill_chunk_tokens: int) -> None:
-        self.batches: dict[RowKind, DecodeBatch] = {}
+        self.batches: dict[RowKind, DecodeBatch] = {}  # the batch of pinned requests exists only while needed
         self.prefill_tokens = self.cached_tokens = self.generated_tokens = self.num_preempted = 0
         self._cache = cache
         self._rope = rope

@@ -28,23 +28,14 @@ _SHORT_TOKENS = 128  # shorter segments attend together, padded to the longest
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a decode step, in the order of the cache's blocks. A step updates all numbers in place.
-
-    Attributes:
-        blocks: of the cache.
-        longest: of each block, 1 + the largest position.
-        tokens: [num_rows] int64, the last token of each row.
-        positions: [num_rows] int64, the position of this token.
-        places: [num_rows * 2 * num_kv_heads] int64, the indices of this token's keys and values in a layer.
-        key_places: [num_rows * num_kv_heads] int64, the indices of the keys alone.
-    """
+    """The rows of a decode step, in the order of the cache's blocks. A step updates all numbers in place."""
 
     blocks: list[Block]
-    longest: list[int]
-    tokens: Tensor
-    positions: Tensor
-    places: Tensor
-    key_places: Tensor
+    longest: list[int]  # of each block, 1 + the largest position
+    tokens: Tensor  # [num_rows] int64, the last token of each row
+    positions: Tensor  # [num_rows] int64, the position of this token
+    places: Tensor  # [num_rows * 2 * num_kv_heads] int64, the indices of this token's keys and values in a layer
+    key_places: Tensor  # [num_rows * num_kv_heads] int64, the indices of the keys alone
 
 
 @dataclass(frozen=True, slots=True)
