@@ -179,11 +179,8 @@ def behaviour_weights(
 ) -> BehaviourWeights:
     """Compute the weights of a microbatch and apply the rule for weights out of bounds.
 
-    Args:
-        log_weight: [num_tokens] float, log proximal - log behaviour; finite where `in_loss`, 0 elsewhere.
-        in_loss: [num_tokens] bool.
-        sequence_index: [num_tokens] int64, the sequence of each token; whole sequences, numbered from 0.
-        rule: the bounded metric and the rule.
+    All tensors are [num_tokens]: log_weight float, log proximal - log behaviour, 0 outside the loss; in_loss bool;
+    sequence_index as in `policy_loss`.
     """
     log_weight = torch.zeros_like(log_weight) if rule.rule == "ignore" else log_weight.detach()
     own = judged = log_weight
@@ -279,5 +276,4 @@ def token_weights(loss_mask: Tensor, sequence_index: Tensor, *, max_new_tokens: 
             weights = mask / num_live
         case "seq_mean_token_sum_norm":
             weights = mask / (num_live * max_new_tokens)
-    shares: Tensor = weights.float()
-    return shares
+    return weights.float()

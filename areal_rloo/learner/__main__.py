@@ -206,6 +206,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
         except OSError as error:  # a full disk must not hide the error that ended the run
             logger.error("summary.json could not be written: %s", error)
         learner.intake.close()
+        learner.reporter.close()
     logger.info("the learner is done: %s at version %d", reason, learner.policy_version)
     team.stop()
 

@@ -147,8 +147,7 @@ def policy_tokens(trajectory: Trajectory) -> Tensor:
 
 
 class _Samples:
-    """Maps between trajectories and samples. All trajectories of a sample carry the sample's reward and advantage.
-    Norms see each sample once, for any number of trajectories in the sample's episode."""
+    """Maps between trajectories and samples, so that norms see each sample and its reward once."""
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         numbers: dict[SampleId, int] = {}
@@ -189,8 +188,7 @@ def _shaped(trajectories: Sequence[Trajectory], config: Config, stop_token_ids: 
 def _token_rewards(
     trajectories: Sequence[Trajectory], rewards: Tensor, penalties: Sequence[Tensor], *, scale: float
 ) -> list[Tensor]:
-    """Spread each trajectory's reward over its tokens. Single tokens get their own rewards, the last token gets the
-    rest, every token pays its KL. Without the KL the sum is the trajectory's reward, shaped and normed."""
+    """Give each token its own reward less its KL; the last token gets the rest of the reward, shaped and normed."""
     by_token = []
     for index, trajectory in enumerate(trajectories):
         own = torch.zeros(len(trajectory.completion.tokens), dtype=torch.float64)

@@ -86,20 +86,15 @@ def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
 
 
 class Checkpoints:
-    """The checkpoints of a run. A thread writes a single checkpoint at a time while training continues.
-
-    Attributes:
-        folder: contains all checkpoints.
-        num_failed: failed writes since this process started.
-    """
+    """The checkpoints of a run. A thread writes a single checkpoint at a time while training continues."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        self.folder = folder
+        self.folder = folder  # contains all checkpoints
+        self.num_failed = 0  # failed writes since this process started
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._newest_is_whole = True
-        self.num_failed = 0
 
     def save(self, state: LearnerState, *, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
         """Copy the current state and start writing; first wait for the previous write. Later delete all but `keep`.

@@ -39,10 +39,8 @@ def train_flops(
 ) -> float:
     """Count the floating-point operations of forward and backward over sequences: three times those of forward.
 
-    Args:
-        config: of the model.
-        lengths, num_targets: of each sequence, the tokens and the places that reach the head.
-        frozen: True if the weights have no gradient, as with adapters (products of adapters are not counted).
+    `lengths` and `num_targets` are, of each sequence, the tokens and the places that reach the head. `frozen`: the
+    weights have no gradient, as with adapters (products of adapters are not counted).
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     projections = config.hidden_size * head_dim(config) * (2 * heads + 2 * kv_heads)

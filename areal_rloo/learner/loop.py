@@ -53,21 +53,21 @@ class Learner:
         Raises:
             TrainingError: too many steps in a row were not finite, or the last checkpoint could not be written.
         """
-        reason = "completed"
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()
             batch = self.intake.take_batch()
             wait_s = time.monotonic() - waiting_since_s
             self.reporter.totals.learner_idle_s += wait_s
             if batch is None:
-                reason = "drained" if self.intake.draining else "end_of_data"
                 break
             self._train(batch, wait_s)
-        if reason != "drained":
-            if reason == "end_of_data":
+        completed = self.policy_version >= self.config.learner.num_train_steps
+        if not self.intake.draining:
+            if not completed:
                 self.intake.evaluate()
             self.intake.wait_for_evaluation()
-            reason = "drained" if self.intake.draining else reason
+        reason = "completed" if completed else "end_of_data"
+        reason = "drained" if self.intake.draining else reason
         self.reporter.update_totals(self.intake.statistics())
         self.save_checkpoint()
         if not self.checkpoints.wait():
@@ -122,9 +122,8 @@ class Learner:
         times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
         # Mostly of the version before: the broadcast of this version has just begun.
         times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
-        self.reporter.train_step(
-            batch, result, self.intake.statistics(), policy_version=self.policy_version, times=times
-        )
+        statistics = self.intake.statistics()
+        self.reporter.train_step(batch, result, statistics, policy_version=self.policy_version, times=times)
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )

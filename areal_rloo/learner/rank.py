@@ -95,8 +95,8 @@ class LearnerRank:
         with self._memory_explained():
             with self._timed(trained.times, "proximal"):
                 proximal = self._proximal(minibatches)
-            for index, (minibatch, anchors) in enumerate(zip(minibatches, proximal, strict=True)):
-                self._optimize(minibatch, anchors, kl_coefficient, trained, first=index == 0)
+            for minibatch, anchors in zip(minibatches, proximal, strict=True):
+                self._optimize(minibatch, anchors, kl_coefficient, trained)
         return trained
 
     def refresh_reference(self) -> None:
@@ -115,10 +115,7 @@ class LearnerRank:
         return state_of(self.policy, self.optimizer, self._refreshed, self.ranks.rank)
 
     def save(self, folder: Path) -> Future[Any]:
-        """Start writing policy, optimizer and random state into `folder`; every rank calls this.
-
-        The future completes when all ranks have written, or raises ShardsError.
-        """
+        """Start writing the state into `folder`; every rank calls this. The future is that of `save_shards`."""
         with self._memory_explained():
             self._saving = save_shards(self.state(), folder, self.ranks)
         return self._saving
@@ -129,11 +126,7 @@ class LearnerRank:
             self._saving.exception()
 
     def load(self, folder: Path, *, num_optimizer_steps: int) -> None:
-        """Restore the state that `save` wrote, with any number of ranks.
-
-        Raises:
-            CheckpointError: the files do not fit this policy and optimizer.
-        """
+        """Restore the state that `save` wrote, with any number of ranks; raises CheckpointError if it does not fit."""
         load_shards(folder, self.ranks, self.policy, self.optimizer, self._refreshed)
         set_schedule(self.schedule, num_optimizer_steps)
 
@@ -158,20 +151,15 @@ class LearnerRank:
         return logprobs
 
     def _optimize(
-        self,
-        minibatch: Sequence[Microbatch],
-        proximal: Sequence[Tensor | None],
-        kl_coefficient: float,
-        trained: Trained,
-        *,
-        first: bool,
+        self, minibatch: Sequence[Microbatch], anchors: Sequence[Tensor | None], kl_coefficient: float, trained: Trained
     ) -> None:
         """Add up the gradients of all rows, then take an optimizer step if loss and gradient are finite."""
         self.optimizer.zero_grad(set_to_none=True)
         config = self._config.algorithm
+        first = not trained.stepped
         interpolates = config.loss.proximal == "interpolate" and config.loss.decoupled and not first
         outputs = []
-        for microbatch, anchor in zip(minibatch, proximal, strict=True):
+        for microbatch, anchor in zip(minibatch, anchors, strict=True):
             with self._timed(trained.times, "forward"):
                 row = Row.of(microbatch, self._device)
                 output = self._loss(RowLoss(row, anchor, interpolates, kl_coefficient, config))

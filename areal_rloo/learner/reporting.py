@@ -2,13 +2,15 @@
 
 In: the numbers of each train step (`StepResult`), the statistics of the intake, evaluations. Out: a record for each
 train step and each evaluation; a summary at the end. The training thread calls everything here except
-`Reporter.evaluation`, which the intake calls.
+`Reporter.evaluation`, which the intake's loop calls: a separate thread writes the records, in the order of the calls.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,7 @@ _TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "r
 
 
 class Reporter:
-    """Writes the records of a run and adds up the totals.
-
-    Attributes:
-        totals: sums over the whole run, restarts included; checkpoints keep them.
-        evaluations: every evaluation of the run so far.
-    """
+    """Writes the records of a run and adds up the totals."""
 
     def __init__(
         self,
@@ -49,18 +46,12 @@ class Reporter:
         checkpoints: Checkpoints,
         num_workers: int,
     ) -> None:
-        """
-        Args:
-            file: receives every record.
-            metrics: serves the newest record of each kind.
-            evaluations, totals: those of the run before a restart.
-            checkpoints: counts the checkpoints that could not be written.
-            num_workers: the rollout workers of the run; idle time is the mean over them.
-        """
+        """`evaluations` and `totals` are those of the run before a restart."""
+        self.evaluations = evaluations  # every evaluation of the run so far
+        self.totals = totals  # sums over the whole run, restarts included; checkpoints keep them
         self._file = file
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._metrics = metrics
-        self.evaluations = evaluations
-        self.totals = totals
         self._checkpoints = checkpoints
         self._num_workers = num_workers
         self._before = msgspec.structs.replace(totals)
@@ -73,7 +64,7 @@ class Reporter:
         self._record_tokens = 0
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Write an evaluation. Called on the intake's thread."""
+        """Write an evaluation, without waiting for the disk."""
         logger.info("%s", evaluation_line(record))
         self.evaluations.append(record)
         self._append(record)
@@ -88,13 +79,9 @@ class Reporter:
         policy_version: int,
         times: Mapping[str, float],
     ) -> None:
-        """Write the record of a train step.
+        """Write the record of a train step, which published this version.
 
-        Args:
-            batch, result: the groups and the results of the step.
-            statistics: of the intake, now.
-            policy_version: the version that the step published.
-            times: seconds of the step's parts outside `TrainStep`; `waiting` is the wait for the batch.
+        `times`: seconds of the step's parts outside `TrainStep`; `waiting` is the wait for the batch.
         """
         totals, masks = self.totals, result.masks
         self._first_step = self._first_step or statistics
@@ -119,7 +106,7 @@ class Reporter:
             **batch_numbers(batch),
             **{**result.numbers, "times_s": {**result.numbers["times_s"], **times}},
         )
-        self._append(record)
+        self._append(record).result()
         self._metrics.train_step(record)
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
@@ -175,7 +162,14 @@ class Reporter:
         }
         write_atomically(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
-    def _append(self, record: TrainRecord | EvalRecord) -> None:
+    def close(self) -> None:
+        """Wait for the last record; no evaluation may follow."""
+        self._writer.shutdown()
+
+    def _append(self, record: TrainRecord | EvalRecord) -> Future[None]:
+        return self._writer.submit(self._write, record)
+
+    def _write(self, record: TrainRecord | EvalRecord) -> None:
         try:
             self._file.append(record)
         except OSError as error:  # a full disk must not end the run
@@ -207,7 +201,7 @@ def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
 
 
 def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
+    values: defaultdict[str, list[float]] = defaultdict(list)
     for name, value in named:
-        values.setdefault(name, []).append(value)
+        values[name].append(value)
     return {name: float(np.mean(every)) for name, every in values.items()}

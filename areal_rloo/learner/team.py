@@ -70,11 +70,7 @@ Answer = Scores | Trained | Done
 
 
 class Team:
-    """Rank 0 and the ranks that follow rank 0's commands. Every method raises TrainingError if a rank is gone.
-
-    Attributes:
-        own: the rank of this process.
-    """
+    """Rank 0 (`own`) and the ranks that follow its commands. Every method raises TrainingError if a rank is gone."""
 
     def __init__(self, own: LearnerRank) -> None:
         assert own.ranks.rank == 0, "only rank 0 gives commands"

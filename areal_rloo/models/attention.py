@@ -118,8 +118,7 @@ def packed_attention(
     grouped = False
     if getattr(module, "num_key_value_groups", 1) != 1:
         grouped = True
-    assert attention_mask is None, "packed attention takes no mask"
-    assert dropout == 0.0, "packed attention takes no dropout"
+    assert attention_mask is None and dropout == 0.0, "packed attention takes no mask and no dropout"
     q, k, v = (rows[0].transpose(0, 1) for rows in (q, k, v))
     if q.is_cuda and v.dtype != torch.float32:
         return _flash(q.to(v.dtype), k.to(v.dtype), v, packed, scaling, grouped=grouped)[None], None

@@ -55,9 +55,9 @@ class EmbeddedEngine:
         options: EmbeddedConfig | None = None,
         steps_ahead: int | None = None,
     ) -> None:
-        """
+        """Load the weights of `policy_version` from a Hugging Face folder.
+
         Args:
-            model_path: a Hugging Face folder with the weights of `policy_version`.
             dtype: of the matrices and of the cache; everything else is float32.
             steps_ahead: steps launched before the host reads the tokens of the last step. None: 1 on a GPU, where the
                 launch overlaps the computation; 0 on a CPU.

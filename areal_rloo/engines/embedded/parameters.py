@@ -45,11 +45,7 @@ class Architecture:
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, path: Path) -> Architecture:
-        """Read a transformers config.
-
-        Raises:
-            ModelError: the engine does not support the model.
-        """
+        """Read a transformers config; raises ModelError if the engine does not support the model."""
         if config.model_type not in SUPPORTED:
             raise ModelError(
                 f"{path}: architecture {config.model_type!r} is not served by the embedded engine, only "
@@ -100,12 +96,8 @@ class Parameters:
 
     def __init__(self, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> None:
         a = self.architecture = architecture
-        heads, kv, hidden, mlp = (
-            a.num_heads * a.head_dim,
-            a.num_kv_heads * a.head_dim,
-            a.hidden_size,
-            a.intermediate_size,
-        )
+        heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        hidden, mlp = a.hidden_size, a.intermediate_size
         qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
         gate_up, down = {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, {"mlp.down_proj": hidden}
         output = {"self_attn.o_proj": hidden}
@@ -143,11 +135,7 @@ class Parameters:
         self.layers = [layer(f"model.layers.{index}.") for index in range(a.num_layers)]
 
     def fitting(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Check new weights, and return them by Hugging Face name.
-
-        Raises:
-            EngineError: a name is unknown or missing, or a shape differs.
-        """
+        """Return new weights by Hugging Face name; raises EngineError if a name or a shape differs."""
         given = dict(weights)
         if self.architecture.tied:
             given.pop("lm_head.weight", None)
@@ -198,10 +186,8 @@ def load_checkpoint(
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     index = path / "model.safetensors.index.json"
-    names = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    )
-    for name in names:
+    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    for name in sorted(set(names)):
         with safe_open(path / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield key, file.get_tensor(key)
