@@ -33,11 +33,7 @@ LOG_LIMIT = 20.0  # of log ratios: the square of e^20 does not overflow, and lar
 
 
 def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate KL(p, q) token by token by a formula above; finite for finite logprobs.
-
-    Args:
-        logprobs, other_logprobs: [num_tokens] float, under p and under q.
-    """
+    """Estimate KL(p, q) by a formula above, finite for finite logprobs under p and q, all [num_tokens] float."""
     difference = logprobs - other_logprobs
     match estimator:
         case "k1":
@@ -53,12 +49,9 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) 
 def adapted_coefficient(
     coefficient: float, *, divergence: float, num_trajectories: int, config: AdaptiveKLConfig
 ) -> float:
-    """Return the coefficient after a step, by the equation above; never negative, unchanged if the divergence is NaN.
+    """Return beta after a step, by the equation above; never negative, unchanged if the divergence is NaN.
 
-    Args:
-        coefficient: beta.
-        divergence: D, mean over completion tokens of the configured estimator, nats.
-        num_trajectories: n, of the step.
+    The divergence is D, the mean over completion tokens of the configured estimator, nats; n is num_trajectories.
     """
     if math.isnan(divergence):
         return coefficient

@@ -97,12 +97,8 @@ def policy_loss(
     """Compute the loss of a microbatch by the equation above.
 
     All tensors are [num_tokens]; staleness and sequence_index are int64, the others float. Only the current logprobs,
-    and with an `entropy_coefficient` the entropies, have a gradient.
-
-    Args:
-        token_weights: 0 removes a token from loss and metrics, whatever the logprobs are.
-        staleness: only for the metrics.
-        sequence_index: the sequence of each token; whole sequences, numbered from 0.
+    and with an `entropy_coefficient` the entropies, have a gradient. A token weight of 0 removes a token from loss and
+    metrics, whatever the logprobs are. `sequence_index` numbers the sequences of the tokens from 0; all are whole.
     """
     in_loss = token_weights != 0
     current = torch.where(in_loss, current_logprobs, 0.0)

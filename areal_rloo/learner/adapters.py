@@ -19,8 +19,7 @@ _ADAPTER = "default"  # the adapter name in peft
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
     """Add adapters to the target layers, initially without effect, and freeze all other weights.
 
-    Raises:
-        ModelError: peft is not installed, or the model lacks target layers; names them.
+    Raises ModelError if peft is not installed, or if the model lacks target layers.
     """
     try:
         import peft  # noqa: PLC0415 - an extra

@@ -37,12 +37,10 @@ class Masks:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the loss."""
         return self.staleness_tokens.total()
 
     @property
     def num_stale(self) -> int:
-        """Tokens past the staleness bound."""
         return sum(self.stale_tokens)
 
     def numbers(self) -> dict[str, Any]:
@@ -96,10 +94,8 @@ def compute_advantages(
 ) -> Advantages:
     """Compute the advantages of a whole batch.
 
-    Args:
-        masks: of each trajectory [num_completion_tokens] bool, True where the token is in the loss.
-        reference_logprobs: of each trajectory [num_completion_tokens] float; empty without a KL in the reward.
-        stop_token_ids: the tokens that end a completion.
+    `masks` are, of each trajectory, [num_completion_tokens] bool, True where the token is in the loss.
+    `reference_logprobs` are likewise float, and empty without a KL in the reward.
     """
     algorithm = config.algorithm
     samples = _Samples(trajectories)
@@ -123,14 +119,13 @@ def compute_advantages(
         own = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
         returns = torch.cat(token_returns(own, algorithm.discount))
         by_token = normalize(returns, group_ids.repeat_interleave(lengths), in_loss.long(), algorithm.adv_norm).float()
-    counted = by_token[in_loss].double()
-    some = len(counted) > 0
+    counted = by_token[in_loss].double() if in_loss.any() else torch.tensor([math.nan])
     numbers = {
         "num_limited_rewards": num_limited,
         "advantage_mean": float(counted.mean()),
-        "advantage_std": float(counted.std(correction=0)) if some else math.nan,
-        "advantage_min": float(counted.min()) if some else math.nan,
-        "advantage_max": float(counted.max()) if some else math.nan,
+        "advantage_std": float(counted.std(correction=0)),
+        "advantage_min": float(counted.min()),
+        "advantage_max": float(counted.max()),
         "advantage_abs_mean": float(counted.abs().mean()),
     }
     return Advantages(list(by_token.split(lengths.tolist())), numbers)

@@ -20,11 +20,8 @@ from areal_rloo.models.policy import Policy
 def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None) -> LearnerRank:
     """Build a rank with the weights of a model folder; every rank calls this at the same time.
 
-    `model_path` is that of the policy, and of the reference policy if the config says `initial`.
-
-    Raises:
-        ModelError: a model cannot be loaded, or the vocabularies differ; names the remedy.
-        ConfigError: an option does not work on this device.
+    `model_path` is that of the policy, and of the reference policy if the config says `initial`. Raises ModelError if a
+    model cannot be loaded or the vocabularies differ, and ConfigError if an option does not work on this device.
     """
     ranks, learner, settings = ranks or Ranks(), config.learner, config.model.reference
     offload = learner.offload == "parameters"

@@ -151,11 +151,7 @@ class Checkpoints:
         logger.error("checkpoint %s could not be written: %s; training continues, free some disk", target, error)
 
     def load_newest(self) -> tuple[Path, LearnerState] | None:
-        """Load the newest checkpoint with correct checksums; None if no checkpoint exists.
-
-        Raises:
-            CheckpointError: checkpoints exist, but all are damaged.
-        """
+        """Load the newest checkpoint with correct checksums, or None; raises CheckpointError if all are damaged."""
         for aside in self.folder.glob(".replaced-*"):  # the replacing write did not finish
             target = self.folder / aside.name.removeprefix(".replaced-")
             if not target.exists():
@@ -173,11 +169,7 @@ class Checkpoints:
 
 
 def read_state(folder: Path) -> LearnerState:
-    """Read the state file of a checkpoint.
-
-    Raises:
-        CheckpointError: another version of this program wrote the checkpoint; names both formats.
-    """
+    """Read the state file of a checkpoint; raises CheckpointError if it has another format."""
     encoded = (folder / "state.msgpack").read_bytes()
     found = msgspec.msgpack.decode(encoded, type=_Format).format
     if found != _FORMAT:

@@ -35,10 +35,8 @@ class Patience:
 def lock_run_folder(folder: Path, role: Role, patience: Patience) -> None:
     """Lock the folder for this role until this process ends, also by a crash.
 
-    A folder on a file system without locks stays unlocked, with a warning.
-
-    Raises:
-        PreflightError: another process holds the lock after the wait.
+    Raises PreflightError if another process holds the lock after the wait. A folder on a file system without locks
+    stays unlocked, with a warning.
     """
 
     def is_settled() -> bool:
@@ -55,10 +53,9 @@ def lock_run_folder(folder: Path, role: Role, patience: Patience) -> None:
 
 
 def wait_for_learner(folder: Path, patience: Patience) -> None:
-    """Wait until no learner holds the folder. The learner of a killed launcher drains, and holds the folder until then.
+    """Wait until no learner holds the folder, or raise PreflightError.
 
-    Raises:
-        PreflightError: a learner holds the lock after the wait.
+    The learner of a killed launcher drains, and holds the folder until then.
     """
     _wait_until(lambda: not is_in_use(folder), folder, "learner", patience)
 

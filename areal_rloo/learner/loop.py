@@ -48,10 +48,9 @@ class Learner:
         self.reporter.start_clock()
 
     def run(self) -> str:
-        """Train to the end; returns the reason of the end.
+        """Train to the end; return the reason of the end.
 
-        Raises:
-            TrainingError: too many steps in a row were not finite, or the last checkpoint could not be written.
+        Raises TrainingError if too many steps in a row were not finite, or the last checkpoint could not be written.
         """
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()

@@ -114,14 +114,9 @@ class PackedBatch:
     A filler row has no trajectory; it keeps the number of rows equal on all ranks.
     """
 
+    trajectories: Sequence[Trajectory]
     microbatches: list[list[Microbatch]]  # by rank, the same number for each
     indices: list[list[list[int]]]  # by rank and microbatch, the indices of the trajectories in row order
-
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Return lengths and numbers of targets of all trajectories, in no particular order."""
-        pairs = zip(chain(*self.microbatches), chain(*self.indices), strict=True)
-        rows = [microbatch for microbatch, indices in pairs if indices]
-        return list(chain(*(row.lengths for row in rows))), list(chain(*(row.num_targets for row in rows)))
 
     def unpacked(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Split values of row targets, by rank and row, into values by trajectory."""
@@ -142,7 +137,8 @@ def pack(
 ) -> PackedBatch:
     """Pack all trajectories of a minibatch into rows; each column is, of each trajectory, [num_completion_tokens]."""
     indices = plan_rows([trajectory.num_tokens - 1 for trajectory in trajectories], max_tokens, num_ranks=num_ranks)
-    return PackedBatch([[_microbatch(trajectories, row, columns or {}) for row in rows] for rows in indices], indices)
+    microbatches = [[_microbatch(trajectories, row, columns or {}) for row in rows] for rows in indices]
+    return PackedBatch(trajectories, microbatches, indices)
 
 
 def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) -> list[list[list[int]]]:

@@ -63,11 +63,8 @@ class LearnerRank:
         self.policy = policy
         self.reference = reference
         self.ranks = ranks or Ranks()
-        self.manifest = build_manifest(
-            named_weights(policy.causal),
-            bucket_bytes=config.weights.bucket_bytes,
-            dtype=computation_dtype(config.model),
-        )
+        dtype, bucket_bytes = computation_dtype(config.model), config.weights.bucket_bytes
+        self.manifest = build_manifest(named_weights(policy.causal), bucket_bytes=bucket_bytes, dtype=dtype)
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
             (parameter for parameter in policy.parameters() if parameter.requires_grad),

@@ -130,7 +130,6 @@ class Recorder:
 
 
 def _place(policy_version: int, source: str, epoch: int, item_index: int) -> dict[str, Any]:
-    """Give the fields of TrajectoryRecord that locate a prompt."""
     return {"policy_version": policy_version, "source": source, "epoch": epoch, "item_index": item_index}
 
 

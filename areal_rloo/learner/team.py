@@ -91,7 +91,6 @@ class Team:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Number of optimizer steps done."""
         return int(self.own.schedule.last_epoch)
 
     def score(self, microbatches: Sequence[list[Microbatch]]) -> list[list[Tensor]]:
@@ -106,7 +105,6 @@ class Team:
         return [answer for answer in answers if isinstance(answer, Trained)]
 
     def refresh_reference(self) -> None:
-        """Copy the current weights of the policy into the reference."""
         self._tell([RefreshReference()] * self.num_ranks)
 
     def gather_weights(self, buckets: Sequence[Tensor]) -> None:

@@ -207,12 +207,14 @@ class TrainStep:
 
     def _speed(self, minibatches: Sequence[PackedBatch], train_step_s: float) -> dict[str, float]:
         """Give the seconds of the step, and the speed of forward and backward passes."""
-        rows = [minibatch.sizes() for minibatch in minibatches]
-        config, frozen = self.team.own.policy.causal.config, self._config.learner.lora is not None
-        flops = sum(train_flops(config, lengths, num_targets, frozen=frozen) for lengths, num_targets in rows)
+        kept = [trajectory for minibatch in minibatches for trajectory in minibatch.trajectories]
+        lengths = [trajectory.num_tokens - 1 for trajectory in kept]
+        num_targets = [len(trajectory.completion.tokens) for trajectory in kept]
+        frozen = self._config.learner.lora is not None
+        flops = train_flops(self.team.own.policy.causal.config, lengths, num_targets, frozen=frozen)
         possible = self.team.num_ranks * self.team.own.peak_flops * train_step_s
         return {
             "train_step_s": train_step_s,
-            "learner_tokens_per_s": sum(sum(lengths) for lengths, _ in rows) / max(1e-9, train_step_s),
+            "learner_tokens_per_s": sum(lengths) / max(1e-9, train_step_s),
             "model_flops_share": flops / possible,
         }

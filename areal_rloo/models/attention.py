@@ -105,14 +105,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence of a packed row; transformers calls this signature.
 
-    Args:
-        module: the attention layer; defines whether several heads share keys and values.
-        q, k, v: [1, num_heads, num_tokens, head_dim], with num_kv_heads for k and v.
-        attention_mask, dropout: None and 0; the logprobs of a policy must be a function of the weights.
-        packed: the layout, passed through the model's keyword arguments.
-
-    Returns:
-        [1, num_tokens, num_heads, head_dim], and None for the attention weights.
+    `q` is [1, num_heads, num_tokens, head_dim], `k` and `v` are likewise with num_kv_heads. The mask is None, and the
+    dropout 0: the logprobs of a policy must be a function of the weights. Returns [1, num_tokens, num_heads, head_dim],
+    and None for the attention weights.
     """
     # A branch instead of an expression: under torch.compile an expression becomes a symbol, which SDPA rejects here.
     grouped = False

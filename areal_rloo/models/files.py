@@ -25,8 +25,7 @@ def computation_dtype(model: ModelConfig) -> torch.dtype:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or hub name.
 
-    Raises:
-        ModelError: the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
+    Raises ModelError if the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)

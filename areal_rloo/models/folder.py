@@ -24,14 +24,11 @@ _LFS_POINTER = b"version "  # of git-lfs; no header has this length
 
 
 def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -> Path | None:
-    """Return the folder of a model if the config is readable; None for a hub name.
+    """Return the folder of a model if the config is readable; None for a hub name; raise ModelError otherwise.
 
     Args:
         key, path: a config key and the value, a folder or a hub name.
         else_expected, files: the values that the key takes and the expected kind of folder, in words for errors.
-
-    Raises:
-        ModelError: the path is neither, or the folder holds no model.
     """
     folder = Path(path)
     if not folder.exists():

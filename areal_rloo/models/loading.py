@@ -26,8 +26,7 @@ _ARCHITECTURES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits wi
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     """Load a causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
-    Raises:
-        ModelError: the folder is missing or unreadable, or the architecture is not supported; names the remedy.
+    Raises ModelError if the folder is missing or unreadable, or the architecture is not supported.
     """
     transformers_logging.disable_progress_bar()
     model = _checked(path, lambda: AutoModelForCausalLM.from_pretrained(path, **_OPTIONS))
@@ -72,14 +71,13 @@ def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 
 
 class Reference:
-    """A frozen policy, on the device or in CPU memory between uses.
+    """A frozen policy. The device computes; with `offload` the weights are in CPU memory between uses.
 
     The learner queries the reference before the forward passes of a train step, so both policies need not be on a GPU
     at the same time.
     """
 
     def __init__(self, policy: Policy, *, device: torch.device, offload: bool) -> None:
-        """`device` computes; `offload` keeps the weights in CPU memory between uses."""
         self.policy = policy.requires_grad_(False)
         self._device = device
         self._home = torch.device("cpu") if offload else device

@@ -66,17 +66,15 @@ class Policy(torch.nn.Module):
         entropy: Entropy = "none",
         token_loss: TokenLoss | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute logprobs and entropies of `targets`, or a loss over them.
+        """Compute logprobs and entropies of `targets`, [num_targets] float32 each, with a gradient to the weights.
+
+        With a `token_loss` (see `loss_of_tokens`), return the summed loss, a scalar with a gradient, then logprobs and
+        entropies without gradient.
 
         Args:
             input_ids: [num_tokens] int64, the packed row.
             predicts: [num_targets] int64, the place in the row whose hidden state predicts each target.
             targets: [num_targets] int64.
-            token_loss: a loss of each token's own logprob and entropy (`loss_of_tokens`).
-
-        Returns:
-            Logprobs and entropies, [num_targets] float32 each, with a gradient to the weights. With a `token_loss`: the
-            summed loss, a scalar with a gradient, then logprobs and entropies without gradient.
         """
         low = self._dtype == torch.bfloat16
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16, enabled=low):

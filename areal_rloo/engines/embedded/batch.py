@@ -202,8 +202,7 @@ class DecodeBatch:
         tokens, logprobs = choose(plan.shaping(logits), uniform, plan.shaping.greedy)
         rows.tokens.copy_(tokens)
         plan.counters.add_(1)
-        for index in range(len(rows.longest)):
-            rows.longest[index] += 1
+        rows.longest[:] = [longest + 1 for longest in rows.longest]
         self._positions[slots] += 1
         self._made[slots] += 1
         if (self._made[slots] == self._minimums[slots]).any():

@@ -166,10 +166,8 @@ def load_checkpoint(
 ) -> tuple[Parameters, Tensor]:
     """Load the weights; compute the rotary tables cos and signed sin, [2, context_tokens, head_dim] float32.
 
-    The first half of the signed sin is negated, so that a rotation needs no negation.
-
-    Raises:
-        ModelError: the folder cannot be read, or the engine does not support the model.
+    The first half of the signed sin is negated, so that a rotation needs no negation. Raises ModelError if the folder
+    cannot be read, or the engine does not support the model.
     """
     try:
         config = AutoConfig.from_pretrained(path)

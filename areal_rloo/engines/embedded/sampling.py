@@ -81,10 +81,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def rising(cumulated: Tensor, probabilities: Tensor) -> Tensor:
-    """Return cumulative probabilities that never fall, and stay equal at a token of probability 0.
-
-    Both arguments and the result: [num_rows, vocab_size].
-    """
+    """Return cumulative probabilities, [num_rows, vocab_size], that stay equal at a token of probability 0."""
     return cumulated.masked_fill(probabilities == 0, 0).cummax(dim=-1).values
 
 

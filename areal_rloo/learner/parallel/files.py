@@ -73,9 +73,7 @@ def save_shards(state: dict[str, Tensor], folder: Path, ranks: Ranks) -> Future[
 def load_shards(folder: Path, ranks: Ranks, policy: Policy, optimizer: Optimizer, reference: Policy | None) -> None:
     """Restore the state that `state_of` names; every rank calls this at the same time.
 
-    Raises:
-        CheckpointError: the files do not fit this policy and optimizer; names the first tensor.
-        RankLostError: another rank ended meanwhile.
+    Raises CheckpointError if the files do not fit this policy and optimizer, RankLostError if another rank ended.
     """
     names = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
     for name, parameter in _trained(policy):

@@ -27,13 +27,7 @@ class RankLostError(TrainingError):
 
 
 class Ranks:
-    """This process among the learner's ranks; without a process group, the only rank.
-
-    Attributes:
-        rank: of this process; rank 0 commands.
-        num: number of processes.
-        files: the process group for checkpoints, used on a separate thread; None for a single process.
-    """
+    """This process among the learner's ranks; without a process group, the only rank."""
 
     def __init__(
         self,
@@ -44,24 +38,20 @@ class Ranks:
         answers: dist.ProcessGroup | None = None,
         files: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = rank
-        self.num = num
-        self.files = files
+        self.rank = rank  # of this process; rank 0 commands
+        self.num = num  # of processes
+        self.files = files  # for checkpoints, used on a separate thread; None for a single process
         self._orders = orders
         self._answers = answers
 
     @classmethod
     def meet(cls, address: str, *, rank: int, num: int, device: torch.device, timeout_s: float) -> Ranks:
-        """Connect to the other ranks.
+        """Connect to the other ranks; raises TrainingError if they do not connect in time.
 
         Args:
             address: host:port where rank 0 listens.
-            rank, num: rank of this process, and number of ranks.
             device: of parameter collectives: NCCL on CUDA, Gloo on the CPU.
             timeout_s: of the rendezvous and of every collective.
-
-        Raises:
-            TrainingError: the ranks did not connect in time.
         """
         timeout = timedelta(seconds=timeout_s)
         _use_interface_towards(address.rpartition(":")[0])

@@ -39,10 +39,8 @@ class Sharding:
     def over(cls, ranks: Ranks, device: torch.device, *, replicas: int, offload: bool) -> Sharding | None:
         """Build the mesh; None if a single process holds everything on the device.
 
-        Args:
-            ranks, device: of the learner, and of this rank.
-            replicas: copies of the policy; a divisor of the number of ranks.
-            offload: True to keep parameters, gradients and optimizer states in CPU memory.
+        `replicas` are copies of the policy, a divisor of the number of ranks. `offload` keeps parameters, gradients and
+        optimizer states in CPU memory.
         """
         if ranks.num == 1 and not offload:
             return None
@@ -122,13 +120,9 @@ def gather_weights(
     buckets: Sequence[Tensor] | None,
     sharding: Sharding | None,
 ) -> None:
-    """Fill the buckets with whole tensors. Every rank calls this; only rank 0 has buckets.
+    """Fill the buckets with whole tensors. Every rank calls this; only rank 0 has buckets, [num_bytes] uint8 each.
 
-    Args:
-        manifest: of the whole tensors.
-        named: names and tensors in manifest order; sharded tensors are cut along the first dimension.
-        buckets: [num_bytes] uint8 each, on rank 0.
-        sharding: None if nothing is sharded.
+    `named` gives names and tensors in manifest order; sharded tensors are cut along the first dimension.
     """
     if sharding is None:
         assert buckets is not None, "the only rank has the buckets"
