@@ -21,7 +21,8 @@ def diagnose(minibatches: Sequence[Sequence[TokenOutcomes]]) -> dict[str, Any]:
     tokens = TokenOutcomes.joined([outcomes for minibatch in minibatches for outcomes in minibatch])
     weight = tokens.behaviour_weight
     behaviour_k3 = kl_estimate(tokens.behaviour_logprobs, tokens.current_logprobs, "k3")
-    mismatch = _mismatch(minibatches[0])
+    first = TokenOutcomes.joined(minibatches[0])  # fresh tokens have the version of the proximal policy only there
+    mismatch = (first.behaviour_logprobs - first.proximal_logprobs).abs()[first.staleness == 0]
     return {
         "entropy": _mean(tokens.entropy),
         "ratio_mean": _mean(tokens.ratio),
@@ -43,12 +44,6 @@ def diagnose(minibatches: Sequence[Sequence[TokenOutcomes]]) -> dict[str, Any]:
         "mismatch_abs_mean": _mean(mismatch),
         "mismatch_max": _max(mismatch),
     }
-
-
-def _mismatch(minibatch: Sequence[TokenOutcomes]) -> Tensor:
-    """Give |log behaviour - log proximal| of fresh tokens. Only in the first minibatch both are of the same version."""
-    tokens = TokenOutcomes.joined(minibatch)
-    return (tokens.behaviour_logprobs - tokens.proximal_logprobs).abs()[tokens.staleness == 0]
 
 
 def _effective_share(weight: Tensor) -> float:

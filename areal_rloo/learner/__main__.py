@@ -141,8 +141,8 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
     registry = CollectorRegistry()
     records = _open_records(folder, policy_version, fresh=restored is None)
     reporter = Reporter(
-        MetricsFile(folder / "metrics.jsonl"),
-        LearnerMetrics(registry),
+        file=MetricsFile(folder / "metrics.jsonl"),
+        metrics=LearnerMetrics(registry),
         evaluations=[record for record in records if isinstance(record, EvalRecord)],
         totals=totals,
         checkpoints=checkpoints,
@@ -184,6 +184,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
 
     Stop the workers only at the end of the run: after a failure the learner may restart, and they go on meanwhile.
     """
+    learner.reporter.start_clock()
     config, version, team = learner.config, learner.policy_version, learner.train_step.team
     measured = {record.name for record in learner.reporter.evaluations if record.policy_version == version}
     evaluate = not measured.issuperset(source.label for source in config.data.eval_sources)

@@ -43,10 +43,6 @@ class Learner:
     policy_version: int
     _skips_in_a_row: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        """Measure times from now on: the learner is ready to train."""
-        self.reporter.start_clock()
-
     def run(self) -> str:
         """Train to the end; return the reason of the end.
 

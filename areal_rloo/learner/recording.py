@@ -105,7 +105,7 @@ class Recorder:
             group_id=trajectory.group_id,
             sample_index=trajectory.sample_index,
             part_index=sum(other.sample_id == trajectory.sample_id for other in trajectories[:index]),
-            prompt=self._text(trajectory.prompt_tokens.tolist()),
+            prompt=str(self._tokenizer.decode(trajectory.prompt_tokens.tolist())),
             pieces=[self._piece(token) for token in completion.tokens.tolist()],
             token_ids=completion.tokens.tolist(),
             logprobs=_rounded(completion.behaviour_logprobs),
@@ -119,9 +119,6 @@ class Recorder:
                 **rest,
             },
         )
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:

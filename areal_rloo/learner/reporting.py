@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +34,20 @@ _EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples
 _TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "generated_tokens")
 
 
+@dataclass(kw_only=True)
 class Reporter:
     """Writes the records of a run and adds up the totals."""
 
-    def __init__(
-        self,
-        file: MetricsFile,
-        metrics: LearnerMetrics,
-        *,
-        evaluations: list[EvalRecord],
-        totals: Totals,
-        checkpoints: Checkpoints,
-        num_workers: int,
-    ) -> None:
-        """`evaluations` and `totals` are those of the run before a restart."""
-        self.evaluations = evaluations  # every evaluation of the run so far
-        self.totals = totals  # sums over the whole run, restarts included; checkpoints keep them
-        self._file = file
+    file: MetricsFile
+    metrics: LearnerMetrics
+    evaluations: list[EvalRecord]  # every evaluation of the run so far, those before a restart included
+    totals: Totals  # sums over the whole run, restarts included; checkpoints keep them
+    checkpoints: Checkpoints
+    num_workers: int
+
+    def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._metrics = metrics
-        self._checkpoints = checkpoints
-        self._num_workers = num_workers
-        self._before = msgspec.structs.replace(totals)
+        self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
         self.start_clock()
 
@@ -68,7 +61,7 @@ class Reporter:
         logger.info("%s", evaluation_line(record))
         self.evaluations.append(record)
         self._append(record)
-        self._metrics.evaluation(record)
+        self.metrics.evaluation(record)
 
     def train_step(
         self,
@@ -107,12 +100,12 @@ class Reporter:
             **{**result.numbers, "times_s": {**result.numbers["times_s"], **times}},
         )
         self._append(record).result()
-        self._metrics.train_step(record)
+        self.metrics.train_step(record)
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""
         if self._first_step is not None:
-            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self._num_workers
+            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.num_workers
             self.totals.rollout_idle_s = self._before.rollout_idle_s + idle_s
         self.totals.generated_tokens = self._before.generated_tokens + statistics.generated_tokens
         self.count_failed_checkpoints()
@@ -124,7 +117,7 @@ class Reporter:
 
     def count_failed_checkpoints(self) -> None:
         """Bring `failed_checkpoints` of the totals up to this moment."""
-        self.totals.failed_checkpoints = self._before.failed_checkpoints + self._checkpoints.num_failed
+        self.totals.failed_checkpoints = self._before.failed_checkpoints + self.checkpoints.num_failed
 
     def write_summary(
         self,
@@ -171,7 +164,7 @@ class Reporter:
 
     def _write(self, record: TrainRecord | EvalRecord) -> None:
         try:
-            self._file.append(record)
+            self.file.append(record)
         except OSError as error:  # a full disk must not end the run
             logger.error("a record is missing from metrics.jsonl: %s", error)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ class TrainStep:
         self.team = team
         self.kl_coefficient = kl.coefficient
         self._config = config
+        self._pack = partial(pack, max_tokens=config.learner.microbatch_tokens, num_ranks=team.num_ranks)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
 
@@ -129,7 +131,7 @@ class TrainStep:
             every = settings.refresh_every_n_versions
             if every is not None and policy_version > 0 and policy_version % every == 0:
                 self.team.refresh_reference()
-            packed = self._packed(trajectories)
+            packed = self._pack(trajectories)
             by_trajectory = packed.unpacked(self.team.score(packed.microbatches))
             written = torch.cat([policy_tokens(trajectory) for trajectory in trajectories])
             behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()[written]
@@ -151,11 +153,10 @@ class TrainStep:
         policy_version: int,
     ) -> list[PackedBatch]:
         """Deal the trajectories with a gradient to minibatches, in an order drawn from seed and version."""
-        num = min(self._config.learner.num_minibatches, len(trajectories))
         order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(trajectories))
         all_live = self._kl_in_loss or self._config.algorithm.loss.entropy_coefficient != 0
         minibatches = []
-        for share in np.array_split(order, num):
+        for share in np.array_split(order, min(self._config.learner.num_minibatches, len(order))):
             indices = sorted(share.tolist())
             weights = self._token_weights({i: masks.of_tokens[i] for i in indices})
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
@@ -170,14 +171,8 @@ class TrainStep:
             }
             if self._kl_in_loss:
                 columns["reference"] = [reference.logprobs[i] for i in live]
-            minibatches.append(self._packed(kept, columns))
+            minibatches.append(self._pack(kept, columns=columns))
         return minibatches
-
-    def _packed(
-        self, trajectories: Sequence[Trajectory], columns: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> PackedBatch:
-        max_tokens = self._config.learner.microbatch_tokens
-        return pack(trajectories, max_tokens=max_tokens, num_ranks=self.team.num_ranks, columns=columns)
 
     def _token_weights(self, masks: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Give the share of each token of a minibatch in the mean over the minibatch, by index of the trajectory."""

@@ -216,7 +216,7 @@ class DecodeBatch:
 
     def _make_plan(self) -> _Plan:
         blocks = self._cache.blocks(self.kind)
-        rows = [row for block in blocks for row in block.rows]
+        rows = list(itertools.chain(*blocks))
         num, num_kv_heads = len(rows), self._cache.num_kv_heads
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         positions = self._positions[slots]
@@ -229,8 +229,7 @@ class DecodeBatch:
         counters = torch.cat([on_device[3], on_device[4], places[:, :num_kv_heads].flatten(), places.flatten()])
         sizes = [num, num, num * num_kv_heads, 2 * num * num_kv_heads]
         at, uniform_at, key_places, all_places = counters.split(sizes)
-        ends = np.cumsum([0] + [len(block.rows) for block in blocks])
-        longest = [int(positions[begin:end].max()) + 1 for begin, end in itertools.pairwise(ends)]
+        longest = [int(self._positions[[row.slot for row in block]].max()) + 1 for block in blocks]
         tokens = self._tokens.index_select(0, on_device[0])
         sampled = [self.running[slot].submission.request.sampling for slot in slots.tolist()]
         early = self._made[slots] < self._minimums[slots]

@@ -80,13 +80,8 @@ def _capacities(context_tokens: int) -> list[int]:
     return [smallest * 2**halving for halving in range(num_halvings + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Adjacent rows of the same kind and capacity."""
-
-    start: int
-    capacity: int
-    rows: list[CacheRow]
+Block = list[CacheRow]
+"""Adjacent rows of the same kind and capacity; at least one."""
 
 
 class Cache:
@@ -116,7 +111,7 @@ class Cache:
         self.mask = torch.full((self.num_vectors,), -torch.inf, device=device, dtype=dtype)
         self._halves = self.tensor.unflatten(1, (2, self.num_vectors))
         self._sizes = [capacity for capacity in reversed(self.capacities) for _ in RowKind]
-        self._blocks: list[list[CacheRow]] = [[] for _ in self._sizes]
+        self._blocks: list[Block] = [[] for _ in self._sizes]
         self.used_tokens = 0
         self.num_moves = 0  # added, removed and moved rows; while the number is unchanged, so are the rows' positions
 
@@ -129,8 +124,7 @@ class Cache:
 
     def blocks(self, kind: RowKind) -> list[Block]:
         """Return the blocks of a kind; a batch has its rows in this order."""
-        places = range(kind, len(self._blocks), len(RowKind))
-        return [Block(self._blocks[i][0].start, self._sizes[i], self._blocks[i]) for i in places if self._blocks[i]]
+        return [block for block in self._blocks[kind :: len(RowKind)] if block]
 
     def add(self, capacity: int, kind: RowKind) -> CacheRow:
         """Add an empty row, which must fit in `free_tokens`."""
@@ -187,11 +181,11 @@ class Cache:
 
     def read(self, block: Block, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values, each [num_layers, num_rows * num_kv_heads, longest, head_dim], and the mask."""
-        num_heads = len(block.rows) * self.num_kv_heads
-        size = len(block.rows) * block.capacity
-        vectors: Tensor = self._halves.narrow(2, block.start * self.num_kv_heads, size * self.num_kv_heads)
-        keys, values = vectors.unflatten(2, (num_heads, block.capacity))[:, :, :, :longest].unbind(1)
-        mask = self._slab(self.mask, block.start, size).view(num_heads, 1, block.capacity)[:, :, :longest]
+        start, capacity = block[0].start, block[0].capacity
+        num_heads, size = len(block) * self.num_kv_heads, len(block) * capacity
+        vectors: Tensor = self._halves.narrow(2, start * self.num_kv_heads, size * self.num_kv_heads)
+        keys, values = vectors.unflatten(2, (num_heads, capacity))[:, :, :, :longest].unbind(1)
+        mask = self._slab(self.mask, start, size).view(num_heads, 1, capacity)[:, :, :longest]
         return keys, values, mask
 
     def vectors(self, row: CacheRow, num_tokens: int) -> Tensor:

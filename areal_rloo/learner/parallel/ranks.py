@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -26,23 +27,15 @@ class RankLostError(TrainingError):
     """Another rank ended or does not respond; the log of that rank has the reason."""
 
 
+@dataclass(eq=False, slots=True)
 class Ranks:
-    """This process among the learner's ranks; without a process group, the only rank."""
+    """This process among the learner's ranks; without process groups, the only rank."""
 
-    def __init__(
-        self,
-        rank: int = 0,
-        num: int = 1,
-        *,
-        orders: dist.ProcessGroup | None = None,
-        answers: dist.ProcessGroup | None = None,
-        files: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.rank = rank  # of this process; rank 0 commands
-        self.num = num  # of processes
-        self.files = files  # for checkpoints, used on a separate thread; None for a single process
-        self._orders = orders
-        self._answers = answers
+    rank: int = 0  # of this process; rank 0 commands
+    num: int = 1  # of processes
+    _orders: dist.ProcessGroup | None = None
+    _answers: dist.ProcessGroup | None = None
+    files: dist.ProcessGroup | None = None  # for checkpoints, used on a separate thread
 
     @classmethod
     def meet(cls, address: str, *, rank: int, num: int, device: torch.device, timeout_s: float) -> Ranks:
@@ -66,9 +59,8 @@ class Ranks:
                 f"learner rank {rank} of {num} did not connect to the other ranks at {address} within {timeout_s:g} s: "
                 f"{first_line(error)}"
             ) from error
-        patience = {"orders": _PATIENCE, "answers": timeout, "files": _PATIENCE}  # a slow disk may take any time
-        groups = {name: dist.new_group(backend="gloo", timeout=longest) for name, longest in patience.items()}
-        return cls(rank, num, **groups)
+        patience = (_PATIENCE, timeout, _PATIENCE)  # orders, answers, and files: a slow disk may take any time
+        return cls(rank, num, *(dist.new_group(backend="gloo", timeout=longest) for longest in patience))
 
     def hand_out(self, messages: Sequence[bytes]) -> None:
         """Rank 0: send a message to each of the other ranks, in rank order."""

@@ -49,9 +49,7 @@ def _attended(cache: Cache, row: CacheRow) -> list[int]:
 
 def _assert_dense(cache: Cache) -> None:
     """Check that rows lie without gaps, largest first."""
-    rows = sorted(
-        (row for kind in RowKind for block in cache.blocks(kind) for row in block.rows), key=lambda r: r.start
-    )
+    rows = sorted((row for kind in RowKind for block in cache.blocks(kind) for row in block), key=lambda r: r.start)
     end = 0
     for row in rows:
         assert row.start == end
@@ -60,10 +58,8 @@ def _assert_dense(cache: Cache) -> None:
     assert [row.capacity for row in rows] == sorted((row.capacity for row in rows), reverse=True)
     for kind in RowKind:
         for block in cache.blocks(kind):
-            assert [row.start for row in block.rows] == [
-                block.start + i * block.capacity for i in range(len(block.rows))
-            ]
-            assert {row.kind for row in block.rows} == {kind}
+            assert [row.start for row in block] == [block[0].start + i * block[0].capacity for i in range(len(block))]
+            assert {row.kind for row in block} == {kind}
 
 
 @settings(max_examples=60)
