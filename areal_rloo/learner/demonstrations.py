@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     ]
     model.set_attn_implementation(PACKED_ATTENTION)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-    kept, kept_step, kept_accuracy, accuracy = _copied(model), 0, 0.0, 0.0
+    kept, kept_step, kept_accuracy, accuracy = deepcopy(model.state_dict()), 0, 0.0, 0.0
     for step in range(1, config.max_steps + 1):
         chosen = [items[rng.randrange(len(items))] for _ in range(config.batch_size)]
         texts = [(item.text, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
@@ -54,7 +55,7 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
         if step % _CHECK_EVERY == 0 and loss < _HOPEFUL_LOSS:
             accuracy = _greedy_accuracy(model, validation)
             if accuracy <= config.keep_accuracy:
-                kept, kept_step, kept_accuracy = _copied(model), step, accuracy
+                kept, kept_step, kept_accuracy = deepcopy(model.state_dict()), step, accuracy
             if accuracy >= config.until_accuracy:
                 break
     else:
@@ -62,10 +63,6 @@ def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, 
     model.load_state_dict(kept)
     logger.info("warm start: keeping the weights of step %d, greedy accuracy %.2f", kept_step, kept_accuracy)
     return kept_accuracy
-
-
-def _copied(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def _step(

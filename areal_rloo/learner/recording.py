@@ -29,10 +29,7 @@ class Recorder:
     """Chooses trajectories and appends their records to the file."""
 
     def __init__(self, path: Path, tokenizer: Any, *, trajectories_per_step: int) -> None:
-        """The path is that of trajectories.jsonl, created with the first records.
-
-        `trajectories_per_step`: about how many of a batch; 0 writes nothing, and no dropped samples either.
-        """
+        """`trajectories_per_step`: about how many of a batch; 0 writes nothing, and no dropped samples either."""
         self._num_wanted = trajectories_per_step
         self._file = TrajectoryFile(path) if trajectories_per_step else None
         self._tokenizer = tokenizer

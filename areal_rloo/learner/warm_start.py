@@ -48,7 +48,8 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
         warm_start = None
     recipe = msgspec.structs.replace(config.model.tiny, warm_start=warm_start)
     digest = hashlib.sha256(msgspec.json.encode((recipe, _RECIPE_VERSION))).hexdigest()[:16]
-    folder = (models or _cache_folder()) / f"tiny-{digest}"
+    cache = Path(os.environ.get("AREAL_RLOO_CACHE") or Path.home() / ".cache" / "areal_rloo")
+    folder = (models or cache / "models") / f"tiny-{digest}"
     if folder.is_dir():
         logger.info("the tiny model is in the cache: %s", folder)
         return PreparedModel(str(folder), 0.0, None, cached=True)
@@ -80,11 +81,6 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
     folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
     save_tiny_model(model, folder)
     return folder, accuracy
-
-
-def _cache_folder() -> Path:
-    override = os.environ.get("AREAL_RLOO_CACHE")
-    return (Path(override) if override else Path.home() / ".cache" / "areal_rloo") / "models"
 
 
 def main() -> int:

@@ -57,10 +57,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the weights of `policy_version` from a Hugging Face folder.
 
-        Args:
-            dtype: of the matrices and of the cache; everything else is float32.
-            steps_ahead: steps launched before the host reads the tokens of the last step. None: 1 on a GPU, where the
-                launch overlaps the computation; 0 on a CPU.
+        Matrices and cache have the dtype; everything else is float32. `steps_ahead` steps are launched before the host
+        reads the tokens of the last step. None: 1 on a GPU, where the launch overlaps the computation; 0 on a CPU.
         """
         options = options or EmbeddedConfig()
         self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead

@@ -53,11 +53,6 @@ class Sharding:
         """The ranks that share a replica with this rank."""
         return self.mesh.get_group("shard")
 
-    @property
-    def in_first_copy(self) -> bool:
-        """True if rank 0 shares a replica with this rank."""
-        return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
-
 
 def shard(policy: Policy, sharding: Sharding, *, dtype: torch.dtype) -> None:
     """Keep only this rank's part of every parameter; gathered parameters have the dtype, for computation.
@@ -127,7 +122,7 @@ def gather_weights(
     if sharding is None:
         assert buckets is not None, "the only rank has the buckets"
         gather(manifest, named, buckets)
-    elif sharding.in_first_copy:
+    elif sharding.mesh.ndim == 1 or sharding.mesh.get_local_rank("replicate") == 0:  # the replica of rank 0
         _gather_shards(manifest, named, buckets, sharding)
     if buckets is not None and buckets[0].is_pinned():
         torch.cuda.current_stream().synchronize()  # copies into pinned memory are asynchronous
