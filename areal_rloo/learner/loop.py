@@ -57,7 +57,7 @@ class Learner:
                 break
             self._train(batch, wait_s)
         completed = self.policy_version >= self.config.learner.num_train_steps
-        if not self.intake.draining:
+        if completed or not self.intake.draining:
             if not completed:
                 self.intake.evaluate()
             self.intake.wait_for_evaluation()
