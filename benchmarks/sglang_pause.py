@@ -32,7 +32,6 @@ from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.sglang import Capabilities, ServerPlan, SGLangEngine
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.service import LoopThread
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
@@ -52,9 +51,10 @@ def measure(python: str, *, num_updates: int) -> dict[str, object]:
         folder = Path(name) / "model"
         model = _model()
         model.save_pretrained(folder)
-        measured = {way: _of(way, python, folder, model, Path(name), num_updates) for way in ("in_place", "retract")}
-        measured["abort"] = _of("abort", python, folder, model, Path(name), num_updates)
-        measured["files"] = _of("files", python, folder, model, Path(name), num_updates)
+        measured = {
+            way: asyncio.run(_of(way, python, folder, model, Path(name), num_updates))
+            for way in ("in_place", "retract", "abort", "files")
+        }
     megabytes = sum(tensor.numel() * 4 for tensor in model.parameters()) / 2**20
     return {
         "model_mb": round(megabytes, 1),
@@ -64,8 +64,11 @@ def measure(python: str, *, num_updates: int) -> dict[str, object]:
     }
 
 
-def _of(way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path, num_updates: int) -> dict[str, float]:
-    engine = SGLangEngine(
+async def _of(
+    way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path, num_updates: int
+) -> dict[str, float]:
+    """Run worker and learner on one event loop, and return the row of the method."""
+    made = SGLangEngine(
         ServerPlan(
             folder,
             device="cpu",
@@ -81,20 +84,20 @@ def _of(way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path
         log=logs / f"{way}.log",
         capabilities=_without_tags() if way == "abort" else None,
     )
-    engine.ready.result(timeout=600)
-    load = _Load(engine)
-    publish = _Publisher(engine, model, through_files=way == "files")
-    load.run_for(3.0)
-    rate = load.run_for(15.0)
-    pauses, started, made = [], time.perf_counter(), load.made()
-    for version in range(1, num_updates + 1):
-        publish(version, load)
-        pauses.append(engine.server_statistics().last_pause_s)
-        load.run_for(0.5)
-    elapsed, tokens = time.perf_counter() - started, load.made() - made
-    publish.close()
-    lost = load.finish()
-    engine.close()
+    async with made as engine:
+        load = _Load(engine)
+        publisher = _Publisher(engine, model, through_files=way == "files")
+        await publisher.start()
+        await load.run_for(3.0)
+        rate = await load.run_for(15.0)
+        pauses, started, before = [], time.perf_counter(), load.made()
+        for version in range(1, num_updates + 1):
+            await publisher.publish(version, load)
+            pauses.append(engine.server_statistics().last_pause_s)
+            await load.run_for(0.5)
+        elapsed, tokens = time.perf_counter() - started, load.made() - before
+        await publisher.close()
+        lost = await load.finish()
     row = {
         "pause_ms": round(1e3 * statistics.median(pauses), 1),
         "longest_pause_ms": round(1e3 * max(pauses), 1),
@@ -131,18 +134,19 @@ class _Load:
             sampling = SamplingParameters(max_new_tokens=NEW_TOKENS)
             self._under_way += self._engine.submit([GenerationRequest(str(number), prompt, sampling)])
 
-    def run_for(self, seconds: float) -> float:
+    async def run_for(self, seconds: float) -> float:
         """Return tokens per second."""
         started, made = time.perf_counter(), self.made()
         while time.perf_counter() - started < seconds:
             self.pump()
-            time.sleep(0.005)
+            await asyncio.sleep(0.005)
         return (self.made() - made) / (time.perf_counter() - started)
 
-    def finish(self) -> int:
+    async def finish(self) -> int:
         """Return the total of lost tokens."""
-        for future in self._under_way:
-            self._lost += NEW_TOKENS - len(future.result(timeout=120).tokens)
+        async with asyncio.timeout(120):
+            for future in self._under_way:
+                self._lost += NEW_TOKENS - len((await asyncio.wrap_future(future)).tokens)
         return self._lost
 
 
@@ -154,7 +158,6 @@ class _Publisher:
         self._model = model
         self._through_files = through_files
         manifest = build_manifest(model.named_parameters(), bucket_bytes=16 * 2**20)
-        self._loop = LoopThread("weights")  # of learner and worker both
         transport = CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=60)
         self._broadcaster = Broadcaster(manifest=manifest, transport=transport, timeout_s=60)
         self._receiver = Receiver(
@@ -165,10 +168,13 @@ class _Publisher:
             device=CPU,
         )
         self._gather = partial(gather, manifest, list(model.named_parameters()))
-        self._loop.begin(self._broadcaster.run(lambda worker_id, version, body: self._receiver.offer(body)), _raise)
-        self._loop.begin(self._acknowledge(), _raise)
-        self._publish(0)
-        self._loop.call(self._broadcaster.join, "w", 0)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        offering = self._broadcaster.run(lambda worker_id, version, body: self._receiver.offer(body))
+        self._tasks = [asyncio.create_task(offering), asyncio.create_task(self._acknowledge())]
+        await self._publish(0)
+        self._broadcaster.join("w", 0)
 
     async def _acknowledge(self) -> None:
         while True:
@@ -180,30 +186,27 @@ class _Publisher:
             else:
                 self._broadcaster.acknowledge("w", notice.policy_version, notice.checksum)
 
-    def _publish(self, version: int) -> None:
-        buckets = self._loop.run(self._broadcaster.stage())
-        self._gather(buckets)
-        self._loop.call(self._broadcaster.publish, version, buckets)
+    async def _publish(self, version: int) -> None:
+        buckets = await self._broadcaster.stage()
+        await asyncio.to_thread(self._gather, buckets)
+        self._broadcaster.publish(version, buckets)
 
-    def __call__(self, version: int, load: _Load) -> None:
+    async def publish(self, version: int, load: _Load) -> None:
         if self._through_files:
             future = self._engine.load_weights(version, list(self._model.named_parameters()))
             while not future.done():
-                load.run_for(0.01)
+                await load.run_for(0.01)
             future.result()
             return
-        self._publish(version)
-        while self._loop.call(self._broadcaster.statistics).versions["w"] < version:
-            load.run_for(0.01)
+        await self._publish(version)
+        while self._broadcaster.statistics().versions["w"] < version:
+            await load.run_for(0.01)
 
-    def close(self) -> None:
-        self._loop.close()
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._broadcaster.close()
-
-
-def _raise(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.result()
 
 
 def _model() -> Qwen2ForCausalLM:

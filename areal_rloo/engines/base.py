@@ -1,7 +1,8 @@
 """The engine protocol: token ids in, completions out, new weights loaded in between.
 
-A rollout worker submits requests, gets a future for each, and never waits for the engine's loop. `load_weights` returns
-at once; the engine swaps the weights in between two decode steps. Futures cannot be cancelled: `abort` ends a request.
+A rollout worker submits requests, gets a future for each, and awaits the future with `asyncio.wrap_future`.
+`load_weights` returns at once; the engine swaps the weights in between two decode steps. A cancelled wait cancels no
+future of an engine (`uncancellable_future`): `abort` ends a request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from areal_rloo.trajectory import Completion
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +85,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Turns token ids into completions. All methods may be called from any thread."""
+    """Turns token ids into completions, for a worker's event loop; `statistics` may be called from any thread."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         """Queue requests, first come first served. All requests of a call are queued before the next decode step.
@@ -104,10 +107,13 @@ class Engine(Protocol):
         """
 
     def statistics(self) -> EngineStatistics:
-        """Return a consistent snapshot."""
+        """Return a snapshot."""
 
-    def close(self) -> None:
-        """Stop the loop and abort unfinished requests."""
+
+def uncancellable_future() -> Future[T]:
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def check_requests(
@@ -144,7 +150,7 @@ def check_requests(
 
 
 class IdleClock:
-    """Adds up the seconds without a running request; starts idle. The caller's lock guards every call."""
+    """Adds up the seconds without a running request; starts idle. `total_s` may be called from any thread."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -157,4 +163,5 @@ class IdleClock:
         self._since_s = now_s if idle else None
 
     def total_s(self) -> float:
-        return self._total_s + (0.0 if self._since_s is None else time.monotonic() - self._since_s)
+        total_s, since_s = self._total_s, self._since_s
+        return total_s if since_s is None else total_s + time.monotonic() - since_s

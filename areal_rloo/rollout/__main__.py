@@ -22,7 +22,7 @@ from areal_rloo.errors import EXIT_WENT_BACK, WentBackError
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rewards.scoring import RewardStatistics
-from areal_rloo.rollout.engines import make_engine
+from areal_rloo.rollout.engines import running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks.chat import ChatFormat
@@ -76,7 +76,8 @@ def _run(config: Config, arguments: Arguments) -> int:
 async def _generate(config: Config, arguments: Arguments) -> None:
     import_entry(config.run.entry)
     tokenizer = load_tokenizer(arguments.model_path)
-    made = make_engine(
+    incarnation = uuid.uuid4().hex
+    async with running_engine(
         config,
         model_folder(arguments.model_path),
         worker_id=arguments.worker_id,
@@ -84,10 +85,8 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         num_threads=arguments.num_threads,
         server_url=arguments.server_url,
         logs=arguments.run_folder / "logs",
-    )
-    engine, incarnation = made.engine, uuid.uuid4().hex
-    try:
-        await made.until_ready()
+    ) as running:
+        engine = running.engine
         channel = _channel(config, arguments, incarnation)
         rewards = await make_scoring(config)
         episode = make_episode(config)
@@ -95,8 +94,8 @@ async def _generate(config: Config, arguments: Arguments) -> None:
             worker_id=arguments.worker_id,
             policy_version=lambda: engine.statistics().policy_version,
             load_weights=engine.load_weights,
-            join_group=made.join_group,
-            device=made.device,
+            join_group=running.join_group,
+            device=running.device,
         )
         worker = RolloutWorker(
             config,
@@ -113,7 +112,7 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm passes USR1 on to a step
             asyncio.get_running_loop().add_signal_handler(number, worker.stop)
         registry = CollectorRegistry()
-        made.watch(registry)
+        running.watch(registry)
         watch(registry, EngineStatistics, engine.statistics)
         watch(registry, RewardStatistics, rewards.statistics)
         watch(registry, ChannelStatistics, channel.statistics)
@@ -127,8 +126,6 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         finally:
             await rewards.close()
             await channel.close()
-    finally:
-        engine.close()
 
 
 def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:

@@ -1,11 +1,11 @@
-"""Makes the engine of a rollout worker: embedded in this process, or an SGLang server with its weight updates."""
+"""Runs the engine of a rollout worker: embedded in this process, or an SGLang server with its weight updates."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,17 +38,8 @@ class WorkerEngine:
 
     engine: Engine
     device: torch.device
-    join_group: Callable[[Notice, CollectiveOffer], Future[int]] | None = None
+    join_group: Callable[[Notice, CollectiveOffer], Awaitable[int]] | None = None
     server: SGLangEngine | None = None
-
-    async def until_ready(self) -> None:
-        """Wait until the engine can generate.
-
-        Raises:
-            UserError: the server cannot start; says how to correct that.
-        """
-        if self.server is not None:
-            await asyncio.wrap_future(self.server.ready)
 
     def watch(self, registry: CollectorRegistry) -> None:
         """Add the server's own metrics, and our statistics about the server, to the registry."""
@@ -58,7 +49,8 @@ class WorkerEngine:
             relay(registry, server.metrics_text)  # each scrape runs on its own thread
 
 
-def make_engine(
+@asynccontextmanager
+async def running_engine(
     config: Config,
     model_path: Path,
     *,
@@ -67,8 +59,8 @@ def make_engine(
     num_threads: int,
     server_url: str | None,
     logs: Path,
-) -> WorkerEngine:
-    """Make the engine that `rollout.engine` names.
+) -> AsyncIterator[WorkerEngine]:
+    """Run the engine that `rollout.engine` names, on the worker's event loop or on a thread; the engine is ready.
 
     Args:
         config: of the run.
@@ -81,6 +73,7 @@ def make_engine(
 
     Raises:
         ModelError: the model cannot be read or served.
+        UserError: the server cannot start; says how to correct that.
     """
     rollout = config.rollout
     if rollout.engine == "embedded":
@@ -92,7 +85,9 @@ def make_engine(
             context_tokens=config.context_tokens,
             options=rollout.embedded,
         )
-        return WorkerEngine(embedded, device)
+        with closing(embedded):
+            yield WorkerEngine(embedded, device)
+        return
     plan = ServerPlan(
         model_path,
         device=device.type,
@@ -102,22 +97,24 @@ def make_engine(
         context_tokens=config.context_tokens,
         num_threads=num_threads,
     )
-    server = SGLangEngine(
+    engine = SGLangEngine(
         plan,
         config=rollout.sglang,
         url=server_url,
         update_timeout_s=config.weights.timeout_s,
         log=logs / f"{worker_id}.sglang.log",
     )
-    return WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
+    async with engine as server:
+        yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
 
 
-def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Future[int]]:
+def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Awaitable[int]]:
     """Make the receiver's callback for a server whose ranks join the collective themselves."""
 
-    def join_group(notice: Notice, offer: CollectiveOffer) -> Future[int]:
+    async def join_group(notice: Notice, offer: CollectiveOffer) -> int:
+        store = (offer.host, offer.port)
         try:
-            socket.create_connection((offer.host, offer.port), timeout=_CONNECT_TIMEOUT_S).close()
+            (await asyncio.to_thread(socket.create_connection, store, timeout=_CONNECT_TIMEOUT_S)).close()
         except OSError as error:  # the server would retry for minutes, and generate nothing meanwhile
             raise WeightsError(f"{offer.name} is over: its store is unreachable: {error}") from error
         group = UpdateGroup(
@@ -131,6 +128,6 @@ def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, Colle
         )
         tensors = ([(spec.name, spec.dtype, spec.shape) for spec in bucket] for bucket in by_bucket(notice.manifest))
         layouts = [BucketLayout(*zip(*bucket, strict=True)) for bucket in tensors]
-        return server.update_from_group(notice.policy_version, group, layouts)
+        return await asyncio.wrap_future(server.update_from_group(notice.policy_version, group, layouts))
 
     return join_group

@@ -1,6 +1,6 @@
 """A rollout worker: an event loop around an engine.
 
-    leases ─► an episode for each sample: engine (on a thread) ─► completion ─► reward ─► trajectories ─► wire
+    leases ─► an episode for each sample: engine ─► completion ─► reward ─► trajectories ─► wire
     weight notices ─► receiver ─► engine, between two decode steps
 
 The loop never waits for the engine, a reward or the weights; an episode waits for its own turns. An episode waits in

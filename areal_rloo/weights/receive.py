@@ -9,7 +9,7 @@ through `join_group`; no bucket passes through here then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Annotated, ClassVar
 
@@ -47,15 +47,15 @@ class Receiver:
         worker_id: str,
         policy_version: Callable[[], int],
         load_weights: Callable[[int, Iterable[tuple[str, Tensor]]], Future[int]],
-        join_group: Callable[[Notice, CollectiveOffer], Future[int]] | None = None,
+        join_group: Callable[[Notice, CollectiveOffer], Awaitable[int]] | None = None,
         device: torch.device,
     ) -> None:
         """
         Args:
             worker_id: names this worker in offers.
             policy_version: returns the version the engine runs; lower than before after a restart of the engine.
-            load_weights: hands a version to the engine; called on a thread.
-            join_group: lets the engine join a collective itself; called on a thread. None if the receiver joins.
+            load_weights: hands a version to the engine.
+            join_group: lets the engine join a collective itself. None if the receiver joins.
             device: of the buckets of a collective.
         """
         self._policy_version = policy_version
@@ -102,7 +102,7 @@ class Receiver:
 
     async def _receive(self, notice: Notice) -> None:
         if self._join_group is not None and isinstance(notice.offer, CollectiveOffer):
-            loading = await asyncio.to_thread(self._join_group, notice, notice.offer)
+            await self._join_group(notice, notice.offer)
         else:
             buckets = await self._buckets(notice)
             if notice.policy_version <= self._policy_version():
@@ -111,8 +111,7 @@ class Receiver:
             if found != notice.checksum:
                 raise ChecksumError(f"version {notice.policy_version}: expected {notice.checksum}, got {found}")
             tensors = views(notice.manifest, buckets)
-            loading = await asyncio.to_thread(self._load_weights, notice.policy_version, tensors)
-        await asyncio.wrap_future(loading)
+            await asyncio.wrap_future(self._load_weights(notice.policy_version, tensors))
         self._received += 1
         self._received_bytes += notice.manifest.total_bytes
 

@@ -17,6 +17,7 @@ from support.patience import PATIENCE_S, eventually
 from support.processes import command_of
 from support.sglang_support import (
     PROMPT,
+    EngineOnThread,
     after,
     assert_close,
     make_engine,
@@ -31,7 +32,6 @@ from support.sglang_support import (
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError, EngineError
 
@@ -44,7 +44,7 @@ HEALTH = {"health_every_s": 1.0, "health_timeout_s": 20.0, "max_server_restarts"
 class Victim:
     """An engine whose server is killed and stopped again and again."""
 
-    engine: SGLangEngine
+    engine: EngineOnThread
     log: Path
 
 

@@ -15,6 +15,7 @@ from support.broadcasting import Broadcasting, Receiving
 from support.model_versions import cached_logprobs, model_of
 from support.patience import eventually
 from support.sglang_support import (
+    EngineOnThread,
     assert_close,
     request,
     running_engine,
@@ -23,7 +24,6 @@ from support.sglang_support import (
 )
 from transformers import PreTrainedModel
 
-from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.collective import CollectiveSender
@@ -59,7 +59,7 @@ class Models(Mapping[int, PreTrainedModel]):
 class Load:
     """An endless load with a fixed number of requests at a time; collects every completion."""
 
-    def __init__(self, engine: SGLangEngine) -> None:
+    def __init__(self, engine: EngineOnThread) -> None:
         self._engine = engine
         self._names = itertools.count()
         self._under_way: deque[tuple[tuple[int, ...], Future[Completion]]] = deque()
@@ -108,7 +108,7 @@ def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
         assert_close(completion, cached_logprobs(models, prompt, completion))
 
 
-def _publish_all(engine: SGLangEngine, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
+def _publish_all(engine: EngineOnThread, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
     """Send every version through a real broadcaster and receiver; return the memory size after each."""
     manifest = build_manifest(models[0].named_parameters(), bucket_bytes=100_000)
     assert len(manifest.bucket_num_bytes) > 2, "an update is of several buckets"

@@ -8,6 +8,7 @@ from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S
 from support.sglang_support import (
     PROMPT,
+    EngineOnThread,
     Sender,
     after,
     assert_close,
@@ -20,14 +21,14 @@ from support.sglang_support import (
 )
 from torch import Tensor
 
-from areal_rloo.engines.sglang import BucketLayout, SGLangEngine
+from areal_rloo.engines.sglang import BucketLayout
 from areal_rloo.errors import EngineError
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
     with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
         yield running
 
@@ -39,7 +40,7 @@ def _buckets(folder: Path, *factors: float) -> list[Buckets]:
     return [in_buckets(model_of(folder, factor=factor)) for factor in factors]
 
 
-def _in_group(engine: SGLangEngine, sender: Sender, version: int, buckets: Buckets, *, meet: bool) -> None:
+def _in_group(engine: EngineOnThread, sender: Sender, version: int, buckets: Buckets, *, meet: bool) -> None:
     layouts, flat = buckets
     loaded = engine.update_from_group(version, sender.group, layouts)
     if meet:
@@ -48,7 +49,7 @@ def _in_group(engine: SGLangEngine, sender: Sender, version: int, buckets: Bucke
     assert loaded.result(timeout=PATIENCE_S) == version
 
 
-def test_versions_arrive_in_flight_through_several_groups(engine: SGLangEngine, folder: Path) -> None:
+def test_versions_arrive_in_flight_through_several_groups(engine: EngineOnThread, folder: Path) -> None:
     base = engine.statistics().policy_version
     models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98, 1.01))}
     one, two, three = _buckets(folder, 1.02, 0.98, 1.01)
@@ -65,7 +66,7 @@ def test_versions_arrive_in_flight_through_several_groups(engine: SGLangEngine, 
         assert_close(completion, cached_logprobs(models, PROMPT, completion))
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_the_pause(engine: SGLangEngine, folder: Path) -> None:
+def test_a_layout_that_does_not_fit_is_refused_before_the_pause(engine: EngineOnThread, folder: Path) -> None:
     before = engine.statistics()
     layouts, _ = in_buckets(model_of(folder))
     with pytest.raises(EngineError, match="is missing"):
@@ -74,7 +75,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_the_pause(engine: SGLangEn
     assert engine.statistics().swap_s == before.swap_s
 
 
-def _fails(engine: SGLangEngine, sender: Sender, version: int, folder: Path, send: Callable[[Sender], None]) -> str:
+def _fails(engine: EngineOnThread, sender: Sender, version: int, folder: Path, send: Callable[[Sender], None]) -> str:
     ((layouts, _),) = _buckets(folder, 1.0)
     loaded = engine.update_from_group(version, sender.group, layouts)
     sender.meet()
@@ -83,7 +84,7 @@ def _fails(engine: SGLangEngine, sender: Sender, version: int, folder: Path, sen
     return str(loaded.exception(timeout=PATIENCE_S))
 
 
-def test_a_sender_that_dies_before_the_first_bucket_changes_nothing(engine: SGLangEngine, folder: Path) -> None:
+def test_a_sender_that_dies_before_the_first_bucket_changes_nothing(engine: EngineOnThread, folder: Path) -> None:
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=1.03).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
@@ -97,7 +98,7 @@ def test_a_sender_that_dies_before_the_first_bucket_changes_nothing(engine: SGLa
         assert_close(completion, cached_logprobs({base + 1: model_of(folder, factor=1.03)}, PROMPT, completion))
 
 
-def test_a_half_done_update_stops_generation_until_the_next(engine: SGLangEngine, folder: Path) -> None:
+def test_a_half_done_update_stops_generation_until_the_next(engine: EngineOnThread, folder: Path) -> None:
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=0.97).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1

@@ -1,11 +1,14 @@
 """Shared by the tests of the SGLang engine: engines on a real server, reference models, a sender."""
 
+import asyncio
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,17 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from transformers import PreTrainedModel
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang import BucketLayout, Capabilities, ServerPlan, SGLangEngine, UpdateGroup
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, SamplingParameters
+from areal_rloo.engines.sglang import (
+    BucketLayout,
+    Capabilities,
+    ServerPlan,
+    SGLangEngine,
+    SGLangStatistics,
+    UpdateGroup,
+)
+from areal_rloo.errors import ArealRlooError
+from areal_rloo.intake.service import LoopThread
 from areal_rloo.trajectory import Completion
 
 REPO = Path(__file__).resolve().parents[2]
@@ -50,7 +62,57 @@ def sglang_python() -> str:
     return str(Path(python).absolute())
 
 
-def make_engine(folder: Path, log: Path, **changes: Any) -> SGLangEngine:
+class EngineOnThread:
+    """An SGLang engine on an event loop of its own, for tests that call the engine from their thread.
+
+    `ready` is done when the server answers, or fails with the error of the start.
+    """
+
+    def __init__(self, plan: ServerPlan, **options: Any) -> None:
+        self.ready: Future[None] = Future()
+        self._loop = LoopThread("engine")
+        self._closing = self._loop.call(asyncio.Event)
+        self._ended = threading.Event()
+        self._engine = self._loop.call(partial(SGLangEngine, plan, **options))
+        self._loop.begin(self._run(), lambda task: self._ended.set())
+
+    async def _run(self) -> None:
+        try:
+            async with self._engine:
+                self.ready.set_result(None)
+                await self._closing.wait()
+        except ArealRlooError as error:
+            self.ready.set_exception(error)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        return self._loop.call(self._engine.submit, requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._loop.call(self._engine.abort, request_ids)
+
+    def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
+        return self._loop.call(self._engine.load_weights, policy_version, weights)
+
+    def update_from_group(self, *arguments: Any) -> Future[int]:
+        return self._loop.call(self._engine.update_from_group, *arguments)
+
+    def statistics(self) -> EngineStatistics:
+        return self._loop.call(self._engine.statistics)
+
+    def server_statistics(self) -> SGLangStatistics:
+        return self._loop.call(self._engine.server_statistics)
+
+    def metrics_text(self) -> str:
+        return self._engine.metrics_text()
+
+    def close(self) -> None:
+        self._loop.call(self._closing.set)
+        if self.ready.done():  # else the start is cancelled
+            self._ended.wait()
+        self._loop.close()
+
+
+def make_engine(folder: Path, log: Path, **changes: Any) -> EngineOnThread:
     """Start an engine with a server, and do not wait for the server."""
     own = {key: changes.pop(key) for key in list(changes) if key in SGLangConfig.__struct_fields__}
     sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 1200, "num_threads": 1}
@@ -58,11 +120,11 @@ def make_engine(folder: Path, log: Path, **changes: Any) -> SGLangEngine:
     defaults: dict[str, Any] = {"url": None, "update_timeout_s": 30.0}
     if not changes.get("url"):
         own = {"python": sglang_python(), **own}
-    return SGLangEngine(plan, config=SGLangConfig(**own), log=log, **{**defaults, **changes})
+    return EngineOnThread(plan, config=SGLangConfig(**own), log=log, **{**defaults, **changes})
 
 
 @contextmanager
-def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[SGLangEngine]:
+def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[EngineOnThread]:
     """Start an engine and wait until the server is ready."""
     engine = make_engine(folder, log, **changes)
     try:
@@ -81,7 +143,7 @@ def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
     return [future.result(timeout=PATIENCE_S) for future in futures]
 
 
-def after(seconds: float, engine: SGLangEngine) -> None:
+def after(seconds: float, engine: EngineOnThread) -> None:
     """Wait until requests are running, then for some seconds more."""
     eventually(lambda: engine.statistics().num_running > 0, "nothing runs")
     time.sleep(seconds)

@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from areal_rloo.config import EmbeddedConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests, uncancellable_future
 from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
@@ -36,7 +35,6 @@ from areal_rloo.trajectory import Completion
 
 logger = get_logger(__name__)
 
-_Result = TypeVar("_Result")
 _Staged = tuple[int, Iterable[tuple[str, Tensor]], Future[int]]
 
 
@@ -89,7 +87,7 @@ class EmbeddedEngine:
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        futures: list[Future[Completion]] = [_started_future() for _ in requests]
+        futures: list[Future[Completion]] = [uncancellable_future() for _ in requests]
         with self._changed:
             if self._death is not None:
                 raise self._death
@@ -109,7 +107,7 @@ class EmbeddedEngine:
             self._changed.notify()
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
-        future: Future[int] = _started_future()
+        future: Future[int] = uncancellable_future()
         with self._changed:
             if self._death is not None:
                 raise self._death
@@ -135,6 +133,7 @@ class EmbeddedEngine:
             )
 
     def close(self) -> None:
+        """End the thread; unfinished requests get the tokens made so far."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -283,10 +282,3 @@ class EmbeddedEngine:
             submission.future.set_exception(error)
         for _, _, update in self._staged:
             update.set_exception(error)
-
-
-def _started_future() -> Future[_Result]:
-    """Return a future that the holder cannot cancel; `abort` ends a request early."""
-    future: Future[_Result] = Future()
-    future.set_running_or_notify_cancel()
-    return future

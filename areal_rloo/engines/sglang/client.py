@@ -9,8 +9,10 @@ come from GET /server_info. The answer to a short request shows whether completi
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Literal
 
 import aiohttp
@@ -33,6 +35,7 @@ _NEEDED = {
 }
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
+_METRICS_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 300.0  # the first request may compile kernels
 _MAX_CHARACTERS = 500  # of a server's message in ours
 
@@ -55,9 +58,9 @@ class ServerClient:
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
-            headers={**headers, "Content-Type": "application/json"},
+            headers={**self._headers, "Content-Type": "application/json"},
             # The slots limit the number of requests. The server closes a connection after 5 s without a request; a POST
             # that takes such a connection at that moment fails, so connections are closed earlier here.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -93,6 +96,17 @@ class ServerClient:
         body = {"input_ids": [0], "return_logprob": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         probe = await self.generate(body, timeout_s=_PROBE_TIMEOUT_S)
         return read_capabilities(description, server_info, models, probe=probe)
+
+    def metrics_text(self) -> str:
+        """Return /metrics; empty if the server does not answer. Blocks, so call from another thread."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        asked = urllib.request.Request(f"{self.url}/metrics", headers=self._headers)
+        try:
+            with direct.open(asked, timeout=_METRICS_TIMEOUT_S) as reply:
+                text: str = reply.read().decode(errors="replace")
+                return text
+        except (OSError, HTTPException):
+            return ""
 
     async def close(self) -> None:
         await self._session.close()

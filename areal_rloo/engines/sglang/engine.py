@@ -4,7 +4,7 @@
                         ▲
     open while the server is healthy and not paused, with known weights not older than before
 
-A thread with a separate event loop does all the work; callers wait only for their futures. Every flight leaves the
+Tasks on the worker's event loop do all the work; files and processes are handled on threads. Every flight leaves the
 queue exactly once, so a server failure neither loses nor doubles a completion. SGLang holds a single set of weights, so
 `pinned` has no effect; the versions of a completion tell which weights made each token.
 
@@ -15,26 +15,25 @@ an update came between a prompt and its first token, the token is tagged with th
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
-from areal_rloo.engines.sglang.client import Capabilities
+from areal_rloo.engines.sglang.client import Capabilities, Connection, ServerGoneError
 from areal_rloo.engines.sglang.flights import FlightQueue
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
 from areal_rloo.engines.sglang.process import ServerPlan
 from areal_rloo.engines.sglang.sending import Sending, ServerState
 from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Server, Supervision
-from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Staged, Swapping, UpdateGroup
+from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Swapping, Update, UpdateGroup
 from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
@@ -42,7 +41,6 @@ from areal_rloo.trajectory import Completion
 
 logger = get_logger(__name__)
 
-_METRICS_TIMEOUT_S = 5.0
 _LAST_CALLS_TIMEOUT_S = 2.0
 
 
@@ -60,7 +58,7 @@ class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SGLangEngine:
-    """Implements `areal_rloo.engines.base.Engine`, which documents the methods."""
+    """Implements `areal_rloo.engines.base.Engine`, which documents the methods, within `async with`."""
 
     def __init__(
         self,
@@ -72,8 +70,7 @@ class SGLangEngine:
         log: Path,
         capabilities: Capabilities | None = None,
     ) -> None:
-        """Start a managed server, or connect to the server at `url`, in the background; return at once.
-
+        """
         Args:
             plan: settings of a managed server; an external server must fit them.
             config: rollout.sglang.
@@ -81,7 +78,6 @@ class SGLangEngine:
             update_timeout_s: of loading weights through files.
             log: file for the output of a managed server.
         """
-        self.ready: Future[None] = Future()  # done when the server answers; fails with a UserError
         self._facts = facts = read_model(plan.model_path)
         self._update_timeout_s = update_timeout_s
         plan = replace(plan, model_context_tokens=facts.context_tokens)
@@ -94,33 +90,44 @@ class SGLangEngine:
             num_slots=plan.num_slots, context_tokens=plan.context_tokens, vocab_size=facts.vocab_size
         )
         self._folder: WeightsFolder | None = None
-        self._death: EngineError | None = None
-        self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._state = ServerState()
         self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        """Start a managed server, or connect to an external server; wait until the server answers.
+
+        Raises:
+            ConfigError: the server cannot be used; the message names a remedy.
+            EngineError: the server failed while answering.
+        """
+        connection = await self._supervision.start()
+        self._serving = asyncio.create_task(self._serve(connection))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End all requests with the tokens made so far, and kill a managed server."""
+        self._closing.set()
+        await self._serving
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         futures = self._queue.submit(requests)
-        self._call_soon(self._state.changed.set)
+        self._state.changed.set()
         return futures
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for flight in self._queue.abort(request_ids):
-            with suppress(RuntimeError):  # the loop is closed: all requests have ended
-                asyncio.run_coroutine_threadsafe(self._sending.abort(flight), self._loop)
+            self._sending.abort(flight)
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
         """Load weights through files, written while generation continues and read by the server in the pause."""
 
         async def prepare(updates: ServerUpdates) -> Load:
+            if self._folder is None:
+                self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
             folder = self._folder
-            if folder is None:
-                folder = self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
             written = await asyncio.to_thread(folder.write, policy_version, weights)
 
             async def load() -> None:
@@ -131,7 +138,8 @@ class SGLangEngine:
 
             return load
 
-        return self._stage(policy_version, prepare, in_group=False, timeout_s=self._update_timeout_s)
+        update = Update(policy_version, in_group=False, timeout_s=self._update_timeout_s, prepare=prepare)
+        return self._swapping.stage(update)
 
     def update_from_group(
         self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout]
@@ -151,7 +159,8 @@ class SGLangEngine:
             await updates.join(group)
             return lambda: updates.load_buckets(policy_version, group, buckets)
 
-        return self._stage(policy_version, prepare, in_group=True, timeout_s=group.timeout_s)
+        update = Update(policy_version, in_group=True, timeout_s=group.timeout_s, prepare=prepare)
+        return self._swapping.stage(update)
 
     def statistics(self) -> EngineStatistics:
         state = self._state
@@ -174,71 +183,36 @@ class SGLangEngine:
         )
 
     def metrics_text(self) -> str:
-        """Return the server's /metrics; empty if the server does not answer in time. Waits for the engine's thread."""
+        """Return the server's /metrics, as `ServerClient.metrics_text` does."""
         connection = self._state.connection
-        if connection is not None:
-            asked = connection.client.text("/metrics", timeout_s=_METRICS_TIMEOUT_S)
-            with suppress(RuntimeError, EngineError, TimeoutError):  # RuntimeError: the loop is closed
-                return asyncio.run_coroutine_threadsafe(asked, self._loop).result(2 * _METRICS_TIMEOUT_S)
-        return ""
+        return "" if connection is None else connection.client.metrics_text()
 
-    def close(self) -> None:
-        self._call_soon(self._closing.set)
-        self._thread.join()
-
-    def _stage(
-        self,
-        policy_version: int,
-        prepare: Callable[[ServerUpdates], Awaitable[Load]],
-        *,
-        in_group: bool,
-        timeout_s: float,
-    ) -> Future[int]:
-        if self._death is not None:
-            raise self._death
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # a cancelled wait must not cancel the update
-        staged = Staged(policy_version, future, in_group, prepare, timeout_s)
-        self._call_soon(self._swapping.staged.put_nowait, staged)
-        return future
-
-    def _call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: all requests have ended
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._main())
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
-
-    async def _main(self) -> None:
+    async def _serve(self, connection: Connection) -> None:
         """Serve until the engine is closed, or until the server has failed for good."""
-        working = [
-            asyncio.create_task(work)
-            for work in (self._supervision.run(self.ready), self._sending.run(), self._swapping.run())
-        ]
-        closing = asyncio.create_task(self._closing.wait())
-        done, _ = await asyncio.wait([*working, closing], return_when=asyncio.FIRST_COMPLETED)
-        error = next((task.exception() for task in done if task is not closing), None)
-        self._death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
+        works = (self._supervision.run(connection), self._sending.run(), self._swapping.run(), self._closing.wait())
+        tasks = [asyncio.ensure_future(work) for work in works]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        error = next((task.exception() for task in done if task.exception() is not None), None)
+        death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
         if error is not None:
-            logger.error("%s", self._death)
-        for task in (*working, closing):
+            logger.error("%s", death)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*working, closing, return_exceptions=True)
-        if self._state.connection is not None:
-            if not self._server.managed:
-                with suppress(TimeoutError):  # leave no request running on an external server
-                    await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
-            await self._sending.take_back()
-            await self._state.connection.client.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._leave_server()
+        finally:
+            self._queue.close(death, failed=error is not None)
+            self._swapping.close(death)
+
+    async def _leave_server(self) -> None:
+        connection = self._state.connection
+        if connection is not None and not self._server.managed:
+            with suppress(ServerGoneError):  # leave no request running on an external server
+                await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
+        await self._sending.take_back()
+        if connection is not None:
+            await connection.client.close()
         await asyncio.to_thread(self._server.kill)
         if self._folder is not None:
-            self._folder.close()
-        self._queue.close(self._death, failed=error is not None)
-        self._swapping.fail_all(self._death)
-        if not self.ready.done():
-            self.ready.set_exception(error or self._death)
+            await asyncio.to_thread(self._folder.close)

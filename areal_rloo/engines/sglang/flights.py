@@ -1,8 +1,7 @@
 """A flight is a completion in progress. The queue knows which flights wait and which are under way.
 
 A flight usually takes a single HTTP request. If this request is cut short (an update in mode abort, a crashed server),
-another HTTP request continues the flight. The next prompt is the original prompt and every segment so far. The caller
-sees a single completion.
+another HTTP request continues the flight with the original prompt and every segment so far as the prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import threading
 import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests, uncancellable_future
 from areal_rloo.engines.sglang.client import Capabilities
 from areal_rloo.errors import ArealRlooError, EngineError
 from areal_rloo.trajectory import Completion, FinishReason
@@ -107,19 +105,13 @@ class Flight:
             return "length"
         return "abort" if self.aborted else None
 
-    def finish(self, reason: FinishReason) -> None:
-        if not self.future.done():
-            completion = Completion(
-                tokens=np.asarray(self.tokens, dtype=np.int32),
-                behaviour_logprobs=np.asarray(self.logprobs, dtype=np.float32),
-                versions=np.asarray(self.versions, dtype=np.int32),
-                finish_reason=reason,
-            )
-            self.future.set_result(completion)
-
-    def fail(self, error: ArealRlooError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            tokens=np.asarray(self.tokens, dtype=np.int32),
+            behaviour_logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            versions=np.asarray(self.versions, dtype=np.int32),
+            finish_reason=reason,
+        )
 
     def _sampling_params(self, capabilities: Capabilities) -> dict[str, Any]:
         """Return the sampling parameters in SGLang's names.
@@ -219,26 +211,25 @@ def versions_of(spans: object, num_tokens: int) -> list[int]:
 
 
 class FlightQueue:
-    """First come, first served; at most `num_slots` flights are under way. All methods may be called from any thread.
+    """First come, first served; at most `num_slots` flights are under way.
 
-    Every flight is either waiting or under way from submission until the future is done. `resumed` counts how often
-    flights were requeued.
+    Every flight is either waiting or under way from submission until the future is done. `prefill_tokens` counts the
+    prompt tokens sent, and `resumed` counts how often flights were requeued.
     """
 
     def __init__(self, *, num_slots: int, context_tokens: int, vocab_size: int) -> None:
         self._num_slots = num_slots
         self._check = partial(check_requests, vocab_size=vocab_size, context_tokens=context_tokens)
-        self._lock = threading.Lock()
         self._sequence = itertools.count()
         self._waiting: deque[Flight] = deque()  # in the order of submission, requeued flights too
         self._under_way: dict[str, Flight] = {}  # by request id, in the order of sending
         self._live: dict[str, Flight] = {}
-        self._death: EngineError | None = None
         self._finished = 0
         self._generated_tokens = 0
-        self._prefill_tokens = 0
-        self.resumed = 0
         self._idle = IdleClock()
+        self.prefill_tokens = 0
+        self.resumed = 0
+        self.death: EngineError | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         """Append requests.
@@ -246,122 +237,89 @@ class FlightQueue:
         Raises:
             EngineError: a request cannot be served, or the engine has stopped; then none of the call is queued.
         """
-        with self._lock:
-            if self._death is not None:
-                raise self._death
-            self._check(requests, in_use=self._live)
-            flights = [Flight(request, Future(), next(self._sequence)) for request in requests]
-            self._waiting += flights
-            self._live |= {flight.request.request_id: flight for flight in flights}
+        if self.death is not None:
+            raise self.death
+        self._check(requests, in_use=self._live)
+        flights = [Flight(request, uncancellable_future(), next(self._sequence)) for request in requests]
+        self._waiting += flights
+        self._live |= {flight.request.request_id: flight for flight in flights}
         return [flight.future for flight in flights]
 
     def abort(self, request_ids: Iterable[str]) -> list[Flight]:
         """End waiting flights; return the flights under way, which the server must abort."""
-        sent, ended = [], []
-        with self._lock:
-            for flight in [self._live[request_id] for request_id in request_ids if request_id in self._live]:
-                flight.aborted = True
-                if flight.request.request_id in self._under_way:
-                    sent.append(flight)
-                else:
-                    self._waiting.remove(flight)
-                    self._forget(flight)
-                    ended.append(flight)
-        for flight in ended:
-            flight.finish("abort")
-        return sent
+        flights = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        for flight in flights:
+            flight.aborted = True
+            if flight.request.request_id not in self._under_way:
+                self._waiting.remove(flight)
+                self.end(flight, "abort")
+        return [flight for flight in flights if flight.request.request_id in self._under_way]
 
     def take(self, policy_version: int) -> list[Flight]:
         """Return the flights that may start now. Flights that need newer weights keep their places."""
-        with self._lock:
-            taken, kept = list[Flight](), list[Flight]()
-            while self._waiting and len(self._under_way) + len(taken) < self._num_slots:
-                flight = self._waiting.popleft()
-                (taken if flight.request.min_version <= policy_version else kept).append(flight)
-            self._waiting.extendleft(reversed(kept))
-            self._under_way |= {flight.request.request_id: flight for flight in taken}
-            self._idle.note(not self._under_way)
+        taken, kept = list[Flight](), list[Flight]()
+        while self._waiting and len(self._under_way) + len(taken) < self._num_slots:
+            flight = self._waiting.popleft()
+            (taken if flight.request.min_version <= policy_version else kept).append(flight)
+        self._waiting.extendleft(reversed(kept))
+        self._under_way |= {flight.request.request_id: flight for flight in taken}
+        self._idle.note(not self._under_way)
         return taken
-
-    def count_prompt(self, num_tokens: int) -> None:
-        with self._lock:
-            self._prefill_tokens += num_tokens
 
     def landed(self, flight: Flight, output: Output) -> None:
         """Add a segment; end the flight, or requeue the flight in the same place."""
-        with self._lock:
-            flight.add(output)
-            self._generated_tokens += len(output.tokens)
+        flight.add(output)
+        self._generated_tokens += len(output.tokens)
         reason = flight.end_of(output)
         if reason is None:
             self.put_back([flight])
         else:
-            self._end(flight)
-            flight.finish(reason)
+            self.end(flight, reason)
+
+    def end(self, flight: Flight, how: FinishReason | ArealRlooError) -> None:
+        """End a flight that does not wait: with the completion so far, or with an error."""
+        self._under_way.pop(flight.request.request_id, None)
+        self._idle.note(not self._under_way)
+        del self._live[flight.request.request_id]
+        self._finished += 1
+        if isinstance(how, ArealRlooError):
+            flight.future.set_exception(how)
+        else:
+            flight.future.set_result(flight.completion(how))
 
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Requeue flights under way, in the order of submission."""
-        ended = []
-        with self._lock:
-            for flight in flights:
+        for flight in flights:
+            if flight.aborted:
+                self.end(flight, "abort")
+            else:
                 del self._under_way[flight.request.request_id]
-                if flight.aborted:
-                    self._forget(flight)
-                    ended.append(flight)
-                else:
-                    bisect.insort(self._waiting, flight, key=lambda other: other.sequence)
-                    self.resumed += 1
-            self._idle.note(not self._under_way)
-        for flight in ended:
-            flight.finish("abort")
-
-    def fail(self, flight: Flight, error: ArealRlooError) -> None:
-        self._end(flight)
-        flight.fail(error)
+                bisect.insort(self._waiting, flight, key=lambda other: other.sequence)
+                self.resumed += 1
+        self._idle.note(not self._under_way)
 
     def under_way(self) -> list[Flight]:
-        with self._lock:
-            return list(self._under_way.values())
+        return list(self._under_way.values())
 
     def close(self, death: EngineError, *, failed: bool) -> None:
         """Refuse new requests and end all flights: with the error if `failed`, else with the tokens so far."""
-        with self._lock:
-            if self._death is None:
-                self._death = death
-            flights = list(self._live.values())
-            self._waiting.clear()
-            self._under_way.clear()
-            self._live.clear()
-            self._idle.note(True)
-        for flight in flights:
-            if failed:
-                flight.fail(death)
-            else:
-                flight.finish("abort")
+        self.death = death
+        self._waiting.clear()
+        for flight in list(self._live.values()):
+            self.end(flight, death if failed else "abort")
 
     def statistics(self, *, ready: bool, policy_version: int, weight_updates: int, swap_s: float) -> EngineStatistics:
-        """Return a consistent snapshot; the arguments are the server's part."""
-        with self._lock:
-            return EngineStatistics(
-                ready=ready,
-                policy_version=policy_version,
-                num_running=len(self._under_way),
-                num_waiting=len(self._waiting),
-                num_finished=self._finished,
-                generated_tokens=self._generated_tokens,
-                prefill_tokens=self._prefill_tokens,
-                decode_steps=0,  # only the server knows
-                weight_updates=weight_updates,
-                idle_s=self._idle.total_s(),
-                swap_s=swap_s,
-            )
-
-    def _end(self, flight: Flight) -> None:
-        with self._lock:
-            self._under_way.pop(flight.request.request_id, None)
-            self._forget(flight)
-            self._idle.note(not self._under_way)
-
-    def _forget(self, flight: Flight) -> None:
-        self._live.pop(flight.request.request_id, None)
-        self._finished += 1
+        """Return a snapshot; the arguments are the server's part."""
+        return EngineStatistics(
+            ready=ready,
+            policy_version=policy_version,
+            num_running=len(self._under_way),
+            num_waiting=len(self._waiting),
+            num_finished=self._finished,
+            generated_tokens=self._generated_tokens,
+            prefill_tokens=self.prefill_tokens,
+            decode_steps=0,  # only the server knows
+            weight_updates=weight_updates,
+            idle_s=self._idle.total_s(),
+            swap_s=swap_s,
+        )

@@ -1,14 +1,13 @@
-"""Send requests to the server and read the answers. A closed gate holds requests back; no server failure loses any.
-
-All of this module runs on the engine's event loop; other threads may read single values of the state.
-"""
+"""Send requests to the server and read the answers. A closed gate holds requests back; no server failure loses any."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
@@ -100,9 +99,16 @@ class Sending:
                 raise self._bug
             if self._state.gate_is_open:
                 for flight in self._queue.take(self._state.policy_version):
-                    task = asyncio.create_task(self._fly(flight))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._ended)
+                    self._begin(self._fly(flight))
+
+    def abort(self, flight: Flight) -> None:
+        """Abort a flight on the server, again and again until the flight is back."""
+        self._begin(self._abort(flight))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -118,21 +124,23 @@ class Sending:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._queue.put_back(self._queue.under_way())
 
-    async def call_back(self, *, timeout_s: float | None = None) -> None:
+    async def call_back(self, *, timeout_s: float) -> None:
         """Abort everything under way on the server, and wait until all flights are back; they continue later.
 
         Raises:
-            TimeoutError: a flight did not return.
+            ServerGoneError: a flight did not return.
         """
-        async with asyncio.timeout(timeout_s):
-            while flights := self._queue.under_way():
-                self._state.landed.clear()
-                await asyncio.gather(*(self._abort_once(flight) for flight in flights))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._state.landed.wait(), _ABORT_AGAIN_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while flights := self._queue.under_way():
+                    self._state.landed.clear()
+                    await asyncio.gather(*(self._abort_once(flight) for flight in flights))
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._state.landed.wait(), _ABORT_AGAIN_S)
+        except TimeoutError as error:
+            raise ServerGoneError(f"requests did not come back within {timeout_s:g} s") from error
 
-    async def abort(self, flight: Flight) -> None:
-        """Abort a flight on the server, again and again until the flight is back."""
+    async def _abort(self, flight: Flight) -> None:
         while not flight.future.done():
             await self._abort_once(flight)
             await asyncio.sleep(_ABORT_AGAIN_S)
@@ -172,7 +180,7 @@ class Sending:
             self._fail(flight, why)
 
     def _fail(self, flight: Flight, why: str) -> None:
-        self._queue.fail(flight, GenerationError(f"request {flight.request.request_id}: {why}"))
+        self._queue.end(flight, GenerationError(f"request {flight.request.request_id}: {why}"))
 
     async def _output(self, flight: Flight) -> Output | None:
         """Return the output of an HTTP request; None if there is no usable output and the flight must be sent again.
@@ -188,7 +196,7 @@ class Sending:
         capabilities = connection.capabilities
         in_place = connection.update_mode == "in_place"
         body = flight.next_body(capabilities, f"{self._cache_of}-{version}")
-        self._queue.count_prompt(len(body["input_ids"]))
+        self._queue.prefill_tokens += len(body["input_ids"])
         try:
             answer = await connection.client.generate(body)
         except ServerGoneError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -66,7 +65,14 @@ class _Server:
         self._plan = plan
         self._given = capabilities
 
-    async def _checked(
+    def ended(self) -> str | None:
+        """Return why the process ended; None while it runs, or if it is not ours."""
+        return None
+
+    def kill(self) -> None:
+        """Kill our process, if there is one, and wait until it ends."""
+
+    async def _connected(
         self, client: ServerClient, *, label: str, key: str, pause: Literal["in_place", "retract"]
     ) -> Connection:
         found, plan = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S), self._plan
@@ -77,7 +83,7 @@ class _Server:
 
 
 class ManagedServer(_Server):
-    """A server that we start. The thread that calls `open` must live as long as the server."""
+    """A server that we start, on the event loop's thread: Linux kills the server when this thread ends."""
 
     managed = True
 
@@ -97,24 +103,24 @@ class ManagedServer(_Server):
         if self._plan.radix_cache and self._config.pause == "in_place" and connection.capabilities.cache_key is None:
             logger.warning("SGLang cannot separate the cached prompts of two versions; restart without radix cache")
             await connection.client.close()
+            await asyncio.to_thread(self.kill)
             self._plan = replace(self._plan, radix_cache=False)
             connection = await self._start()
         return connection
 
     def ended(self) -> str | None:
-        """Return why the process ended; None while it runs."""
         process = self._process
         if process is None or process.exit_code() is None:
             return None
         return f"the server ended with code {process.exit_code()}: {process.last_words()}; its log is {process.log}"
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
             self._process = None
 
     async def _start(self) -> Connection:
-        self.kill()
         python = await asyncio.to_thread(find_python, self._config)
         process = self._process = ServerProcess(python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
@@ -122,23 +128,16 @@ class ManagedServer(_Server):
         try:
             await self._until_healthy(client)
             process.forget_secrets()
-            return await self._checked(
-                client,
-                label="0",
-                key="rollout.sglang.arguments",
-                pause="retract" if self._plan.radix_cache else self._config.pause,  # `open` handles in_place
-            )
+            pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
+            return await self._connected(client, label="0", key="rollout.sglang.arguments", pause=pause)
         except BaseException:
             await client.close()
-            self.kill()
+            await asyncio.to_thread(self.kill)
             raise
 
     async def _until_healthy(self, client: ServerClient) -> None:
         ends_s = time.monotonic() + self._config.start_timeout_s
-        while True:
-            why = self.ended()
-            if why is not None:
-                raise ConfigError(f"rollout.sglang: {why}")
+        while (why := self.ended()) is None:
             try:
                 await client.text("/health", timeout_s=_CALL_TIMEOUT_S)
                 return
@@ -149,10 +148,11 @@ class ManagedServer(_Server):
                         f"{self._config.start_timeout_s:g} s ({error}); its log is {self._log}"
                     ) from error
             await asyncio.sleep(_POLL_S)
+        raise ConfigError(f"rollout.sglang: {why}")
 
 
 class ExternalServer(_Server):
-    """A server that runs already, with the methods of `ManagedServer`; a failed server is awaited, never killed."""
+    """A server that runs already; a failed server is awaited, never killed."""
 
     managed = False
 
@@ -162,22 +162,21 @@ class ExternalServer(_Server):
         self._was_open = False
 
     async def open(self) -> Connection:
+        """Wait until the server answers.
+
+        Raises:
+            ConfigError: the server does not answer or does not fit; the message names a remedy.
+        """
         client = ServerClient(self._url, api_key=find_api_key(self._config))
         try:
             label = await self._until_it_answers(client)
             key = f"rollout.sglang.urls: {self._url}"
-            connection = await self._checked(client, label=label, key=key, pause=self._config.pause)
+            connection = await self._connected(client, label=label, key=key, pause=self._config.pause)
         except BaseException:
             await client.close()
             raise
         self._was_open = True
         return connection
-
-    def ended(self) -> str | None:
-        return None
-
-    def kill(self) -> None:
-        pass
 
     async def _until_it_answers(self, client: ServerClient) -> str:
         """Return the label of the weights once the server is healthy. End a pause left by a former engine."""
@@ -226,34 +225,43 @@ class Supervision:
         self._config = config
         self._num_restarts = 0  # in a row
 
-    async def run(self, ready: Future[None]) -> None:
-        """Supervise until the server has failed for good; set `ready` after the first connection.
+    async def start(self) -> Connection:
+        """Open the first connection.
 
         Raises:
-            ConfigError: the server never became ready; the message names a remedy.
-            EngineError: the server crashed too often.
+            ConfigError: the server did not become ready; the message names a remedy.
+            EngineError: the server failed while answering.
         """
         connection = await self._server.open()
         self._connect(connection)
         self._state.policy_version = 0 if self._server.managed else UNKNOWN
-        ready.set_result(None)
+        return connection
+
+    async def run(self, connection: Connection) -> None:
+        """Supervise until the server has failed for good.
+
+        Raises:
+            ConfigError: an external server came back and does not fit; the message names a remedy.
+            EngineError: the server crashed too often.
+        """
+        state = self._state
         while True:
             logger.info("ready: SGLang %s at %s", connection.capabilities.version, connection.client.url)
-            self._state.changed.set()
+            state.changed.set()
             opened_s = time.monotonic()
             why = await self._until_failed(connection.client)
             logger.warning("%s", why)
             if time.monotonic() - opened_s > _HEALTHY_PERIOD_S:
                 self._num_restarts = 0
             await self._disconnect(connection)
-            before = self._state.policy_version
+            before = state.policy_version
             connection = await self._reopen(why)
-            self._state.restarts += 1
+            state.restarts += 1
             self._connect(connection)
             if self._server.managed:
-                self._state.now_has(0)
+                state.now_has(0)
             elif before == UNKNOWN or connection.label != str(before):
-                self._state.now_has(UNKNOWN)
+                state.now_has(UNKNOWN)
 
     def _connect(self, connection: Connection) -> None:
         self._state.connection = connection
@@ -270,9 +278,8 @@ class Supervision:
         await connection.client.close()
 
     async def _reopen(self, why: str) -> Connection:
-        managed = self._server.managed
         while True:
-            if managed:
+            if self._server.managed:
                 if self._num_restarts >= self._config.max_server_restarts:
                     raise EngineError(f"gave up after {self._num_restarts} restarts of the server in a row: {why}")
                 await asyncio.sleep(_RESTART_BACKOFF_S[min(self._num_restarts, len(_RESTART_BACKOFF_S) - 1)])
@@ -280,11 +287,11 @@ class Supervision:
             try:
                 return await self._server.open()
             except ArealRlooError as error:
-                if isinstance(error, ConfigError) and not managed:
+                if isinstance(error, ConfigError) and not self._server.managed:
                     raise
                 why = str(error)
                 logger.warning("%s", why)
-                if not managed:
+                if not self._server.managed:
                     await asyncio.sleep(_RESTART_BACKOFF_S[-1])
 
     async def _until_failed(self, client: ServerClient) -> str:

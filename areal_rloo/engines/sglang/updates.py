@@ -3,8 +3,8 @@
     prepare ─► close the gate ─► pause ─► begin ─► each bucket ─► end ─► continue, always ─► open the gate
 
 `prepare` does the work outside of the pause: writing files, or joining a group. A server joining a new group stands
-still anyway until all members are there. Updates run one after the other, on the engine's event loop. A call past the
-deadline raises ServerGoneError: the server hangs, and is restarted (managed) or awaited (external).
+still anyway until all members are there. A call past the deadline raises ServerGoneError: the server hangs, and is
+restarted (managed) or awaited (external).
 
 | the update failed               | weights      | flights under way            | gate                             |
 |---------------------------------|--------------|------------------------------|----------------------------------|
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_rloo.engines.base import uncancellable_future
 from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import EngineError
@@ -190,72 +191,84 @@ Load = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class Update:
     """A requested update.
 
     Attributes:
         in_group: a sender waits for this server. The present version is received again, and no other connection can
             take this server's place.
-        prepare: does the work before the pause; returns the work of the pause.
         timeout_s: of the pause call.
+        prepare: does the work before the pause; returns the work of the pause.
     """
 
     policy_version: int
-    future: Future[int]
     in_group: bool
-    prepare: Callable[[ServerUpdates], Awaitable[Load]]
     timeout_s: float
+    prepare: Callable[[ServerUpdates], Awaitable[Load]]
 
 
 class Swapping:
-    """Makes staged updates, and keeps the shared state right after each."""
+    """Makes updates, one after the other, and keeps the shared state right after each."""
 
     def __init__(self, state: ServerState, sending: Sending) -> None:
         self._state = state
         self._sending = sending
-        self.staged: asyncio.Queue[Staged] = asyncio.Queue()
+        self._staged: asyncio.Queue[tuple[Update, Future[int]]] = asyncio.Queue()
         self._updates: ServerUpdates | None = None  # of the latest connection
+        self._death: EngineError | None = None
+
+    def stage(self, update: Update) -> Future[int]:
+        """Request an update; return the future of the server's version.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        if self._death is not None:
+            raise self._death
+        future: Future[int] = uncancellable_future()
+        self._staged.put_nowait((update, future))
+        return future
 
     async def run(self) -> None:
         while True:
-            staged = await self.staged.get()
+            update, future = await self._staged.get()
             try:
-                policy_version = await self._update(staged)
+                future.set_result(await self._update(update))
             except (EngineError, OSError) as error:  # OSError: of the weight files, for example a full disk
-                staged.future.set_exception(EngineError(str(error)))
+                future.set_exception(EngineError(str(error)))
             except asyncio.CancelledError:
-                staged.future.set_exception(EngineError("the engine was closed"))
+                future.set_exception(EngineError("the engine was closed"))
                 raise
             except BaseException as error:
-                staged.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+                future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
                 raise
-            else:
-                staged.future.set_result(policy_version)
             finally:
                 self._state.changed.set()
 
-    def fail_all(self, error: EngineError) -> None:
-        while not self.staged.empty():
-            self.staged.get_nowait().future.set_exception(error)
+    def close(self, death: EngineError) -> None:
+        """Refuse new updates, and fail the waiting ones."""
+        self._death = death
+        while not self._staged.empty():
+            _, future = self._staged.get_nowait()
+            future.set_exception(death)
 
-    async def _update(self, staged: Staged) -> int:
+    async def _update(self, update: Update) -> int:
         state = self._state
-        if not staged.in_group:
+        if not update.in_group:
             await state.connected.wait()
         connection = state.connection
         if connection is None:
-            raise EngineError(f"version {staged.policy_version} was not loaded: the server is restarting")
-        if staged.policy_version < state.policy_version + (not staged.in_group):
+            raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
+        if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
         if self._updates is None or self._updates.connection is not connection:
             self._updates = ServerUpdates(connection)
         state.updating = True
         started_s = time.monotonic()
         try:
-            load = await staged.prepare(self._updates)
-            self._check_still_connected(connection, staged)
+            load = await update.prepare(self._updates)
             # A server joining a group stands still already.
-            await self._swap(self._updates, staged, load, started_s if staged.in_group else time.monotonic())
+            await self._swap(self._updates, update, load, started_s if update.in_group else time.monotonic())
         except ServerGoneError as error:
             if state.connection is connection:
                 state.hung = str(error)
@@ -263,41 +276,36 @@ class Swapping:
         finally:
             state.updating = False
         state.weight_updates += 1
-        state.now_has(staged.policy_version)
-        return staged.policy_version
+        state.now_has(update.policy_version)
+        return update.policy_version
 
-    async def _swap(self, updates: ServerUpdates, staged: Staged, load: Load, still_since_s: float) -> None:
+    async def _swap(self, updates: ServerUpdates, update: Update, load: Load, still_since_s: float) -> None:
         """Close the gate, load, and open the gate. In mode abort all flights return before the pause."""
-        self._state.paused = True
+        state = self._state
+        self._check_still_connected(updates.connection, update)
+        state.paused = True
         try:
             if updates.connection.update_mode == "abort":
-                await self._call_back(staged)
-                self._check_still_connected(updates.connection, staged)
-            await self._load_paused(updates, staged, load)
+                await self._sending.call_back(timeout_s=update.timeout_s)
+                self._check_still_connected(updates.connection, update)
+            await self._load_paused(updates, update, load)
         except WeightsUnknownError:
-            if self._state.connection is updates.connection:
-                self._state.now_has(UNKNOWN)
-                await self._call_back(staged)
+            if state.connection is updates.connection:
+                state.now_has(UNKNOWN)
+                await self._sending.call_back(timeout_s=update.timeout_s)
             raise
         finally:
-            self._state.paused = False
-            self._state.last_pause_s = time.monotonic() - still_since_s
-            self._state.swap_s += self._state.last_pause_s
+            state.paused = False
+            state.last_pause_s = time.monotonic() - still_since_s
+            state.swap_s += state.last_pause_s
 
-    def _check_still_connected(self, connection: Connection, staged: Staged) -> None:
+    def _check_still_connected(self, connection: Connection, update: Update) -> None:
         if self._state.connection is not connection:
-            raise EngineError(f"version {staged.policy_version} was not loaded: the server failed before")
+            raise EngineError(f"version {update.policy_version} was not loaded: the server failed before")
 
-    async def _call_back(self, staged: Staged) -> None:
-        """Get all flights back from the server. After the timeout the server counts as gone."""
+    async def _load_paused(self, updates: ServerUpdates, update: Update, load: Load) -> None:
         try:
-            await self._sending.call_back(timeout_s=staged.timeout_s)
-        except TimeoutError as error:
-            raise ServerGoneError(f"requests did not come back within {staged.timeout_s:g} s") from error
-
-    async def _load_paused(self, updates: ServerUpdates, staged: Staged, load: Load) -> None:
-        try:
-            await updates.pause(timeout_s=staged.timeout_s)
+            await updates.pause(timeout_s=update.timeout_s)
             await load()
         except ServerGoneError:
             self._state.forget_version(updates.connection)
