@@ -1,8 +1,5 @@
 """The HTTP API of a server: the calls, their two errors, and the features, which differ between releases of SGLang.
 
-`ServerRefusedError`: the server answered with an error. `ServerGoneError`: the server did not answer in time, or the
-answer was not valid.
-
 Instead of comparing version numbers, we look up endpoints and the fields of their bodies in GET /openapi.json. Sizes
 come from GET /server_info. The answer to a short request shows whether completions carry version tags.
 """

@@ -73,7 +73,6 @@ class SGLangEngine:
         """
         Args:
             plan: settings of a managed server; an external server must fit them.
-            config: rollout.sglang.
             url: of an external server; None for a managed server.
             update_timeout_s: of loading weights through files.
             log: file for the output of a managed server.

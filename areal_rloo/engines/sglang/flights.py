@@ -95,9 +95,9 @@ class Flight:
 
     def end_of(self, output: Output) -> FinishReason | None:
         """Return the finish reason after this last segment; None if the flight continues."""
-        sampling = self.request.sampling
         if output.end != "cut":
             return output.end
+        sampling = self.request.sampling
         stopped = bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids
         if stopped and len(self.tokens) > sampling.min_new_tokens:
             return "stop"  # the cut came right after the stop token

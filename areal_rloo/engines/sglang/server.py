@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -73,13 +74,21 @@ class _Server:
         """Kill our process, if there is one, and wait until it ends."""
 
     async def _connected(
-        self, client: ServerClient, *, label: str, key: str, pause: Literal["in_place", "retract"]
+        self, client: ServerClient, label: Awaitable[str], *, key: str, pause: Literal["in_place", "retract"]
     ) -> Connection:
-        found, plan = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S), self._plan
-        check_capabilities(
-            found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
-        )
-        return Connection(client, found, label, self._config.pause if found.weight_versions else "abort")
+        """Await the label of the weights, which comes when the server is healthy, and check the server."""
+        plan = self._plan
+        try:
+            named = await label
+            found = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S)
+            check_capabilities(
+                found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
+            )
+        except BaseException:
+            await client.close()
+            await asyncio.to_thread(self.kill)
+            raise
+        return Connection(client, found, named, self._config.pause if found.weight_versions else "abort")
 
 
 class ManagedServer(_Server):
@@ -125,22 +134,17 @@ class ManagedServer(_Server):
         process = self._process = ServerProcess(python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
         client = ServerClient(process.url, api_key=process.api_key)
-        try:
-            await self._until_healthy(client)
-            process.forget_secrets()
-            pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
-            return await self._connected(client, label="0", key="rollout.sglang.arguments", pause=pause)
-        except BaseException:
-            await client.close()
-            await asyncio.to_thread(self.kill)
-            raise
+        pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
+        label = self._until_healthy(process, client)
+        return await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
 
-    async def _until_healthy(self, client: ServerClient) -> None:
+    async def _until_healthy(self, process: ServerProcess, client: ServerClient) -> str:
         ends_s = time.monotonic() + self._config.start_timeout_s
         while (why := self.ended()) is None:
             try:
                 await client.text("/health", timeout_s=_CALL_TIMEOUT_S)
-                return
+                process.forget_secrets()
+                return "0"
             except EngineError as error:
                 if time.monotonic() > ends_s:
                     raise ConfigError(
@@ -168,13 +172,8 @@ class ExternalServer(_Server):
             ConfigError: the server does not answer or does not fit; the message names a remedy.
         """
         client = ServerClient(self._url, api_key=find_api_key(self._config))
-        try:
-            label = await self._until_it_answers(client)
-            key = f"rollout.sglang.urls: {self._url}"
-            connection = await self._connected(client, label=label, key=key, pause=self._config.pause)
-        except BaseException:
-            await client.close()
-            raise
+        key, label = f"rollout.sglang.urls: {self._url}", self._until_it_answers(client)
+        connection = await self._connected(client, label, key=key, pause=self._config.pause)
         self._was_open = True
         return connection
 
