@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.model_versions import model_of
+from support.sglang_support import engine_on_fake
 
 from areal_rloo.config import load_config
+from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.errors import EngineError, WentBackError
 from areal_rloo.models.files import load_tokenizer
@@ -48,6 +50,7 @@ from areal_rloo.wire.messages import (
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 LIMITS = Limits()
+CONFIG = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
 
 
 class _Right:
@@ -95,59 +98,65 @@ def _play(
     policy_version: int = 0,
     engine_type: type[EmbeddedEngine] = EmbeddedEngine,
 ) -> BaseException | None:
-    """Run a worker against the scenario; return the error that ended the worker."""
-    config = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
+    """Run a worker with the embedded engine against the scenario; return the error that ended the worker."""
 
     async def main() -> BaseException | None:
-        learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
         engine = engine_type(
             folder,
             device=torch.device("cpu"),
             dtype=torch.float32,
             num_slots=8,
-            context_tokens=config.context_tokens,
+            context_tokens=CONFIG.context_tokens,
             policy_version=policy_version,
         )
-        channel = WorkerChannel(
-            f"tcp://127.0.0.1:{learner.channel.port}",
-            worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None,
-        )  # fmt: skip
-        rewards: Rewards = _Right()
-        receiver = Receiver(
-            worker_id="w",
-            policy_version=lambda: engine.statistics().policy_version,
-            load_weights=engine.load_weights,
-            device=torch.device("cpu"),
-        )
-        worker = RolloutWorker(
-            config,
-            worker_id="w",
-            incarnation="1",
-            channel=channel,
-            engine=engine,
-            receiver=receiver,
-            episode=episode,
-            rewards=rewards,
-            chat=ChatFormat(load_tokenizer(str(folder)), config.data),
-            stop_token_ids=(1,),
-        )
-        running = asyncio.create_task(worker.run())
-        try:
-            async with asyncio.timeout(60):
-                await learner.until(lambda: False)  # Hello
-                learner.channel.send(learner.peer, Welcome("learner", 0))
-                await scenario(learner)
-                learner.channel.send(learner.peer, Drain())
-                await asyncio.wait([running])
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            engine.close()
-            await channel.close()
-            learner.channel.close()
-        return None if running.cancelled() else running.exception()
+        with contextlib.closing(engine):
+            return await _work(engine, folder, episode, scenario)
 
     return asyncio.run(main())
+
+
+async def _work(
+    engine: Engine, folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]]
+) -> BaseException | None:
+    """Run a worker with this engine against the scenario; return the error that ended the worker."""
+    learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
+    channel = WorkerChannel(
+        f"tcp://127.0.0.1:{learner.channel.port}",
+        worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None,
+    )  # fmt: skip
+    rewards: Rewards = _Right()
+    receiver = Receiver(
+        worker_id="w",
+        policy_version=lambda: engine.statistics().policy_version,
+        load_weights=engine.load_weights,
+        device=torch.device("cpu"),
+    )
+    worker = RolloutWorker(
+        CONFIG,
+        worker_id="w",
+        incarnation="1",
+        channel=channel,
+        engine=engine,
+        receiver=receiver,
+        episode=episode,
+        rewards=rewards,
+        chat=ChatFormat(load_tokenizer(str(folder)), CONFIG.data),
+        stop_token_ids=(1,),
+    )
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(60):
+            await learner.until(lambda: False)  # Hello
+            learner.channel.send(learner.peer, Welcome("learner", 0))
+            await scenario(learner)
+            learner.channel.send(learner.peer, Drain())
+            await asyncio.wait([running])
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await channel.close()
+        learner.channel.close()
+    return None if running.cancelled() else running.exception()
 
 
 def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: dict[str, Path]) -> None:
@@ -359,3 +368,26 @@ def test_a_lost_first_version_is_reported_and_offered_again(
         broadcaster.close()
 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
+
+
+def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders["qwen2"]
+
+    async def main() -> BaseException | None:
+        async with engine_on_fake(folder) as (engine, server):
+
+            async def scenario(learner: _Learner) -> None:
+                server.reads.set()
+                await asyncio.wrap_future(engine.load_weights(0, model_of(folder).named_parameters()))
+                server.asked.clear()
+                learner.lease(sequence=1)
+                await server.asked.wait()
+                server.refuses_the_key = True
+                await learner.until(lambda: False)
+                assert isinstance(learner.last, Goodbye)
+
+            return await _work(engine, folder, SingleTurn(), scenario)
+
+    error = asyncio.run(main())
+    assert isinstance(error, EngineError)
+    assert "the engine stopped: rollout.sglang.api_key_env" in str(error)

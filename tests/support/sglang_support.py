@@ -4,9 +4,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from support.patience import PATIENCE_S, eventually
 from support.processes import command_of, processes_with
 from torch import Tensor
@@ -132,6 +134,45 @@ def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[EngineOn
         yield engine
     finally:
         engine.close()
+
+
+class FakeServer:
+    """Accepts every call and never finishes a completion. Reads weights only while `reads` is set."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.refuses_the_key = False
+
+    async def answer(self, asked: web.Request) -> web.Response:
+        if self.refuses_the_key:
+            return web.Response(status=401)
+        if asked.path == "/generate":
+            self.asked.set()
+            await asyncio.Event().wait()
+        if asked.path == "/update_weights_from_disk":
+            self.asked.set()
+            await self.reads.wait()
+        return web.json_response({"weight_version": "default"})
+
+
+@asynccontextmanager
+async def engine_on_fake(folder: Path) -> AsyncIterator[tuple[SGLangEngine, FakeServer]]:
+    """An engine on this loop, connected to a fake external server."""
+    fake, app = FakeServer(), web.Application()
+    app.router.add_route("*", "/{path}", fake.answer)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        made = SGLangEngine(
+            ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
+            config=SGLangConfig(urls=(url,), health_every_s=0.1, health_timeout_s=0.5),
+            url=url,
+            update_timeout_s=30.0,
+            log=folder / "no.log",
+            capabilities=CAPABILITIES,
+        )
+        async with made as engine:
+            yield engine, fake
 
 
 def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: Any) -> GenerationRequest:

@@ -5,52 +5,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from support.model_versions import model_of
-from support.sglang_support import CAPABILITIES, request
+from support.sglang_support import FakeServer, engine_on_fake, request
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import ServerPlan, SGLangEngine
+from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.errors import EngineError
-
-
-class FakeServer:
-    """Accepts every call and never finishes a completion. Reads weights only while `reads` is set."""
-
-    def __init__(self) -> None:
-        self.reads = asyncio.Event()
-        self.refuses_the_key = False
-        self.asked = asyncio.Event()
-
-    async def answer(self, asked: web.Request) -> web.Response:
-        if self.refuses_the_key:
-            return web.Response(status=401)
-        if asked.path == "/generate":
-            self.asked.set()
-            await asyncio.Event().wait()
-        if asked.path == "/update_weights_from_disk":
-            self.asked.set()
-            await self.reads.wait()
-        return web.json_response({"weight_version": "default"})
 
 
 def _play(folder: Path, scenario: Callable[[SGLangEngine, FakeServer], Awaitable[None]]) -> None:
     async def main() -> None:
-        fake, app = FakeServer(), web.Application()
-        app.router.add_route("*", "/{path}", fake.answer)
-        async with asyncio.timeout(60), TestServer(app) as server:
-            url = str(server.make_url("")).rstrip("/")
-            engine = SGLangEngine(
-                ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-                config=SGLangConfig(urls=(url,), health_every_s=0.1, health_timeout_s=0.5),
-                url=url,
-                update_timeout_s=30.0,
-                log=folder / "no.log",
-                capabilities=CAPABILITIES,
-            )
-            async with engine:
-                await scenario(engine, fake)
+        async with asyncio.timeout(60), engine_on_fake(folder) as (engine, fake):
+            await scenario(engine, fake)
 
     asyncio.run(main())
 
