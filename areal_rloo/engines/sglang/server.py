@@ -166,11 +166,7 @@ class ExternalServer(_Server):
         self._was_open = False
 
     async def open(self) -> Connection:
-        """Wait until the server answers.
-
-        Raises:
-            ConfigError: the server does not answer or does not fit; the message names a remedy.
-        """
+        """Wait until the server answers; raises the errors of `ManagedServer.open`."""
         client = ServerClient(self._url, api_key=find_api_key(self._config))
         key, label = f"rollout.sglang.urls: {self._url}", self._until_it_answers(client)
         connection = await self._connected(client, label, key=key, pause=self._config.pause)
@@ -225,12 +221,7 @@ class Supervision:
         self._num_restarts = 0  # in a row
 
     async def start(self) -> Connection:
-        """Open the first connection.
-
-        Raises:
-            ConfigError: the server did not become ready; the message names a remedy.
-            EngineError: the server failed while answering.
-        """
+        """Open the first connection; raises the errors of `open`."""
         connection = await self._server.open()
         self._connect(connection)
         self._state.policy_version = 0 if self._server.managed else UNKNOWN
