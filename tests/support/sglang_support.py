@@ -143,17 +143,19 @@ class FakeServer:
         self.reads = asyncio.Event()
         self.asked = asyncio.Event()
         self.refuses_the_key = False
+        self._weights = "default"
 
     async def answer(self, asked: web.Request) -> web.Response:
-        if self.refuses_the_key:
-            return web.Response(status=401)
         if asked.path == "/generate":
             self.asked.set()
             await asyncio.Event().wait()
+        if self.refuses_the_key:
+            return web.Response(status=401)
         if asked.path == "/update_weights_from_disk":
             self.asked.set()
             await self.reads.wait()
-        return web.json_response({"weight_version": "default"})
+            self._weights = (await asked.json())["weight_version"]
+        return web.json_response({"weight_version": self._weights})
 
 
 @asynccontextmanager
@@ -165,7 +167,7 @@ async def engine_on_fake(folder: Path) -> AsyncIterator[tuple[SGLangEngine, Fake
         url = str(server.make_url("")).rstrip("/")
         made = SGLangEngine(
             ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-            config=SGLangConfig(urls=(url,), health_every_s=0.1, health_timeout_s=0.5),
+            config=SGLangConfig(urls=(url,), health_every_s=0.1, health_timeout_s=1.0),
             url=url,
             update_timeout_s=30.0,
             log=folder / "no.log",
