@@ -375,11 +375,11 @@ def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Pa
 
     async def main() -> BaseException | None:
         async with engine_on_fake(folder) as (engine, server):
+            server.reads.set()
+            await asyncio.wrap_future(engine.load_weights(0, model_of(folder).named_parameters()))
+            server.asked.clear()
 
             async def scenario(learner: _Learner) -> None:
-                server.reads.set()
-                await asyncio.wrap_future(engine.load_weights(0, model_of(folder).named_parameters()))
-                server.asked.clear()
                 learner.lease(sequence=1)
                 await server.asked.wait()
                 server.refuses_the_key = True
