@@ -39,12 +39,24 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._handover = threading.Lock()  # held to hand over work, and to refuse all later work
+        self._closed = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for the result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run a coroutine on the loop and wait for the result.
+
+        Raises:
+            RuntimeError: the loop is closed.
+            CancelledError: the loop was closed meanwhile.
+        """
+        with self._handover:
+            if self._closed:
+                work.close()
+                raise RuntimeError(f"the event loop {self._thread.name} is closed")
+            result = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return result.result()
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the loop and wait for the result."""
@@ -55,8 +67,9 @@ class LoopThread:
         return self.run(called())
 
     def soon(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop without waiting; safe in a signal handler."""
-        self._loop.call_soon_threadsafe(function)
+        """Call a function on the loop without waiting, or not at all on a closed loop; safe in a signal handler."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
 
     def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
         """Start a task on the loop; `on_end` is called there with the ended task."""
@@ -70,8 +83,11 @@ class LoopThread:
                 logger.error("%s on the event loop %s", type(error).__name__, self._thread.name)
 
     def close(self) -> None:
-        """Cancel all tasks of the loop, and end the thread."""
-        self.run(_cancel_others())
+        """Cancel all tasks of the loop, calls of other threads included, and end the thread."""
+        with self._handover:
+            self._closed = True
+            cancelled = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        cancelled.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

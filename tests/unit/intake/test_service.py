@@ -3,12 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 import zmq
 from support.intakes import MANIFEST, make_broadcaster, make_intake
-from support.patience import eventually
+from support.patience import PATIENCE_S, eventually
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
@@ -46,6 +47,38 @@ def test_closing_a_loop_cancels_its_tasks() -> None:
     loop.begin(asyncio.sleep(1000), lambda task: ended.append(task.cancelled()))
     loop.close()
     assert ended == [True]
+
+
+def test_every_call_beside_a_close_returns_or_raises() -> None:
+    """A scrape of the metrics at the end of a run is such a call."""
+
+    def call_until_closed(loop: LoopThread, ended: list[str]) -> None:
+        try:
+            while True:
+                loop.call(lambda: 1)
+        except (RuntimeError, CancelledError) as error:
+            ended.append(type(error).__name__)
+
+    for _ in range(20):
+        loop = LoopThread("test")
+        ended: list[str] = []
+        threads = [threading.Thread(target=call_until_closed, args=(loop, ended), daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        loop.close()
+        for thread in threads:
+            thread.join(timeout=PATIENCE_S)
+        assert len(ended) == 3, "a call hangs"
+
+
+def test_a_signal_after_the_close_is_ignored() -> None:
+    loop = LoopThread("test")
+    loop.close()
+    called: list[int] = []
+    loop.soon(lambda: called.append(1))
+    with pytest.raises(RuntimeError, match="the event loop test is closed"):
+        loop.call(lambda: 1)
+    assert not called
 
 
 def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
