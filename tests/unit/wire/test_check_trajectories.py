@@ -1,11 +1,13 @@
 """The check of trajectories that are not encoded has the rules of the codec, no more and no fewer."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,6 +136,10 @@ def test_the_check_accepts_exactly_the_batches_that_the_codec_accepts(batch: lis
     assert _accepted(batch) == (_decoded(batch) is not None)
 
 
+class _Integer(int):
+    """A subclass, as user code may have."""
+
+
 VALID = Trajectory(
     3, 1, np.array([5], np.int32), Completion(*(np.zeros(2, dtype) for dtype in ("i4", "f4", "i4")), "stop"), 1.0
 )
@@ -145,6 +151,30 @@ def _changed(**changes: Any) -> Trajectory:
 
 def _completion(**changes: Any) -> Trajectory:
     return _changed(completion=msgspec.structs.replace(VALID.completion, **changes))
+
+
+@pytest.mark.parametrize("container", [list, tuple, torch.tensor, np.array, lambda values: np.array(values, object)])
+@pytest.mark.parametrize("field", [*ARRAYS, "prompt_tokens", "token_rewards"])
+def test_numbers_in_any_container_arrive_or_are_refused(field: str, container: Callable[[list[int]], object]) -> None:
+    for values in ([0, 0], [0, -1], [0, 1]):
+        change = _completion if field in ARRAYS else _changed
+        odd = change(**{field: container(values)})
+        assert _accepted([odd]) == (_decoded([odd]) is not None), values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer": np.str_("")},
+        {"answer": ""},
+        {"group_id": _Integer(3)},
+        {"sample_index": True},
+        {"reward": _Integer(1)},
+    ],
+)
+def test_subclasses_of_plain_types_arrive_or_are_refused(change: dict[str, Any]) -> None:
+    odd = _changed(**change)
+    assert _accepted([odd]) == (_decoded([odd]) is not None)
 
 
 @pytest.mark.parametrize(
