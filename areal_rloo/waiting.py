@@ -1,12 +1,13 @@
-"""Waits, with a deadline, for conditions without a notification and for calls without a timeout."""
+"""Waits: for conditions without a notification, for calls without a timeout, and for tasks that are cancelled."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -67,3 +68,11 @@ def on_daemon_thread(call: Callable[[], T], *, name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end, whatever the outcome."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

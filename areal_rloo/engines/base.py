@@ -83,6 +83,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: Annotated[float, Metric("Time without any request running", "s", "counter", healthy=(0, 0.2))]
     swap_s: Annotated[float, Metric("Time decoding stood still to take weights", "s", "counter")]
 
+    @property
+    def ready_version(self) -> int | None:
+        """The policy version, or None while the engine can take no weights."""
+        return self.policy_version if self.ready else None
+
 
 class Engine(Protocol):
     """Turns token ids into completions, for a worker's event loop; `statistics` may be called from any thread."""

@@ -24,22 +24,7 @@ from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory, purpose_of
-from areal_rloo.wire.messages import (
-    Abort,
-    Drain,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    LearnerMessage,
-    SampleFailed,
-    TrajectoryAck,
-    TrajectoryBatch,
-    WeightsFailed,
-    WeightsReceived,
-    Welcome,
-    WorkerMessage,
-)
+from areal_rloo.wire import messages as wire
 
 if TYPE_CHECKING:  # imports torch
     from torch import Tensor
@@ -53,7 +38,7 @@ class Outgoing(NamedTuple):
     """A message to send, and the peer to send it to."""
 
     peer: str
-    message: LearnerMessage
+    message: wire.LearnerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +75,9 @@ class Intake:
             policy_version: the learner's version at the start.
             group_filter: returns False for a group to drop (user code).
         """
-        self.ledger = ledger
-        self.stream = stream
-        self.evaluation = evaluation
-        self.fleet = Fleet()
-        self.draining = False
-        self._stopping = False
-        self._versions = versions
-        self._policy_version = policy_version
-        self._num_truncated = num_truncated
+        self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
+        self.draining = self._stopping = False
+        self._versions, self._policy_version, self._num_truncated = versions, policy_version, num_truncated
         self._max_tokens = config.learner.microbatch_tokens
         self._heartbeat_timeout_s = config.wire.heartbeat_timeout_s
         self._failures = RewardFailures(config)
@@ -111,7 +90,7 @@ class Intake:
 
     # -- messages of the workers ---------------------------------------------------------------------------------------
 
-    def handle(self, peer: str, message: WorkerMessage, now_s: float) -> list[Outgoing]:
+    def handle(self, peer: str, message: wire.WorkerMessage, now_s: float) -> list[Outgoing]:
         """Apply a message; returns the messages to send.
 
         Raises:
@@ -119,22 +98,22 @@ class Intake:
         """
         replies: list[Outgoing] = []
         match message:
-            case TrajectoryBatch() | SampleFailed() if peer not in self.fleet.met:
+            case wire.TrajectoryBatch() | wire.SampleFailed() if peer not in self.fleet.met:
                 pass  # leased by an earlier learner: the group id may name another prompt now
-            case TrajectoryBatch():
+            case wire.TrajectoryBatch():
                 self._finish(message)
-                replies = [Outgoing(peer, TrajectoryAck((message.batch_id,)))]
-            case Heartbeat():
+                replies = [Outgoing(peer, wire.TrajectoryAck((message.batch_id,)))]
+            case wire.Heartbeat():
                 replies = [Outgoing(peer, self._heartbeat_reply(message, now_s))]
-            case Hello():
+            case wire.Hello():
                 replies = [Outgoing(peer, reply) for reply in self._welcome(peer, message, now_s)]
-            case SampleFailed():
+            case wire.SampleFailed():
                 self._fail(message)
-            case WeightsReceived():
+            case wire.WeightsReceived():
                 self._versions.acknowledge(message.worker_id, message.policy_version, message.checksum)
-            case WeightsFailed():
+            case wire.WeightsFailed():
                 self._versions.fail(message.worker_id, message.policy_version, message.detail)
-            case Goodbye() if message.worker_id in self.fleet.alive:
+            case wire.Goodbye() if message.worker_id in self.fleet.alive:
                 logger.info("%s says goodbye", message.worker_id)
                 self._remove(message.worker_id)
         return replies + self.grants()
@@ -190,7 +169,7 @@ class Intake:
     def stop(self) -> list[Outgoing]:
         """Tell every worker to drain; a worker that says Hello later is told then."""
         self.draining = self._stopping = True
-        return [Outgoing(worker.peer, Drain()) for worker in self.fleet.alive.values()]
+        return [Outgoing(worker.peer, wire.Drain()) for worker in self.fleet.alive.values()]
 
     def statistics(self) -> IntakeStatistics:
         heartbeats = self.fleet.heartbeats.values()
@@ -218,7 +197,7 @@ class Intake:
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, batch: TrajectoryBatch) -> None:
+    def _finish(self, batch: wire.TrajectoryBatch) -> None:
         """Record finished samples, each with all trajectories."""
         samples = by_sample(batch.trajectories)
         self._failures.scored(len(samples))
@@ -231,7 +210,7 @@ class Intake:
             elif (group := self.ledger.finish(trajectories)) is not None:
                 self._buffer.settle(group)
 
-    def _fail(self, message: SampleFailed) -> None:
+    def _fail(self, message: wire.SampleFailed) -> None:
         """Record that a sample will never be finished."""
         sample_id = (message.group_id, message.sample_index)
         error = RewardError(message.reason, message.detail)
@@ -256,7 +235,7 @@ class Intake:
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def _welcome(self, peer: str, hello: Hello, now_s: float) -> list[LearnerMessage]:
+    def _welcome(self, peer: str, hello: wire.Hello, now_s: float) -> list[wire.LearnerMessage]:
         before = self.fleet.alive.get(hello.worker_id)
         if before is not None and before.incarnation != hello.incarnation:
             self._versions.leave(hello.worker_id)  # the earlier process will not take what was offered to it
@@ -264,19 +243,19 @@ class Intake:
         logger.info("%s joins with version %s (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
         self._leasing.lose(lost)
         self._versions.join(hello.worker_id, hello.policy_version)
-        replies: list[LearnerMessage] = [Welcome(self._learner_id, self._policy_version)]
+        replies: list[wire.LearnerMessage] = [wire.Welcome(self._learner_id, self._policy_version)]
         if unknown := tuple(sample_id for sample_id in hello.held if sample_id not in worker.held):
-            replies.append(Abort(unknown))
+            replies.append(wire.Abort(unknown))
         if self._stopping:
-            replies.append(Drain())  # this worker came after the others were told
+            replies.append(wire.Drain())  # this worker came after the others were told
         return replies
 
-    def _heartbeat_reply(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
+    def _heartbeat_reply(self, heartbeat: wire.Heartbeat, now_s: float) -> wire.HeartbeatReply:
         worker = self.fleet.heard(heartbeat, now_s)
         if worker is not None:
             self._versions.heard(heartbeat.worker_id, heartbeat.policy_version)
         sequence = -1 if worker is None else worker.lease_sequence  # -1: the worker must say Hello
-        return HeartbeatReply(self._learner_id, self._policy_version, sequence)
+        return wire.HeartbeatReply(self._learner_id, self._policy_version, sequence)
 
     def _remove(self, worker_id: str) -> None:
         self._leasing.lose(self.fleet.alive.pop(worker_id).held)

@@ -88,8 +88,7 @@ class SavedGroup(msgspec.Struct, frozen=True):
 class LedgerState(msgspec.Struct, frozen=True):
     """The ledger in a checkpoint."""
 
-    next_group_id: int
-    admitted_groups: int
+    admitted_groups: int  # the next group id, too
     dropped_groups: int
     admitted: int
     trained: int
@@ -201,8 +200,8 @@ class Ledger:
             )
             for group in self.groups.values()
         ]
-        num = self.admitted_groups  # the next group id, too
-        return LedgerState(num, num, self.dropped_groups, self._admitted, self._trained, dict(self._dropped), groups)
+        dropped = dict(self._dropped)
+        return LedgerState(self.admitted_groups, self.dropped_groups, self._admitted, self._trained, dropped, groups)
 
     @classmethod
     def restored(

@@ -20,7 +20,8 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
-from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
+from areal_rloo.waiting import cancel
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import WeightsNotice
 
 if TYPE_CHECKING:  # imports torch
@@ -94,34 +95,34 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
 
 class IntakeService:
     """The intake for the training thread. Every method may be called from any thread."""
 
-    def __init__(self, intake: Intake, broadcaster: Broadcaster, *, heartbeat_s: float) -> None:
-        self._intake = intake  # from `start` on used on the loop alone, and so is the broadcaster
-        self._broadcaster = broadcaster  # the intake's `versions`
-        self._heartbeat_s = heartbeat_s  # between two looks for silent workers
-        self._thread = LoopThread("intake")
-        self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._channel: LearnerChannel | None = None
+    def __init__(
+        self,
+        intake: Intake,
+        broadcaster: Broadcaster,
+        bind: Callable[[], LearnerChannel],
+        *,
+        heartbeat_s: float,
+    ) -> None:
+        """Bind the channel with `bind`, on the event loop, and serve.
 
-    def start(self, make_channel: Callable[[], LearnerChannel]) -> int:
-        """Bind the channel and serve; returns the port.
+        `broadcaster` is the intake's `versions`; `heartbeat_s` the time between two looks for silent workers.
 
         Raises:
             PreflightError: the channel cannot be bound.
         """
-        self._channel = channel = self._thread.call(make_channel)
-        for work in (self._serve(channel), self._watch(), self._broadcaster.run(self._send_notice)):
+        self._intake, self._broadcaster, self._heartbeat_s = intake, broadcaster, heartbeat_s
+        self._thread = LoopThread("intake")
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self.channel = self._thread.call(bind)
+        for work in (self._serve(), self._watch(), broadcaster.run(self._send_notice)):
             self._thread.begin(work, self._ended)
-        return channel.port
 
     def take_batch(self) -> list[Group] | None:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
@@ -157,11 +158,6 @@ class IntakeService:
         """Read the statistics of the intake; works after a failure, too."""
         return self.call(self._intake.statistics)
 
-    def wire_statistics(self) -> ChannelStatistics:
-        """Read the counts of the learner's end of the wire."""
-        assert self._channel is not None, "the service was not started"
-        return self._channel.statistics()
-
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the loop, where all state of intake and broadcaster lives."""
         return self._thread.call(function)
@@ -187,8 +183,7 @@ class IntakeService:
     def close(self) -> None:
         """End the loop and the broadcaster."""
         self._thread.close()
-        if self._channel is not None:
-            self._channel.close()
+        self.channel.close()
         self._broadcaster.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -212,9 +207,9 @@ class IntakeService:
             logger.error("the intake stopped", exc_info=self._failure)
             self._changed.set()
 
-    async def _serve(self, channel: LearnerChannel) -> None:
+    async def _serve(self) -> None:
         while True:
-            peer, message = await channel.receive()
+            peer, message = await self.channel.receive()
             self._send(self._intake.handle(peer, message, time.monotonic()))
             self._changed.set()
 
@@ -225,9 +220,8 @@ class IntakeService:
             self._changed.set()
 
     def _send(self, messages: Sequence[Outgoing]) -> None:
-        assert self._channel is not None, "the service was not started"
         for peer, message in messages:
-            self._channel.send(peer, message)
+            self.channel.send(peer, message)
 
     def _send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
         if (worker := self._intake.fleet.alive.get(worker_id)) is not None:

@@ -159,9 +159,8 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         group_filter=None if group_filter is None else import_function("algorithm.group_filter", group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
-    service = IntakeService(intake, broadcaster, heartbeat_s=config.wire.heartbeat_s)
-    service.start(_channel(config, arguments))
-    watch(registry, ChannelStatistics, service.wire_statistics)
+    service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
+    watch(registry, ChannelStatistics, service.channel.statistics)
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
     port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
     logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)

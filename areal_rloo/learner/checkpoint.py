@@ -31,7 +31,7 @@ from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, en
 
 logger = get_logger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 

@@ -19,6 +19,7 @@ import msgspec
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, Scored, SourceKey, WorkStatistics, Worth
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.waiting import cancel
 
 Score = Callable[[RewardRequest], Awaitable[Worth]]
 FindAnswer = Callable[[RewardRequest], Awaitable[FinalAnswer]]
@@ -106,9 +107,7 @@ async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[lis
     try:
         await asyncio.gather(*parts, *answers)
     finally:
-        for task in (*parts, *answers):
-            task.cancel()
-        await asyncio.gather(*parts, *answers, return_exceptions=True)
+        await cancel([*parts, *answers])
     return [task.result() for task in parts], answers[0].result().text if answers else None
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from areal_rloo.config import Config
-from areal_rloo.engines.base import Engine, EngineStatistics, SamplingParameters
+from areal_rloo.engines.base import Engine, SamplingParameters
 from areal_rloo.errors import (
     ArealRlooError,
     DecodeError,
@@ -32,25 +32,11 @@ from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, S
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.waiting import cancel
 from areal_rloo.weights.receive import Receiver
+from areal_rloo.wire import messages as wire
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits, check_trajectories
-from areal_rloo.wire.messages import (
-    Abort,
-    Drain,
-    Goodbye,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Lease,
-    Leases,
-    Refusal,
-    SampleFailed,
-    WeightsFailed,
-    WeightsNotice,
-    WeightsReceived,
-    Welcome,
-)
 
 logger = get_logger(__name__)
 
@@ -104,9 +90,9 @@ class RolloutWorker:
         serving = asyncio.create_task(self._serve())
         others = [asyncio.create_task(work) for work in (self._beat(), self._receive_weights())]
         done, _ = await asyncio.wait([serving, *others, self._end], return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(*others, *self._held.values())
-        await self._channel.send(Goodbye(self._worker_id))
-        await _cancel(serving)
+        await cancel([*others, *self._held.values()])
+        await self._channel.send(wire.Goodbye(self._worker_id))
+        await cancel([serving])
         for ended in (*done, self._end):
             if ended.done():
                 ended.result()  # an error of a task or an episode ends this worker
@@ -115,31 +101,31 @@ class RolloutWorker:
         while True:
             message = await self._channel.receive()
             match message:
-                case Leases():
+                case wire.Leases():
                     self._lease_sequence = message.sequence
                     self._take(message.leases)
-                case WeightsNotice():
+                case wire.WeightsNotice():
                     self._receiver.offer(message.body)
-                case HeartbeatReply():
+                case wire.HeartbeatReply():
                     self._meet(message)
                     if message.lease_sequence != self._lease_sequence and time.monotonic() > self._welcome_due_s:
                         logger.warning("leases were lost (%d of %d came)", self._lease_sequence, message.lease_sequence)
                         await self._hello()
-                case Welcome():
+                case wire.Welcome():
                     self._meet(message)
                     self._lease_sequence = 0
                     self._welcome_due_s = 0.0
                     await self._channel.resend_unacknowledged()
-                case Abort():
+                case wire.Abort():
                     for sample_id in self._held.keys() & set(message.sample_ids):
                         self._held.pop(sample_id).cancel()  # the next message may lease the sample again
-                case Drain():
+                case wire.Drain():
                     logger.info("the learner says drain")
                     self.stop()
-                case Refusal():
+                case wire.Refusal():
                     logger.error("the learner refuses a message: %s", message.detail)
 
-    def _meet(self, message: Welcome | HeartbeatReply) -> None:
+    def _meet(self, message: wire.Welcome | wire.HeartbeatReply) -> None:
         """Compare the learner with the learner before; if it restarted, give up all samples, finished or not.
 
         A restarted learner knows nothing of the samples held here, and group ids may name other prompts.
@@ -163,11 +149,11 @@ class RolloutWorker:
         """List the samples held here. Repeat only if the Welcome is overdue: a Hello discards leases on their way."""
         self._welcome_due_s = time.monotonic() + self._config.wire.heartbeat_timeout_s
         await self._channel.send(
-            Hello(
+            wire.Hello(
                 worker_id=self._worker_id,
                 incarnation=self._incarnation,
                 capacity_samples=self._config.rollout.num_slots + self._config.lease_ahead_samples,
-                policy_version=_runs(self._engine.statistics()),
+                policy_version=self._engine.statistics().ready_version,
                 held=tuple({*self._held, *self._channel.unacknowledged()}),
             )
         )
@@ -176,13 +162,13 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(self._config.wire.heartbeat_s)
             statistics = self._engine.statistics()
-            if statistics.ready:
-                before, self._newest_version = self._newest_version, statistics.policy_version
-                if statistics.policy_version < before:  # lost at a restart of the engine; the learner offers it again
+            version = statistics.ready_version
+            if version is not None:
+                before, self._newest_version = self._newest_version, version
+                if version < before:  # lost at a restart of the engine; the learner offers it again
                     await self._hello()
-            await self._channel.send(
-                Heartbeat(self._worker_id, _runs(statistics), statistics.idle_s, statistics.generated_tokens)
-            )
+            idle_s, num_tokens = statistics.idle_s, statistics.generated_tokens
+            await self._channel.send(wire.Heartbeat(self._worker_id, version, idle_s, num_tokens))
 
     async def _receive_weights(self) -> None:
         while True:
@@ -191,13 +177,13 @@ class RolloutWorker:
             try:
                 await self._receiver.receive(notice)
             except WeightsError as error:
-                await self._channel.send(WeightsFailed(self._worker_id, version, str(error)[:1000]))
+                await self._channel.send(wire.WeightsFailed(self._worker_id, version, str(error)[:1000]))
                 continue
             self._newest_version = max(self._newest_version, version)
             if self._engine.statistics().policy_version >= version:  # else lost meanwhile: a Hello will say so
-                await self._channel.send(WeightsReceived(self._worker_id, version, notice.checksum))
+                await self._channel.send(wire.WeightsReceived(self._worker_id, version, notice.checksum))
 
-    def _take(self, leases: tuple[Lease, ...]) -> None:
+    def _take(self, leases: tuple[wire.Lease, ...]) -> None:
         """Start all samples of a message together: they run as a batch."""
         for lease in leases:
             for index in lease.sample_indices:
@@ -206,7 +192,7 @@ class RolloutWorker:
                     task = self._held[sample_id] = asyncio.create_task(self._run_episode(lease, index))
                     task.add_done_callback(partial(self._ended, sample_id))
 
-    async def _run_episode(self, lease: Lease, index: int) -> None:
+    async def _run_episode(self, lease: wire.Lease, index: int) -> None:
         """Run the episode of a sample, and push its trajectories or report why there are none."""
         sample = Sample((lease.group_id, index), lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
@@ -238,7 +224,9 @@ class RolloutWorker:
         detail = shortened(failure.detail)
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)
         completion = failure.completion[-_MOST_CHARACTERS:]
-        await self._channel.send(SampleFailed(self._worker_id, *sample.sample_id, failure.reason, detail, completion))
+        await self._channel.send(
+            wire.SampleFailed(self._worker_id, *sample.sample_id, failure.reason, detail, completion)
+        )
 
     def _ended(self, sample_id: SampleId, task: asyncio.Task[None]) -> None:
         """Forget a finished or aborted episode. End this worker if the error is not the fault of the sample."""
@@ -247,7 +235,7 @@ class RolloutWorker:
         if not task.cancelled() and (error := task.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
-    def _sampling(self, lease: Lease, index: int) -> SamplingParameters:
+    def _sampling(self, lease: wire.Lease, index: int) -> SamplingParameters:
         evaluates, sampling = lease.purpose == "eval", self._config.rollout.sampling
         chosen = self._eval_sets[lease.item.source] if evaluates else sampling
         return SamplingParameters(
@@ -260,17 +248,6 @@ class RolloutWorker:
             seed=lease.seed + index,
             stop_token_ids=self._stop_token_ids,
         )
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _runs(statistics: EngineStatistics) -> int | None:
-    """Return the version an engine runs; None while the engine starts."""
-    return statistics.policy_version if statistics.ready else None
 
 
 def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:
@@ -290,10 +267,8 @@ def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], lim
         check_trajectories(plain, limits)
     except (DecodeError, TypeError, ValueError, AttributeError) as error:
         raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
-    for sample_id in (trajectory.sample_id for trajectory in plain):
-        if sample_id != sample.sample_id:
-            expected = f"expected trajectories of sample {sample.sample_id}"
-            raise EpisodeError("episode_error", f"{expected}, got one of {sample_id}")
+    for other in {trajectory.sample_id for trajectory in plain} - {sample.sample_id}:
+        raise EpisodeError("episode_error", f"expected trajectories of sample {sample.sample_id}, got one of {other}")
     rewards = [trajectory.reward for trajectory in plain]
     if len(set(rewards)) > 1:
         raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")

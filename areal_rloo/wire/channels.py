@@ -25,6 +25,7 @@ from areal_rloo.errors import DecodeError, PreflightError, WireError, WireVersio
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.waiting import cancel
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import LearnerMessage, Refusal, TrajectoryAck, TrajectoryBatch, WorkerMessage
@@ -253,8 +254,7 @@ class WorkerChannel:
 
     async def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
-        self._sender.cancel()
-        await asyncio.gather(self._sender, return_exceptions=True)
+        await cancel([self._sender])
         self._socket.close(1000)
 
     async def _send_ready(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, get_args
 
 import msgspec
@@ -118,11 +118,9 @@ def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) ->
     _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
-    pairs, at_run = runs.tolist(), 0
+    pairs = iter(runs.tolist())
     for header in headers:
-        end_of_runs = at_run + header.num_version_runs
-        _check_version_runs(pairs[at_run:end_of_runs], header)
-        at_run = end_of_runs
+        _check_version_runs(islice(pairs, header.num_version_runs), header)
     return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
 
 

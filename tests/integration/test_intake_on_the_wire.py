@@ -33,11 +33,12 @@ def _intake(
     folder: Path, *overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None
 ) -> IntakeService:
     broadcaster = make_broadcaster(folder)
-    return IntakeService(make_intake(broadcaster, *overrides, ledger=ledger, stream=stream), broadcaster, heartbeat_s=1)
-
-
-def _start(intake: IntakeService) -> int:
-    return intake.start(lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
+    return IntakeService(
+        make_intake(broadcaster, *overrides, ledger=ledger, stream=stream),
+        broadcaster,
+        lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
+        heartbeat_s=1,
+    )
 
 
 async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event) -> None:
@@ -73,7 +74,7 @@ async def _answer_leases(
 
 def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> None:
     intake = _intake(tmp_path)
-    port = _start(intake)
+    port = intake.channel.port
     stopping = threading.Thread(target=intake.stop_workers, args=(60.0,))
 
     async def scenario() -> None:
@@ -102,7 +103,7 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 0.05)
     get_logger("areal_rloo").addHandler(caplog.handler)
     intake = _intake(tmp_path, "algorithm.min_reward_std=0.1", "algorithm.group_size=2")
-    port = _start(intake)
+    port = intake.channel.port
     waiting = threading.Thread(target=intake.take_batch)
     waiting.start()
 
@@ -136,7 +137,7 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
 
 def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> None:
     intake = _intake(tmp_path, "algorithm.group_size=2")
-    port = _start(intake)
+    port = intake.channel.port
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -158,7 +159,7 @@ def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> N
 
 def test_a_restarted_worker_is_offered_the_version_its_process_lost(tmp_path: Path) -> None:
     intake = _intake(tmp_path)
-    port = _start(intake)
+    port = intake.channel.port
     offers: list[tuple[str, int]] = []
 
     async def offered(incarnation: str) -> None:
@@ -188,7 +189,7 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
 ) -> None:
     get_logger("areal_rloo").addHandler(caplog.handler)
     intake = _intake(tmp_path, "algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
-    port = _start(intake)
+    port = intake.channel.port
     batches: list[list[Group] | None] = []
     waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))
     waiting.start()
@@ -226,7 +227,6 @@ def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> N
         ledger.finish([Trajectory(0, index, np.array([1, 2], np.int32), completion, float(index))])
     assert group.complete
     intake = _intake(tmp_path, "learner.microbatch_tokens=200", ledger=ledger, stream=stream)
-    _start(intake)
     intake.close()
     assert sorted(group.samples) == [0, 2]
     assert ledger.counts().dropped == {"too_long": 1}
@@ -235,7 +235,7 @@ def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> N
 def test_trajectories_of_an_earlier_learner_are_ignored_before_the_hello(tmp_path: Path) -> None:
     """The trajectories waited in the socket while no learner ran. Their group ids may name other prompts now."""
     intake = _intake(tmp_path, "algorithm.group_size=2")
-    port = _start(intake)
+    port = intake.channel.port
 
     async def scenario() -> None:
         early, late = (

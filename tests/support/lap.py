@@ -72,13 +72,17 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
             policy_version=0,
         )
         train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
-        service = IntakeService(intake, broadcaster, heartbeat_s=0.1)
-        port = service.start(lambda: LearnerChannel.bind("127.0.0.1", 0, limits=Limits(), keys=None))
+        service = IntakeService(
+            intake,
+            broadcaster,
+            lambda: LearnerChannel.bind("127.0.0.1", 0, limits=Limits(), keys=None),
+            heartbeat_s=0.1,
+        )
         engine = EmbeddedEngine(
             folder, device=CPU, dtype=torch.float32, num_slots=8, context_tokens=config.context_tokens
         )
         worker, ended = LoopThread("worker"), threading.Event()
-        worker.begin(_work(config, engine, chat, stops, port), lambda task: ended.set())
+        worker.begin(_work(config, engine, chat, stops, service.channel.port), lambda task: ended.set())
         for version in range(1, 3):
             files.clear()
             batch = service.take_batch()

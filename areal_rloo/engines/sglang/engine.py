@@ -38,6 +38,7 @@ from areal_rloo.errors import EngineError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
+from areal_rloo.waiting import cancel
 
 logger = get_logger(__name__)
 
@@ -195,9 +196,7 @@ class SGLangEngine:
         death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
         if error is not None:
             logger.error("%s", death)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
         try:
             await self._leave_server()
         finally:

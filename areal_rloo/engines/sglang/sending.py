@@ -12,6 +12,7 @@ from typing import Any
 from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
 from areal_rloo.errors import EngineError, GenerationError
+from areal_rloo.waiting import cancel
 
 UNKNOWN = -1
 _MAX_FUTILE = 5  # consecutive HTTP requests without a token; after as many, the request fails
@@ -118,10 +119,7 @@ class Sending:
 
     async def take_back(self) -> None:
         """Requeue everything under way: the server is gone."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks)
         self._queue.put_back(self._queue.under_way())
 
     async def call_back(self, *, timeout_s: float) -> None:

@@ -88,8 +88,7 @@ def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) ->
 
     transport = SharedMemorySender(MANIFEST, tmp_path / "segments")
     broadcaster = Crashing(manifest=MANIFEST, transport=transport, timeout_s=1.0)
-    service = IntakeService(make_intake(broadcaster), broadcaster, heartbeat_s=1)
-    service.start(_channel)
+    service = IntakeService(make_intake(broadcaster), broadcaster, _channel, heartbeat_s=1)
     with pytest.raises(KeyError, match="a bug"):
         service.take_batch()
     assert service.statistics().num_workers == 0, "statistics outlive a failure"
@@ -144,8 +143,7 @@ def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:
         return take_batch()
 
     intake.take_batch = counted  # type: ignore[method-assign, assignment]
-    service = IntakeService(intake, broadcaster, heartbeat_s=100)
-    service.start(_channel)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=100)
     waiting = threading.Thread(target=service.take_batch)
     waiting.start()
     waiting.join(0.5)
@@ -164,8 +162,7 @@ def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) ->
         raise SystemExit(3)
 
     intake.remove_silent = exits  # type: ignore[method-assign]
-    service = IntakeService(intake, broadcaster, heartbeat_s=0.01)
-    service.start(_channel)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=0.01)
     with pytest.raises(SystemExit):
         service.take_batch()
     service.close()
@@ -174,7 +171,6 @@ def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) ->
 def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> None:
     broadcaster = make_broadcaster(tmp_path)
     intake = make_intake(broadcaster)
-    service = IntakeService(intake, broadcaster, heartbeat_s=100)
     handled = 0
     handle = intake.handle
 
@@ -184,11 +180,11 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
         return handle(peer, message, now_s)
 
     intake.handle = counted  # type: ignore[method-assign]
-    port = service.start(_channel)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=100)
     num = 5_000
     peer = zmq.Context.instance().socket(zmq.DEALER)
     peer.set_hwm(2 * num)
-    peer.connect(f"tcp://127.0.0.1:{port}")
+    peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
     frames = encode(Heartbeat("w", 0, 0.0, 0))
     for _ in range(num):
         peer.send_multipart(frames)
@@ -205,12 +201,11 @@ def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatc
     stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
     assert stream.take() is not None  # the only prompt is gone, and the stream does not know yet
     broadcaster = make_broadcaster(tmp_path)
-    service = IntakeService(make_intake(broadcaster, stream=stream), broadcaster, heartbeat_s=1000)
-    port = service.start(_channel)
+    service = IntakeService(make_intake(broadcaster, stream=stream), broadcaster, _channel, heartbeat_s=1000)
     waiting = threading.Thread(target=service.take_batch, daemon=True)
     waiting.start()
     peer = zmq.Context.instance().socket(zmq.DEALER)
-    peer.connect(f"tcp://127.0.0.1:{port}")
+    peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
     peer.send_multipart(encode(Hello("w", "1", 4, 0, ())))
     waiting.join(60)
     assert not waiting.is_alive()
