@@ -24,7 +24,7 @@ from functools import partial
 import msgspec
 
 from areal_rloo.errors import ConfigError
-from areal_rloo.rewards.process import Job, Reply, WorkerProcess
+from areal_rloo.rewards.process import PartJob, Reply, WorkerProcess
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
 
 _GRACE_S = 5.0  # after the deadline: tells a busy loop from a blocked loop
@@ -83,7 +83,7 @@ class AsyncRewardPool:
         """
         if self._broken is not None:
             raise self._broken
-        job = Job(job_id=next(self._ids), request=request, part=part)
+        job = PartJob(job_id=next(self._ids), request=request, part=part)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Pending(job.job_id, msgspec.msgpack.encode(job), reply))
         self._dispatch()

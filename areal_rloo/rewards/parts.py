@@ -24,7 +24,7 @@ from areal_rloo.models.folder import check_model_folder
 from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.rewards.functions import FunctionReward, is_async
 from areal_rloo.rewards.pool import RewardPool
-from areal_rloo.rewards.process import Job
+from areal_rloo.rewards.process import AnswerJob, Job
 from areal_rloo.rewards.request import FinalAnswer, Returns, RewardRequest, SourceKey, read_worth
 from areal_rloo.rewards.scoring import FindAnswer, Part, Runner, Score, Scoring, SourceRewards
 from areal_rloo.rewards.service import RewardServices
@@ -227,7 +227,7 @@ def make_scorer(argument: bytes) -> Callable[[Job], Any]:
 
     def score(job: Job) -> Any:
         purpose, source = job.request.purpose, job.request.item.source
-        if job.part is None:
+        if isinstance(job, AnswerJob):
             return FinalAnswer(answering[purpose, source].final_answer(job.request.completion))
         return scorers[purpose, source, job.part](job.request)
 

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from areal_rloo.errors import ConfigError
-from areal_rloo.rewards.process import Job, Reply, WorkerProcess
+from areal_rloo.rewards.process import AnswerJob, Job, PartJob, Reply, WorkerProcess
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistics, Worth
 
 
@@ -50,11 +50,11 @@ class RewardPool:
             RewardError: the reward took too long, raised, crashed the process, or is no finite number.
             ConfigError: the scorer cannot be made for a new process; the pool is unusable.
         """
-        return (await self._run(Job(request=request, part=part))).value(Worth)
+        return (await self._run(PartJob(request=request, part=part))).value(Worth)
 
     async def final_answer(self, request: RewardRequest) -> FinalAnswer:
         """Find the final answer of a completion; raises like `score`."""
-        return (await self._run(Job(request=request, part=None))).value(FinalAnswer)
+        return (await self._run(AnswerJob(request=request))).value(FinalAnswer)
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)

@@ -31,12 +31,22 @@ _LENGTH = struct.Struct("!i")  # the format of `multiprocessing.connection`, whi
 _Result = TypeVar("_Result", Worth, FinalAnswer)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for one part of a completion's reward; `part` None: for the final answer. The reply has the `job_id` too."""
+class PartJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for one part of a completion's reward. The reply has the `job_id` too."""
 
     job_id: int = 0
     request: RewardRequest
-    part: str | None
+    part: str
+
+
+class AnswerJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the final answer of a completion."""
+
+    job_id: int = 0
+    request: RewardRequest
+
+
+Job = PartJob | AnswerJob
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
