@@ -1,8 +1,8 @@
 """From complete groups in the ledger to the batch of a train step: earliest deadline first, within the bound.
 
 `take` returns a batch, or None while the train step must wait. Under `stale_tokens: drop` the buffer drops stale
-samples and gives the prompt back to the stream. A group not worth training on (`min_reward_std`, `group_filter`) is
-dropped when complete; another prompt takes the place.
+samples, and gives the prompt back to the stream if too few are left. A group not worth training on (`min_reward_std`,
+`group_filter`) is dropped when complete; another prompt takes the place.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Evaluation:
         return leases
 
     def lose(self, sample_id: SampleId) -> None:
-        """Queue a lost sample for another worker."""
+        """Queue a lost sample for another lease."""
         if (progress := self._progress(sample_id)) is not None:
             self._to_lease[sample_id] = progress
 

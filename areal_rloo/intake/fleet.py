@@ -52,7 +52,7 @@ class Fleet:
         self.heartbeats: dict[tuple[str, str], Heartbeat] = {}  # the last of each incarnation of each worker
 
     def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> tuple[Worker, set[SampleId]]:
-        """Register a worker; returns the worker, and the samples leased to it and missing in its Hello."""
+        """Register a worker; returns the worker and its lost samples: of an earlier process, or not in the Hello."""
         self.met.add(peer)
         worker = self.alive.get(hello.worker_id)
         lost: set[SampleId] = set()

@@ -1,7 +1,7 @@
 """Admission and leases: which groups may start, and which worker generates which samples.
 
 The intake calls `grants` after every event and sends the leases. Admission follows the staleness bound and the free
-capacity of the workers. Samples that a worker lost are leased again before a group is admitted.
+capacity of the workers. Lost samples take their room before new groups are admitted.
 """
 
 from __future__ import annotations

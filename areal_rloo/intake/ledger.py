@@ -5,7 +5,7 @@ At every moment, in samples,
 
     admitted = trained + dropped(reason) + buffered + in_flight
 
-A sample is in flight from admission until its trajectory is here; buffered until its group is trained or dropped.
+A sample is in flight from admission until its trajectories arrive; buffered until its group is trained or dropped.
 """
 
 from __future__ import annotations

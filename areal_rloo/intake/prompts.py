@@ -1,8 +1,8 @@
 """The prompt stream: items of the train sources, tokenized, in a seeded order that a checkpoint can continue.
 
-The intake takes a prompt for every group it admits. The prompt of a stale group comes back and goes
-out before the next. Each source is read in passes: every item once, in an order drawn for the pass, before any item
-comes again. Items too long under `data.overlong_prompts: filter` are skipped and counted.
+The intake takes a prompt for every group it admits. The prompt of a dropped stale group is handed out again first. Each
+source is read in passes: every item once, in an order drawn for the pass, before any item comes again. Items too long
+under `data.overlong_prompts: filter` are skipped and counted.
 
 A mixture of sources with shares s_i: of the first t prompts, source i has had t_i, and the next one is of the source
 with the largest s_i (t + 1) - t_i. So no source is ever more than a single prompt ahead of the share, and a checkpoint

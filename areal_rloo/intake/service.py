@@ -3,7 +3,7 @@
     training thread ── take_batch, commit, ... ──► event loop: wire ◄─► Intake, broadcaster, timer for silent workers
 
 Everything on the loop is single-threaded, so no state needs a lock. Leases, acknowledgements and heartbeats go on
-during a train step. `take_batch` waits for complete groups, and workers wait for leases; nothing else waits.
+during a train step. The training thread waits in `take_batch`, for free buckets in `commit`, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def _cancel_others() -> None:
 
 
 class IntakeService:
-    """The intake for the training thread. Every method may be called from any thread."""
+    """The intake for the training thread. Call the methods from any thread but the loop's own."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class IntakeService:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), max(0.0, warn_s - time.monotonic()))
             now_s = time.monotonic()
-            if now_s >= warn_s:  # also if messages keep coming and all groups are dropped
+            if now_s >= warn_s:  # by time alone: messages may arrive although no group survives
                 warn_s = now_s + _WAIT_LOG_S
                 logger.warning("%.0f s without progress on %s: %s", now_s - began_s, name, self._intake.describe(now_s))
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
+from areal_rloo.files import write_atomically
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
@@ -252,7 +253,7 @@ def _open_records(folder: Path, policy_version: int, *, fresh: bool) -> list[Rec
     """Prepare metrics.jsonl and give the records; on a resume, remove the records after the checkpoint."""
     path = folder / "metrics.jsonl"
     records = [] if fresh else [r for r in read_records(path) if r.policy_version <= policy_version]
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    write_atomically(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     return records
 
 

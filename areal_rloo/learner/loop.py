@@ -2,7 +2,7 @@
 
     take_batch ─► TrainStep.step ─► commit (publish, settle the batch, admit) ─► metrics ─► a checkpoint at times
 
-The training thread waits in `take_batch` alone. Intake and broadcaster run on the intake's event loop meanwhile.
+In a step, the training thread waits in `take_batch` alone. Intake and broadcaster run on the intake's event loop.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Learner:
         self.save_checkpoint()
         if not self.checkpoints.wait():
             raise TrainingError(
-                f"version {self.policy_version} could not be saved (see logs/learner.log), and with it all since the "
-                "newest whole checkpoint; free some disk, then --resume goes on from there"
+                f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
+                "whole checkpoint are lost; free some disk, then --resume goes on from there"
             )
         return reason
 

@@ -3,7 +3,7 @@
     leases ─► an episode for each sample: engine ─► completion ─► reward ─► trajectories ─► wire
     weight notices ─► receiver ─► engine, between two decode steps
 
-The loop never waits for the engine, a reward or the weights; an episode waits for its own turns. An episode waits in
+Nothing blocks the loop: each episode is a task that awaits its engine and its reward. An episode waits in
 `push` while too many trajectories are unacknowledged. The sample then stays held, so leases stop: backpressure.
 """
 
@@ -71,7 +71,7 @@ class RolloutWorker:
         self._lease_sequence = 0
         self._learner_id: str | None = None
         self._welcome_due_s = 0.0
-        self._newest_version = 0  # that the engine ever had
+        self._newest_version = 0  # of the engine, at the last heartbeat or update
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -109,7 +109,8 @@ class RolloutWorker:
                 case wire.HeartbeatReply():
                     self._meet(message)
                     if message.lease_sequence != self._lease_sequence and time.monotonic() > self._welcome_due_s:
-                        logger.warning("leases were lost (%d of %d came)", self._lease_sequence, message.lease_sequence)
+                        sent, came = message.lease_sequence, self._lease_sequence
+                        logger.warning("leases were lost: %d of %d came (-1: unknown to the learner)", came, sent)
                         await self._hello()
                 case wire.Welcome():
                     self._meet(message)
@@ -165,7 +166,7 @@ class RolloutWorker:
             version = statistics.ready_version
             if version is not None:
                 before, self._newest_version = self._newest_version, version
-                if version < before:  # lost at a restart of the engine; the learner offers it again
+                if version < before:  # the engine restarted with older weights: have them offered again
                     await self._hello()
             idle_s, num_tokens = statistics.idle_s, statistics.generated_tokens
             await self._channel.send(wire.Heartbeat(self._worker_id, version, idle_s, num_tokens))
@@ -180,7 +181,7 @@ class RolloutWorker:
                 await self._channel.send(wire.WeightsFailed(self._worker_id, version, str(error)[:1000]))
                 continue
             self._newest_version = max(self._newest_version, version)
-            if self._engine.statistics().policy_version >= version:  # else lost meanwhile: a Hello will say so
+            if self._engine.statistics().policy_version >= version:  # else the engine restarted: see `_beat`
                 await self._channel.send(wire.WeightsReceived(self._worker_id, version, notice.checksum))
 
     def _take(self, leases: tuple[wire.Lease, ...]) -> None:

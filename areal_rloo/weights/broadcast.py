@@ -109,7 +109,7 @@ class Broadcaster:
         self._changed.set()
 
     def heard(self, worker_id: str, policy_version: int | None) -> None:
-        """Record a sign of life: a worker left out before takes part again, after a backoff."""
+        """Record a sign of life: a worker left out before takes part again, after a failure with a backoff."""
         member = self._members.get(worker_id)
         left_out = member is None or (member.left_out and time.monotonic() >= member.again_at_s)
         if left_out or policy_version is None:

@@ -1,11 +1,11 @@
 """Weights through torch.distributed: one broadcast a bucket, Gloo on CPU and NCCL on GPU, on one code path.
 
-The sender is rank 0. The workers present form an epoch: a separate process group over a separate store. When the
-set of workers changes, or a broadcast fails, the next broadcast begins a new epoch. Closing a store releases every rank
+The sender is rank 0. The workers present form a process group over a separate store. When the set of workers
+changes, or a broadcast fails, the next broadcast forms a new group. Closing a store releases every rank
 that still waits there. Groups are made directly, so they collide with no other group of the process.
 
 A worker is a single rank, the `CollectiveReader` of its process, or as many ranks as its SGLang server has. Such a
-server meets the others through torch's `_new_process_group_helper`, so `_group` uses the names of that function.
+server meets the others through torch's `_new_process_group_helper`, so `_group` uses the same store prefixes.
 
 Meeting and broadcasting block, so they run on daemon threads: a hung collective ends by a timeout, and must not
 hold up the end of the process.
@@ -42,7 +42,7 @@ _IN_FLIGHT = 2  # broadcasts under way together: the start of the next hides beh
 
 
 class CollectiveSender:
-    """Rank 0 of every epoch, and host of the store. `SharedMemorySender` has the same methods."""
+    """Rank 0 of every group, and host of the store. `SharedMemorySender` has the same methods."""
 
     needs_all = True
 
@@ -53,10 +53,10 @@ class CollectiveSender:
         self._ranks_per_worker = ranks_per_worker
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._store: TCPStore | None = None
-        self._run = secrets.token_hex(4)  # a server may know the epochs of another run
-        self._epoch = 0
+        self._run = secrets.token_hex(4)  # a server may know the groups of another run
+        self._num_groups = 0
         self._members: frozenset[str] = frozenset()
-        self._world_size = 1  # of the epoch; members may be lost while the epoch forms
+        self._world_size = 1  # of the group; members may be lost while the group forms
         self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -75,7 +75,7 @@ class CollectiveSender:
             WeightsError: there is no store, e.g. because no file descriptor is left.
         """
         if self._group is None or self._store is None or frozenset(worker_ids) != self._members:
-            self._epoch += 1
+            self._num_groups += 1
             self._group = self._store = None
             self._members = frozenset(worker_ids)
             self._world_size = 1 + len(self._members) * self._ranks_per_worker
@@ -123,8 +123,8 @@ class CollectiveSender:
         self._free.clear()
 
     def _send(self, buckets: Sequence[Tensor]) -> _Group:
-        """Meet the ranks of the epoch unless they have met, and broadcast; returns the group."""
-        assert self._store is not None, "what is sent was offered"
+        """Meet the ranks of the group unless they have met, and broadcast; returns the group."""
+        assert self._store is not None, "`offer` comes before `send`"
         group, self._group = self._group, None  # only a broadcast that worked gives the group back
         if group is None:
             group = _group(self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s)
@@ -142,11 +142,11 @@ class CollectiveSender:
 
     @property
     def _name(self) -> str:
-        return f"areal_rloo-{self._run}-{self._epoch}"
+        return f"areal_rloo-{self._run}-{self._num_groups}"
 
 
 class CollectiveReader:
-    """A worker's rank in the current epoch, and the second buffer the rank receives into."""
+    """A worker's rank in the current group, and the buffers it receives into, separate from the engine's weights."""
 
     def __init__(self, worker_id: str, device: torch.device) -> None:
         self._worker_id, self._device = worker_id, device
@@ -223,7 +223,7 @@ def _finish(work: Work, group: _Group, device: torch.device, ends_s: float) -> N
 
 
 def _group(store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout_s: float) -> _Group:
-    """Meet the other ranks of an epoch; blocks until all are there."""
+    """Meet the other ranks of a group; blocks until all are there."""
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     timeout = timedelta(seconds=timeout_s)

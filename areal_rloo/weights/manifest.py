@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # bytes; bucket lengths are multiples
-_CHECKSUM_ROW = 4096  # words under one weight
+_CHECKSUM_ROW = 4096  # words with a common factor
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
@@ -63,7 +63,7 @@ class CollectiveOffer(msgspec.Struct, frozen=True, tag="collective"):
 
     host: str
     port: int
-    name: str  # of the group; differs at every epoch
+    name: str  # of the group; every group has another
     ranks: dict[str, int]  # worker_id to the first of the worker's ranks; the sender is 0
     world_size: int
     backend: str
@@ -122,7 +122,7 @@ def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buck
 def checksum(buckets: Sequence[Tensor]) -> int:
     """Compute a 64-bit sum that detects torn or mixed buffers, at memory bandwidth and on any device.
 
-    Every 64-bit word is added with a weight that depends on the bucket and the row, modulo 2**64. Weights are odd, so
+    Every 64-bit word is multiplied by a factor of the bucket and the row, and added modulo 2**64. Factors are odd, so
     a change of any single bit changes the sum. Buckets are a whole number of words long.
     """
     total = 0
@@ -130,9 +130,9 @@ def checksum(buckets: Sequence[Tensor]) -> int:
         words = bucket.view(torch.int64)
         whole = len(words) // _CHECKSUM_ROW
         sums = words[: whole * _CHECKSUM_ROW].view(whole, _CHECKSUM_ROW).sum(1)
-        weights = torch.arange(whole, dtype=torch.int64, device=bucket.device) * 2 + 1
+        factors = torch.arange(whole, dtype=torch.int64, device=bucket.device) * 2 + 1
         rest = words[whole * _CHECKSUM_ROW :].sum() * (2 * whole + 1)
-        total += int((sums * weights).sum() + rest) * (2 * number + 1)
+        total += int((sums * factors).sum() + rest) * (2 * number + 1)
     return total % 2**64
 
 

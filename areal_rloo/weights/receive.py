@@ -83,7 +83,7 @@ class Receiver:
         """Receive a version on offer; returns when the engine runs it.
 
         Raises:
-            WeightsError: the version did not arrive whole; the engine keeps the weights from before.
+            WeightsError: the version did not arrive whole; the engine does not run it.
         """
         try:
             await self._receive(notice)

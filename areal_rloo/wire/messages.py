@@ -45,11 +45,11 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Worker to learner, at every start and reconnection."""
+    """Worker to learner: at the start, after a gap in the leases, and after a restart of the engine."""
 
     worker_id: str  # stable over restarts of the worker, e.g. `rollout-0`
     incarnation: str  # differs at every start of the process
-    capacity_samples: int  # unfinished samples the worker accepts, train and eval together
+    capacity_samples: int  # unfinished train samples the worker accepts; evaluation samples come on top
     policy_version: int | None  # of the weights in the engine; None while the engine starts
     held: tuple[SampleId, ...]  # running or unacknowledged; all other samples leased to this worker are lost
 
@@ -97,7 +97,7 @@ class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
 
 
 class WeightsFailed(msgspec.Struct, frozen=True, tag="weights_failed"):
-    """Worker to learner: this broadcast did not arrive whole; the engine keeps the weights from before."""
+    """Worker to learner: this broadcast did not arrive whole; the engine does not run it."""
 
     worker_id: str
     policy_version: int

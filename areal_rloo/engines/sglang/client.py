@@ -89,7 +89,7 @@ class ServerClient:
         except ServerRefusedError as error:
             if error.status != 404:
                 raise
-            raise too_early(f"no endpoint {str(error).partition(':')[0]}") from error
+            raise too_early(f"no endpoint {error.words.partition(':')[0]}") from error
         body = {"input_ids": [0], "return_logprob": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         probe = await self.generate(body, timeout_s=_PROBE_TIMEOUT_S)
         return read_capabilities(description, server_info, models, probe=probe)

@@ -4,9 +4,9 @@
                         ▲
     open while the server is healthy and not paused, with known weights not older than before
 
-Tasks on the worker's event loop do all the work; files and processes are handled on threads. Every flight leaves the
-queue exactly once, so a server failure neither loses nor doubles a completion. SGLang holds a single set of weights, so
-`pinned` has no effect; the versions of a completion tell which weights made each token.
+Tasks on the worker's event loop start the server and call it; file work and kills run on threads. Every flight leaves
+the queue exactly once, so a server failure neither loses nor doubles a completion. SGLang has a single set of weights,
+so `pinned` has no effect; the versions of a completion tell which weights made each token.
 
 With `pause: in_place` a token is tagged with the version that sampled it, over a cache that earlier versions filled. If
 an update came between a prompt and its first token, the token is tagged with the later version.

@@ -21,7 +21,7 @@ import numpy as np
 
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests, uncancellable_future
 from areal_rloo.engines.sglang.client import Capabilities
-from areal_rloo.errors import ArealRlooError, EngineError
+from areal_rloo.errors import ArealRlooError, EngineError, shortened
 from areal_rloo.trajectory import Completion, FinishReason
 
 _LARGEST_SEED = 2**63 - 1
@@ -163,9 +163,11 @@ def read_output(
         logprobs = [triple[0] for triple in triples]
         same = [triple[1] for triple in triples] == tokens
     except (KeyError, TypeError, IndexError) as error:
-        raise EngineError(f"expected output_ids, output_token_logprobs and finish_reason, got none: {error}") from error
+        raise EngineError(
+            f"expected output_ids, output_token_logprobs and finish_reason, got {shortened(repr(answer))}"
+        ) from error
     if not same:
-        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got those of {len(logprobs)} others")
+        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
     for token, logprob in zip(tokens, logprobs, strict=True):
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise EngineError(f"expected token ids below {vocab_size}, got {token}")

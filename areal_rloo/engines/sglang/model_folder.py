@@ -78,7 +78,7 @@ def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> Non
             raise EngineError(f"parameter {name}: expected shape {facts.shapes[name]}, got {tuple(shape)}")
     missing = sorted(set(facts.shapes) - set(given) - {_HEAD})
     if missing:
-        raise EngineError(f"parameter {missing[0]} is missing, and {len(missing) - 1} others")
+        raise EngineError(f"{len(missing)} parameters are missing, for example {missing[0]}")
 
 
 class WeightsFolder:

@@ -28,7 +28,7 @@ class ServerState:
         connection: to the server; None while the server is away.
         policy_version: of the server's weights; UNKNOWN if no part of the engine can tell.
         required_version: send no request under earlier weights: versions never decrease along a completion.
-        epoch: counts how often all output under way became useless; output of an earlier epoch is discarded.
+        num_discards: counts how often all output under way became useless, and is discarded.
         updating: an update is under way; the update calls have deadlines, so health checks pause.
         paused: the server is paused for new weights, or is about to be.
         suspicious: a connection broke, and no health check has succeeded since.
@@ -40,7 +40,7 @@ class ServerState:
     connection: Connection | None = None
     policy_version: int = UNKNOWN
     required_version: int = 0
-    epoch: int = 0
+    num_discards: int = 0
     updating: bool = False
     paused: bool = False
     suspicious: bool = False
@@ -152,7 +152,7 @@ class Sending:
 
     async def _fly(self, flight: Flight) -> None:
         """Send an HTTP request, then end or requeue the flight."""
-        epoch = self._state.epoch
+        before = self._state.num_discards
         try:
             output = await self._output(flight)
         except ServerRefusedError as error:
@@ -160,7 +160,7 @@ class Sending:
         except EngineError as error:
             self._retry(flight, str(error))
         else:
-            if output is None or epoch != self._state.epoch or (self._state.updating and not output.tokens):
+            if output is None or before != self._state.num_discards or (self._state.updating and not output.tokens):
                 self._queue.put_back([flight])  # not the request's fault
             elif output.tokens or flight.end_of(output) is not None:
                 self._queue.landed(flight, output)

@@ -262,7 +262,7 @@ class Supervision:
     async def _disconnect(self, connection: Connection) -> None:
         self._state.connection = None
         self._state.connected.clear()
-        self._state.epoch += 1
+        self._state.num_discards += 1
         await asyncio.to_thread(self._server.kill)
         await self._sending.take_back()
         await connection.client.close()

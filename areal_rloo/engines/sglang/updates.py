@@ -312,7 +312,7 @@ class Swapping:
             raise  # the server cannot be told to continue; opening it again does that
         except BaseException as error:
             if isinstance(error, WeightsUnknownError):
-                self._state.epoch += 1  # discard all output after the continue
+                self._state.num_discards += 1  # discard the output of all requests under way
                 self._state.forget_version(updates.connection)  # also if the continue fails
             await updates.resume()
             raise
