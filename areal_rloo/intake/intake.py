@@ -123,8 +123,7 @@ class Intake:
         timeout_s = self._heartbeat_timeout_s
         for worker in list(self.fleet.alive.values()):
             if now_s - worker.last_heard_s > timeout_s:
-                text = "no heartbeat from %s for %.1f s: its unfinished samples are leased again"
-                logger.warning(text, worker.worker_id, timeout_s)
+                logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, timeout_s)
                 self._remove(worker.worker_id)
         return self.grants()
 

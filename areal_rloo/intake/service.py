@@ -250,7 +250,8 @@ class IntakeService:
             if self._failure is not None:
                 raise self._failure
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(0.0, warn_s - time.monotonic()))
+                async with asyncio.timeout(max(0.0, warn_s - time.monotonic())):  # `wait_for` can lose a cancellation
+                    await self._changed.wait()
             now_s = time.monotonic()
             if now_s >= warn_s:  # by time alone: messages may arrive although no group survives
                 warn_s = now_s + _WAIT_LOG_S

@@ -11,6 +11,7 @@ source and the part.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ async def make_scoring(config: Config) -> Scoring:
         starter = _Starter(config, closing)
         await starter.start_pools()
         starter.start_services()
-        starter.start_models()
+        await starter.start_models()
         by_source: defaultdict[SourceKey, list[Part]] = defaultdict(list)
         for part in starter.parts:
             ready = Part(part.config.label, part.config.weight, starter.score[part.part_key])
@@ -171,7 +172,7 @@ class _Starter:
         )
         self._add(services, {key: partial(services.score, url=url) for key, url in urls.items()})
 
-    def start_models(self) -> None:
+    async def start_models(self) -> None:
         by_place: defaultdict[tuple[str, str], list[RewardPart]] = defaultdict(list)
         for part in self.parts:
             if part.config.model is not None:
@@ -180,7 +181,8 @@ class _Starter:
             from areal_rloo.rewards.model import RewardModel  # noqa: PLC0415 - most runs have no model
 
             batch_size = min(part.config.batch_size for part in sharing)  # a size that fits for all of them
-            model = RewardModel(path, key=f"{sharing[0].key}.model", device=device, batch_size=batch_size)
+            key = f"{sharing[0].key}.model"
+            model = await asyncio.to_thread(RewardModel, path, key=key, device=device, batch_size=batch_size)
             self._add(model, {part.part_key: model.score for part in sharing})
 
     def _add(self, runner: Runner, score: dict[PartKey, Score]) -> None:

@@ -9,6 +9,7 @@ The pool kills a process at the deadline and replaces each dead process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from functools import partial
 
@@ -17,6 +18,8 @@ import msgspec
 from areal_rloo.errors import ConfigError
 from areal_rloo.rewards.process import AnswerJob, Job, PartJob, Reply, WorkerProcess
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistics, Worth
+
+_GRACE_S = 0.1  # for a reply to pass from the socket through the event loop
 
 
 class RewardPool:
@@ -32,6 +35,7 @@ class RewardPool:
         self._workers = {self._start_process() for _ in range(num_workers)}
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self._running: set[asyncio.Task[Reply]] = set()
+        self._ids = itertools.count(1)
 
     async def ready(self) -> None:
         """Wait until the pool can score.
@@ -50,11 +54,11 @@ class RewardPool:
             RewardError: the reward took too long, raised, crashed the process, or is no finite number.
             ConfigError: the scorer cannot be made for a new process; the pool is unusable.
         """
-        return (await self._run(PartJob(request=request, part=part))).value(Worth)
+        return (await self._run(PartJob(job_id=next(self._ids), request=request, part=part))).value(Worth)
 
     async def final_answer(self, request: RewardRequest) -> FinalAnswer:
         """Find the final answer of a completion; raises like `score`."""
-        return (await self._run(AnswerJob(request=request))).value(FinalAnswer)
+        return (await self._run(AnswerJob(job_id=next(self._ids), request=request))).value(FinalAnswer)
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
@@ -66,34 +70,39 @@ class RewardPool:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self, job: Job) -> Reply:
-        running = asyncio.create_task(self._run_on(await self._idle.get(), msgspec.msgpack.encode(job)))
+        encoded = msgspec.msgpack.encode(job)  # may raise, so before a process is taken
+        running = asyncio.create_task(self._run_on(await self._idle.get(), job.job_id, encoded))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be cancelled
         return await asyncio.shield(running)  # a process computes on although its caller is cancelled
 
-    async def _run_on(self, worker: WorkerProcess, job: bytes) -> Reply:
+    async def _run_on(self, worker: WorkerProcess, job_id: int, job: bytes) -> Reply:
         try:
             if worker.died_idle():
                 worker = await self._replacement(worker)
-            reply = await self._ask(worker, job)
+            reply = await self._ask(worker, job_id, job)
             if reply.reason in ("reward_timeout", "reward_crash"):
                 worker = await self._replacement(worker)
             return reply
         finally:
             self._idle.put_nowait(worker)  # always: the next reward would wait forever
 
-    async def _ask(self, worker: WorkerProcess, job: bytes) -> Reply:
+    async def _ask(self, worker: WorkerProcess, job_id: int, job: bytes) -> Reply:
         started_s = time.monotonic()
+        worker.send(job)
+        receiving = asyncio.create_task(_reply_to(job_id, worker))
         try:
-            async with asyncio.timeout(self._deadline_s):
-                worker.send(job)
-                return await worker.receive()
+            await asyncio.wait([receiving], timeout=self._deadline_s)
+            if not receiving.done():  # after a block of the event loop, a reply in time may still be in the socket
+                await asyncio.wait([receiving], timeout=_GRACE_S)
+            if receiving.done():
+                return receiving.result()
+            return Reply(reason="reward_timeout", detail=f"no reward within {self._deadline_s:g} s")
         except EOFError:
             return Reply(reason="reward_crash", detail=f"its worker process ended with code {await worker.end()}")
-        except TimeoutError:
-            return Reply(reason="reward_timeout", detail=f"no reward within {self._deadline_s:g} s")
         finally:
+            receiving.cancel()
             self._busy_s += time.monotonic() - started_s
 
     async def _replacement(self, worker: WorkerProcess) -> WorkerProcess:
@@ -113,3 +122,10 @@ class RewardPool:
                 self._broken = error
                 raise
         return worker
+
+
+async def _reply_to(job_id: int, worker: WorkerProcess) -> Reply:
+    """Wait for the reply to a job; discard others, which a reward may have written after the end of an earlier job."""
+    while (reply := await worker.receive()).job_id != job_id:
+        pass
+    return reply

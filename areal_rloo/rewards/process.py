@@ -120,7 +120,7 @@ class WorkerProcess:
         self._writer.write(_LENGTH.pack(len(job)) + job)
 
     async def receive(self) -> Reply:
-        """Wait for the next reply.
+        """Wait for the next reply. A process that sends garbage is killed.
 
         Raises:
             EOFError: the process is dead.
@@ -128,12 +128,18 @@ class WorkerProcess:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Reply)
-        except OSError as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:  # the connection is broken, or has garbage
+            self.kill()
             raise EOFError from error
 
     def died_idle(self) -> bool:
-        """Return True if an idle process is dead."""
-        return self._reader.at_eof()
+        """Return True if an idle process is dead. Asks the kernel: the event loop may not have read the end yet."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:  # closed by `end`
+            return True
 
     def kill(self) -> None:
         """Kill the process and everything it started. `receive` then raises EOFError."""

@@ -233,8 +233,10 @@ class RolloutWorker:
         """Forget a finished or aborted episode. End this worker if the error is not the fault of the sample."""
         if self._held.get(sample_id) is task:
             del self._held[sample_id]
-        if not task.cancelled() and (error := task.exception()) is not None and not self._end.done():
-            self._end.set_exception(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("sample %s ends this worker: %s", sample_id, error)
+            if not self._end.done():
+                self._end.set_exception(error)
 
     def _sampling(self, lease: wire.Lease, index: int) -> SamplingParameters:
         evaluates, sampling = lease.purpose == "eval", self._config.rollout.sampling

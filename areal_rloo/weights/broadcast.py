@@ -142,8 +142,7 @@ class Broadcaster:
         logger.warning("%s could not take version %d: %s", worker_id, policy_version, detail)
         self._failures += 1
         self._pending.discard(worker_id)
-        member = self._members.get(worker_id)
-        if member is not None:
+        if (member := self._members.get(worker_id)) is not None:
             # Back off: the cause may take a moment to go away, and in a collective a retry costs all workers.
             member.again_at_s = time.monotonic() + (2.0**member.failures_in_a_row - 1)
             member.failures_in_a_row = min(member.failures_in_a_row + 1, _MOST_DOUBLINGS)

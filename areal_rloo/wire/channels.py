@@ -110,8 +110,7 @@ class LearnerChannel:
         frames = encode(message)
         # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
         done = cast(asyncio.Future[object], self._socket.send_multipart([bytes.fromhex(peer), *frames], zmq.NOBLOCK))
-        error = done.exception()
-        if error is not None:
+        if (error := done.exception()) is not None:
             self._counts["unroutable"] += 1
             logger.info("%s to %s is lost: %s", type(message).__name__, peer, error)
             return False

@@ -186,7 +186,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> No
             raise DecodeError(f"trajectory {trajectory.sample_id}: {error}") from error
         _check_header(header, limits)
         _check_version_runs(runs, header)
-        _check_tokens(prompt, [header], [num])
+        _check_tokens(prompt, [header], [len(prompt)])
         _check_tokens(tokens, [header], [num])
         _check_logprobs(logprobs, [header], [num])
         _check_token_rewards(rewards, [header], [num])

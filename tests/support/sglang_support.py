@@ -143,6 +143,7 @@ class FakeServer:
         self.reads = asyncio.Event()
         self.asked = asyncio.Event()
         self.refuses_the_key = False
+        self.hangs_up = False
         self._weights = "default"
 
     async def answer(self, asked: web.Request) -> web.Response:
@@ -151,6 +152,9 @@ class FakeServer:
             await asyncio.Event().wait()
         if self.refuses_the_key:
             return web.Response(status=401)
+        if self.hangs_up:
+            assert asked.transport is not None, "the connection is open"
+            asked.transport.abort()
         if asked.path == "/update_weights_from_disk":
             self.asked.set()
             await self.reads.wait()

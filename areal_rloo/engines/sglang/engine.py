@@ -191,17 +191,20 @@ class SGLangEngine:
         """Serve until the engine is closed, or until the server has failed for good."""
         works = (self._supervision.run(connection), self._sending.run(), self._swapping.run(), self._closing.wait())
         tasks = [asyncio.ensure_future(work) for work in works]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        error = next((task.exception() for task in done if task.exception() is not None), None)
-        death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
-        if error is not None:
-            logger.error("%s", death)
-        await cancel(tasks)
+        error: BaseException | None = None
         try:
-            await self._leave_server()
-        finally:
-            self._queue.close(death, failed=error is not None)
-            self._swapping.close(death)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = next((task.exception() for task in done if task.exception() is not None), None)
+        finally:  # also if this task is cancelled
+            death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
+            if error is not None:
+                logger.error("%s", death)
+            try:
+                await cancel(tasks)
+                await self._leave_server()
+            finally:
+                self._queue.close(death, failed=error is not None)
+                self._swapping.close(death)
 
     async def _leave_server(self) -> None:
         connection = self._state.connection

@@ -134,7 +134,8 @@ class Sending:
                     self._state.landed.clear()
                     await asyncio.gather(*(self._abort_once(flight) for flight in flights))
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._state.landed.wait(), _ABORT_AGAIN_S)
+                        async with asyncio.timeout(_ABORT_AGAIN_S):  # `wait_for` of Python 3.11 can lose a cancellation
+                            await self._state.landed.wait()
         except TimeoutError as error:
             raise ServerGoneError(f"requests did not come back within {timeout_s:g} s") from error
 

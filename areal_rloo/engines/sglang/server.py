@@ -37,6 +37,7 @@ _CALL_TIMEOUT_S = 10.0
 _WARN_EVERY_S = 30.0
 _MAX_BACKOFF_S = 5.0
 _WATCH_EVERY_S = 0.1
+_BLOCKED_S = 0.5  # a later wake-up than this is no fault of the server
 _RESTART_BACKOFF_S = (0.0, 2.0, 5.0, 15.0)
 _HEALTHY_PERIOD_S = 300.0  # after this time, earlier restarts are not counted
 
@@ -313,6 +314,11 @@ class Supervision:
                 if unhealthy_since_s is not None and now_s - unhealthy_since_s > self._config.health_timeout_s:
                     return f"the server was not healthy for {self._config.health_timeout_s:g} s"
                 await asyncio.sleep(_WATCH_EVERY_S)
+                late_s = time.monotonic() - now_s - _WATCH_EVERY_S
+                if (
+                    late_s > _BLOCKED_S and unhealthy_since_s is not None
+                ):  # the event loop was blocked, and the check too
+                    unhealthy_since_s += late_s
         finally:
             if check is not None:
                 check.cancel()

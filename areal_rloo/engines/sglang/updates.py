@@ -314,6 +314,11 @@ class Swapping:
             if isinstance(error, WeightsUnknownError):
                 self._state.num_discards += 1  # discard the output of all requests under way
                 self._state.forget_version(updates.connection)  # also if the continue fails
-            await updates.resume()
+            try:
+                await updates.resume()
+            except EngineError:
+                if isinstance(error, asyncio.CancelledError):
+                    raise error from None  # otherwise the cancelled task would go on
+                raise
             raise
         await updates.resume()

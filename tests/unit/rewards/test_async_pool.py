@@ -17,7 +17,7 @@ from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.trajectory import Item
 
 SCORER = """
-import asyncio, os, time
+import asyncio, os, sys, time
 from areal_rloo.rewards.request import read_worth
 
 running = most = 0
@@ -49,6 +49,9 @@ async def reward(completion, fields):
             raise asyncio.CancelledError
         elif completion == "fork":
             os.fork()
+        elif completion == "garbage":
+            os.write(int(sys.argv[1]), b"\\xff" * 64)
+            await asyncio.sleep(3600)
         else:
             await asyncio.sleep(fields.get("for_s", 0.3))
         return float("nan") if completion == "nan" else float(completion.startswith("right"))
@@ -166,6 +169,14 @@ def test_two_crashing_rewards_are_both_dropped(scorer: str) -> None:
     async def scenario(pool: AsyncRewardPool) -> None:
         outcomes = await _outcomes(pool, "crash", "right", "crash", "right")
         assert outcomes == ["reward_crash", 1.0, "reward_crash", 1.0]
+
+    _run(scorer, scenario)
+
+
+def test_garbage_from_a_reward_leaves_the_pool_usable(scorer: str) -> None:
+    async def scenario(pool: AsyncRewardPool) -> None:
+        assert await _outcomes(pool, "garbage") == ["reward_crash"]
+        assert await _outcomes(pool, "right", "right") == [1.0, 1.0]
 
     _run(scorer, scenario)
 

@@ -4,22 +4,30 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from support.patience import PATIENCE_S
 from support.processes import children_with
 from support.reward_pools import PoolOnALoop
 from support.reward_requests import reward_request
 
 from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.trajectory import Item
 
 SCORER = """
-import os, subprocess, sys, threading, time
-from areal_rloo.rewards.request import read_worth
+import os, struct, subprocess, sys, threading, time
+import msgspec
+from areal_rloo.rewards.process import Reply
+from areal_rloo.rewards.request import Worth, read_worth
+
+def send(content, length=None):
+    "Write to the pool, as code of a policy may that runs in a reward."
+    os.write(int(sys.argv[1]), struct.pack("!i", len(content) if length is None else length) + content)
 
 def reward(completion, answer):
     if completion == "hang":
@@ -51,6 +59,12 @@ def reward(completion, answer):
         if os.fork() == 0:
             time.sleep(600)
         os._exit(7)
+    if completion == "negative length":
+        send(b"", length=-1)
+    if completion == "no msgpack":
+        send(b"\\xc1")
+    if completion == "forged reply":
+        send(msgspec.msgpack.encode(Reply(result=Worth(reward=99.0))))
     if completion == "thread":
         threading.Thread(target=time.sleep, args=(600,)).start()
     if completion.startswith("start "):
@@ -121,6 +135,58 @@ def test_waiting_under_load_does_not_count_towards_the_deadline(scorer: str) -> 
     assert pool.statistics().restarts == 0
     assert pool.statistics().busy_s >= 40 * 0.2
     pool.close()
+
+
+def test_garbage_from_a_reward_drops_only_its_sample(pool: PoolOnALoop) -> None:
+    completions = ["negative length", "right", "no msgpack", "right", "forged reply", "right"]
+    assert asyncio.run(_outcomes(pool, *completions)) == ["reward_crash", 1.0, "reward_crash", 1.0, 0.0, 1.0]
+
+
+def test_a_request_that_cannot_be_encoded_occupies_no_process(pool: PoolOnALoop) -> None:
+    async def scenario() -> float | str:
+        with pytest.raises(UnicodeEncodeError):
+            await pool.score(_request("\ud83d", "right"), "part")
+        async with asyncio.timeout(PATIENCE_S):
+            return await _outcome(pool, "right")
+
+    assert asyncio.run(scenario()) == 1.0
+
+
+def _on_this_loop(scorer: str, scenario: Callable[[RewardPool, psutil.Process], Awaitable[None]]) -> None:
+    async def main() -> None:
+        before = {process.pid for process in _scorers()}
+        pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=1.0)
+        try:
+            await pool.ready()
+            (process,) = (process for process in _scorers() if process.pid not in before)
+            await scenario(pool, process)
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_reply_in_time_counts_although_the_loop_was_blocked(scorer: str) -> None:
+    async def scenario(pool: RewardPool, process: psutil.Process) -> None:
+        scoring = asyncio.create_task(pool.score(_request("right", "right"), "part"))
+        for _ in range(5):  # turns of the loop until the job is sent
+            await asyncio.sleep(0)
+        time.sleep(2.0)  # noqa: ASYNC251 - longer than the deadline: the reply waits in the socket
+        assert (await scoring).reward == 1.0
+        assert pool.statistics().restarts == 0
+
+    _on_this_loop(scorer, scenario)
+
+
+def test_a_process_that_died_idle_is_replaced_before_the_next_job(scorer: str) -> None:
+    async def scenario(pool: RewardPool, process: psutil.Process) -> None:
+        process.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:  # without a turn of the loop, which would see the end
+            time.sleep(0.01)  # noqa: ASYNC251 - the loop is to see nothing
+        assert (await pool.score(_request("right", "right"), "part")).reward == 1.0
+        assert pool.statistics().restarts == 1
+
+    _on_this_loop(scorer, scenario)
 
 
 def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: PoolOnALoop) -> None:

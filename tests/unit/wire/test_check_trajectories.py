@@ -182,6 +182,7 @@ def test_subclasses_of_plain_types_arrive_or_are_refused(change: dict[str, Any])
     [
         (_completion(tokens=np.array([1, -2], "<i4")), "(3, 1): tokens: expected ids of at least 0, got -2"),
         (_changed(prompt_tokens=np.array([-1])), "(3, 1): tokens: expected ids of at least 0, got -1"),
+        (_changed(prompt_tokens=np.array([1, 2, -3])), "(3, 1): tokens: expected ids of at least 0, got -3"),
         (_changed(prompt_tokens=np.array([2**32])), "prompt_tokens: expected integers of 32 bits, got 4294967296"),
         (_completion(versions=np.array([2, 1])), "(3, 1): version_runs: expected versions that only grow"),
         (_completion(versions=np.array([-2, 1])), "(3, 1): version_runs: expected versions of at least 0, got -2"),

@@ -1,15 +1,24 @@
 """Weight updates of a fake server, and an engine whose fake server fails for good."""
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support.model_versions import model_of
-from support.sglang_support import FakeServer, engine_on_fake, request
+from support.sglang_support import CAPABILITIES, FakeServer, engine_on_fake, request
 
 from areal_rloo.engines.sglang import SGLangEngine
+from areal_rloo.engines.sglang.client import Connection, ServerClient
+from areal_rloo.engines.sglang.flights import FlightQueue
+from areal_rloo.engines.sglang.sending import Sending, ServerState
+from areal_rloo.engines.sglang.updates import Load, ServerUpdates, Swapping, Update
 from areal_rloo.errors import EngineError
+from areal_rloo.waiting import cancel
 
 
 def _play(folder: Path, scenario: Callable[[SGLangEngine, FakeServer], Awaitable[None]]) -> None:
@@ -32,6 +41,66 @@ def test_a_cancelled_wait_does_not_cancel_the_update(tiny_folders: dict[str, Pat
         assert engine.statistics().policy_version == 1
 
     _play(tiny_folders["qwen2"], scenario)
+
+
+def test_a_close_during_an_update_ends_although_the_server_is_gone(tiny_folders: dict[str, Path]) -> None:
+    futures: list[Future[int]] = []
+
+    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+        futures.append(engine.load_weights(1, model_of(tiny_folders["qwen2"]).named_parameters()))
+        await fake.asked.wait()
+        fake.hangs_up = True
+
+    _play(tiny_folders["qwen2"], scenario)
+    with pytest.raises(EngineError, match="the engine was closed"):
+        futures[0].result(timeout=0)
+
+
+def test_a_blocked_event_loop_is_no_failure_of_the_server(tiny_folders: dict[str, Path]) -> None:
+    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0.15)  # a health check begins
+            time.sleep(1.5)  # noqa: ASYNC251 - longer than the health timeout
+        await asyncio.sleep(0.3)
+        assert engine.server_statistics().restarts == 0
+        assert engine.statistics().ready
+
+    _play(tiny_folders["qwen2"], scenario)
+
+
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_close_in_the_turn_in_which_a_request_lands_ends(lands: bool) -> None:
+    class Client:
+        async def post(self, path: str, body: object = None, *, timeout_s: float) -> None: ...
+
+    async def main() -> None:
+        state, queue = ServerState(policy_version=0), FlightQueue(num_slots=2, context_tokens=64, vocab_size=64)
+        sending = Sending(state, queue, vocab_size=64)
+        swapping = Swapping(state, sending)
+        capabilities = dataclasses.replace(CAPABILITIES, weight_versions=False)
+        state.connection = Connection(cast(ServerClient, Client()), capabilities, "0", "abort")
+        state.connected.set()
+        running = asyncio.create_task(swapping.run())
+        queue.submit([request("a")])
+        (flight,) = queue.take(0)
+
+        async def load() -> None: ...
+
+        async def prepare(updates: ServerUpdates) -> Load:
+            return load
+
+        swapping.stage(Update(1, in_group=False, timeout_s=30.0, prepare=prepare))
+        for _ in range(100):  # turns of the loop until the update waits for the flight
+            await asyncio.sleep(0)
+        assert state.paused
+        if lands:
+            queue.end(flight, "abort")
+            state.landed.set()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await cancel([running])
+
+    asyncio.run(main())
 
 
 def test_a_server_that_fails_for_good_fails_every_request(tiny_folders: dict[str, Path]) -> None:
