@@ -21,10 +21,10 @@ from support.slurm_cluster import slurm_cluster
 REPO = Path(__file__).resolve().parents[2]
 # A node has room for a single process: the worker runs on the other node, and weights travel over the network.
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
-EMBEDDED = ("learner.num_train_steps=28",)
+EMBEDDED = ("learner.num_train_steps=50",)
 SGLANG = (
     *("rollout.engine=sglang", "rollout.num_slots=64"),
-    *("learner.num_train_steps=34", "learner.groups_per_step=32"),  # some 10 s a step here
+    *("learner.num_train_steps=50", "learner.groups_per_step=32"),  # some 7 s a step here
 )
 
 
