@@ -34,7 +34,7 @@ _Result = TypeVar("_Result", Worth, FinalAnswer)
 class PartJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for one part of a completion's reward. The reply has the `job_id` too."""
 
-    job_id: int = 0
+    job_id: int
     request: RewardRequest
     part: str
 
@@ -42,7 +42,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AnswerJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the final answer of a completion."""
 
-    job_id: int = 0
+    job_id: int
     request: RewardRequest
 
 
