@@ -9,7 +9,7 @@ ARGS ?=
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
 test: $(STAMP)  # all that needs no cluster, no SGLang server and no C++ compiler: twelve minutes on two cores
 	$(PYTEST) -m 'not full' $(ARGS)

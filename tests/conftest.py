@@ -19,6 +19,11 @@ REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, because whole runs wait a lot; at most 4, because each takes a gigabyte or two."""
+    return min(4, 1 + len(os.sched_getaffinity(0)))
+
+
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
         torch.set_num_threads(1)

@@ -1,11 +1,8 @@
 """Packed rows: where the sequences of a row are, and attention within each of them, without padding tokens.
 
-A microbatch is a row of tokens, sequence after sequence. Linear layers, norms and the head process the row directly.
-Attention separates the sequences. On a GPU in half precision, flash attention takes their start positions. Elsewhere,
-sequences of similar length are stacked into padded blocks and attend causally; padding is on the right, so no real
-token sees padding. The result is put back into the row.
-
-Engines import this module too, so it must not import transformers' models; `loading` registers the attention there.
+A microbatch is a row of tokens, sequence after sequence, which only attention separates. On a GPU in half precision,
+flash attention takes their start positions. Elsewhere, sequences of similar length are stacked into blocks, padded on
+the right, where no token sees padding. Engines import this module, so it must not import transformers' models.
 """
 
 from __future__ import annotations
@@ -18,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _MOST_PADDING = 0.1  # share of a block's attention scores that padding may take; fewer blocks are fewer calls
 _SHORT_TOKENS = 64  # for blocks as short as this, only the call costs time
-_VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every supported torch
+if torch.backends.cuda.is_built():  # elsewhere the import, which loads torch.compile, would only take seconds
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every supported torch
 
 
 @dataclass(frozen=True, slots=True)

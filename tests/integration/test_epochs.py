@@ -63,9 +63,9 @@ def test_a_run_stopped_twice_trains_on_every_prompt_of_the_mixture_once(tmp_path
     for name, size in SIZES.items():
         rows = [{"prompt": f"{name} {index}", "level": index % 2} for index in range(size)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _stop(_start(tmp_path, "rollout.num_workers=2"), tmp_path, signal.SIGTERM)
-    _stop(_start(tmp_path, "rollout.num_workers=1", "--resume"), tmp_path, signal.SIGKILL)
-    last = _start(tmp_path, "rollout.num_workers=2", "--resume")
+    _stop(_start(tmp_path, "rollout.num_workers=1"), tmp_path, signal.SIGTERM)
+    _stop(_start(tmp_path, "rollout.num_workers=2", "--resume"), tmp_path, signal.SIGKILL)
+    last = _start(tmp_path, "rollout.num_workers=1", "--resume")
     out, _ = last.communicate(timeout=200)
     assert last.returncode == 0, out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

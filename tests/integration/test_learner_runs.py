@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 from safetensors.torch import load_file
-from support.local_runs import Run
+from support.local_runs import REPO, Run
 from torch import equal
 
 from areal_rloo.telemetry.records import TrainRecord
@@ -26,6 +26,7 @@ TO_THE_BIT = (
     "learner.num_minibatches=2",
     "learner.optimizer={schedule: cosine, warmup_steps: 3, learning_rate: 1e-3}",
     "evaluation.every_n_versions=0",
+    "checkpoint.every_n_steps=2",
 )
 
 
@@ -53,38 +54,40 @@ def _resume(run: Run, *arguments: str) -> None:
     assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
 
 
-def _whole(start: Callable[..., Run], *arguments: str, name: str = "whole") -> Run:
-    run = start(*arguments, name=name)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one rank that nothing interrupted."""
+    environment = {"AREAL_RLOO_CACHE": str(REPO / ".pytest_cache" / "models")}
+    run = Run(tmp_path_factory.mktemp("runs") / "whole", *TO_THE_BIT, environment=environment)
     code, output = run.wait()
     assert code == 0, output
     return run
 
 
-def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run]) -> None:
-    arguments = (*TO_THE_BIT, "checkpoint.every_n_steps=2")
-    whole = _whole(start, *arguments)
-    run = start(*arguments)
+def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run], whole: Run) -> None:
+    run = start(*TO_THE_BIT)
     run.wait_for(lambda: len(run.records()) >= 2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 0
     saved = run.saved_steps()
     assert 2 <= saved == len(run.records()) < NUM_STEPS - 4, "there is no room for a second stop"
-    again = start(*arguments, "--resume")
+    again = start(*TO_THE_BIT, "--resume")
     again.wait_for_checkpoint(saved + 1)
     again.children("areal_rloo.learner")[0].kill()
     assert again.wait()[0] != 0
-    _resume(run, *arguments)
+    _resume(run, *TO_THE_BIT)
     _assert_same_end(run, whole)
 
 
-def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(start: Callable[..., Run], tmp_path: Path) -> None:
-    alone = start(*TO_THE_BIT, "learner.num_train_steps=1", name="alone")
-    arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true", "checkpoint.every_n_steps=2")
+def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(
+    start: Callable[..., Run], whole: Run, tmp_path: Path
+) -> None:
+    arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true")
     two_ranks = (*arguments, "learner.num_ranks=2")
-    whole = _whole(start, *two_ranks)
-    code, output = alone.wait()
+    uninterrupted = start(*two_ranks, name="uninterrupted")
+    code, output = uninterrupted.wait()
     assert code == 0, output
-    first, expected = whole.records()[0], alone.records()[0]
+    first, expected = uninterrupted.records()[0], whole.records()[0]
     assert first.trained_tokens == expected.trained_tokens
     assert first.loss == pytest.approx(expected.loss, rel=1e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
@@ -98,7 +101,7 @@ def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(start: Calla
     assert len(list((saved / "shards").glob("*.distcp"))) == 2
     shutil.copytree(killed.folder, tmp_path / "before")
     _resume(killed, *two_ranks)
-    _assert_same_end(killed, whole)
+    _assert_same_end(killed, uninterrupted)
     shutil.rmtree(killed.folder)
     (tmp_path / "before").rename(killed.folder)
     _resume(killed, *arguments, "learner.num_ranks=3")

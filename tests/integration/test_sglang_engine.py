@@ -1,8 +1,9 @@
-"""The SGLang engine on a real server: requests, logprobs, new weights through files, aborts."""
+"""The SGLang engine on a real server: requests, logprobs, new weights through files and a process group, aborts."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,26 +13,48 @@ from support.patience import PATIENCE_S
 from support.sglang_support import (
     PROMPT,
     EngineOnThread,
+    Sender,
     after,
     assert_close,
     fresh_logprobs,
+    in_buckets,
     request,
     results,
     running_engine,
+    server_processes,
     version_runs,
 )
+from torch import Tensor
 
+from areal_rloo.engines.sglang import BucketLayout
 from areal_rloo.errors import EngineError
 
 pytestmark = pytest.mark.full
 
 REPO = Path(__file__).resolve().parents[2]
+Buckets = tuple[list[BucketLayout], list[Tensor]]
+
+
+@dataclass
+class Running:
+    """An engine, and the log of its server."""
+
+    engine: EngineOnThread
+    log: Path
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
     with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def retracting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server on two devices, which retracts requests during an update."""
+    log = tmp_path_factory.mktemp("logs") / "server.log"
+    with running_engine(folder, log, tensor_parallel=2, pause="retract") as running:
+        yield Running(running, log)
 
 
 def _load(engine: EngineOnThread, factor: float, folder: Path) -> int:
@@ -42,6 +65,19 @@ def _load(engine: EngineOnThread, factor: float, folder: Path) -> int:
     return version
 
 
+def _buckets(folder: Path, *factors: float) -> list[Buckets]:
+    return [in_buckets(model_of(folder, factor=factor)) for factor in factors]
+
+
+def _in_group(engine: EngineOnThread, sender: Sender, version: int, buckets: Buckets, *, meet: bool) -> None:
+    layouts, flat = buckets
+    loaded = engine.update_from_group(version, sender.group, layouts)
+    if meet:
+        sender.meet()
+    sender.send(flat)
+    assert loaded.result(timeout=PATIENCE_S) == version
+
+
 def test_logprobs_agree_with_transformers(engine: EngineOnThread, folder: Path) -> None:
     assert engine.statistics().policy_version == 0
     requests = [request(f"a{i}", prompt=PROMPT[: 2 + i % 4]) for i in range(12)]
@@ -49,6 +85,21 @@ def test_logprobs_agree_with_transformers(engine: EngineOnThread, folder: Path) 
         assert completion.finish_reason == "length"
         assert completion.versions.tolist() == [0] * 20
         assert_close(completion, cached_logprobs({0: model_of(folder)}, asked.prompt_tokens, completion))
+
+
+def test_a_missing_sender_ends_in_a_timeout(engine: EngineOnThread, folder: Path) -> None:
+    """The server hangs while joining the group. It is restarted, and its requests continue."""
+    before = engine.server_statistics()
+    assert engine.statistics().policy_version == 0
+    futures = engine.submit([request(f"t{i}", max_new_tokens=300) for i in range(3)])
+    layouts, _ = in_buckets(model_of(folder))
+    update = engine.update_from_group(1, Sender("nobody", timeout_s=3.0).group, layouts)
+    assert "no answer within 3 s" in str(update.exception(timeout=PATIENCE_S))
+    for completion in results(futures):
+        assert len(completion.tokens) == 300
+        assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
+    assert engine.server_statistics().restarts == before.restarts + 1
+    assert engine.server_statistics().weights_lost == before.weights_lost, "version 0 is what a server starts with"
 
 
 def test_greedy_tokens_and_stops_agree_with_transformers(engine: EngineOnThread, folder: Path) -> None:
@@ -169,3 +220,107 @@ def test_the_dashboard_uses_metrics_of_the_server(engine: EngineOnThread) -> Non
     said = set(re.findall(r"^(sglang:\w+)", engine.metrics_text(), flags=re.MULTILINE))
     assert asked
     assert asked <= said
+
+
+def test_versions_arrive_in_flight_through_several_groups(engine: EngineOnThread, folder: Path) -> None:
+    base = engine.statistics().policy_version
+    models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98, 1.01))}
+    one, two, three = _buckets(folder, 1.02, 0.98, 1.01)
+    first, second = Sender(f"first-{base}"), Sender(f"second-{base}")
+    futures = engine.submit([request(f"a{i}", max_new_tokens=1000) for i in range(4)])
+    after(0.8, engine)
+    _in_group(engine, first, base + 1, one, meet=True)
+    after(0.8, engine)
+    _in_group(engine, first, base + 2, two, meet=False)
+    after(0.8, engine)
+    _in_group(engine, second, base + 3, three, meet=True)
+    for completion in results(futures):
+        assert version_runs(completion) == [base, base + 1, base + 2, base + 3]
+        assert_close(completion, cached_logprobs(models, PROMPT, completion))
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_the_pause(engine: EngineOnThread, folder: Path) -> None:
+    before = engine.statistics()
+    layouts, _ = in_buckets(model_of(folder))
+    with pytest.raises(EngineError, match="is missing"):
+        sender = Sender("unfit")
+        engine.update_from_group(before.policy_version + 1, sender.group, layouts[1:]).result(timeout=PATIENCE_S)
+    assert engine.statistics().swap_s == before.swap_s
+
+
+def _fails(engine: EngineOnThread, sender: Sender, version: int, folder: Path, send: Callable[[Sender], None]) -> str:
+    ((layouts, _),) = _buckets(folder, 1.0)
+    loaded = engine.update_from_group(version, sender.group, layouts)
+    sender.meet()
+    send(sender)
+    sender.leave()
+    return str(loaded.exception(timeout=PATIENCE_S))
+
+
+def test_a_sender_that_dies_before_the_first_bucket_changes_nothing(engine: EngineOnThread, folder: Path) -> None:
+    base = engine.statistics().policy_version
+    weights = model_of(folder, factor=1.03).named_parameters()
+    assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
+    futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(3)])
+    after(0.2, engine)
+    words = _fails(engine, Sender(f"early-{base}"), base + 2, folder, lambda sender: None)
+    assert "did not arrive" in words
+    assert engine.statistics().policy_version == base + 1
+    for completion in results(futures):
+        assert version_runs(completion) == [base + 1]
+        assert_close(completion, cached_logprobs({base + 1: model_of(folder, factor=1.03)}, PROMPT, completion))
+
+
+def test_a_half_done_update_stops_generation_until_the_next(engine: EngineOnThread, folder: Path) -> None:
+    base = engine.statistics().policy_version
+    weights = model_of(folder, factor=0.97).named_parameters()
+    assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
+    ((_, flat),) = _buckets(folder, 5.0)
+    futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(3)])
+    after(0.2, engine)
+    words = _fails(engine, Sender(f"middle-{base}"), base + 2, folder, lambda sender: sender.send(flat[:1]))
+    assert "halfway" in words
+    assert engine.statistics().policy_version == -1
+    assert not any(future.done() for future in futures)
+    _in_group(engine, Sender(f"again-{base}"), base + 3, *_buckets(folder, 1.0), meet=True)
+    for completion in results(futures):
+        assert len(completion.tokens) == 900
+        assert version_runs(completion) == [base + 3]
+        assert_close(completion, cached_logprobs({base + 3: model_of(folder)}, PROMPT, completion))
+
+
+def test_a_server_on_two_devices_loads_its_parts_of_the_weights(retracting: Running, folder: Path) -> None:
+    engine = retracting.engine
+    base = _load(engine, 1.0, folder)
+    models = {base: model_of(folder), base + 1: model_of(folder, factor=1.02)}
+    (later,) = _buckets(folder, 1.02)
+    for version in (base, base + 1):
+        if version > base:
+            _in_group(engine, Sender(f"two-devices-{base}", world_size=3), version, later, meet=True)
+        (completion,) = results(engine.submit([request(f"f{version}")]))
+        assert version_runs(completion) == [version]
+        assert_close(completion, cached_logprobs(models, PROMPT, completion))
+
+
+def test_mode_retract_computes_the_cache_again(retracting: Running, folder: Path) -> None:
+    engine = retracting.engine
+    base = _load(engine, 1.0, folder)
+    models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98))}
+    (third,) = _buckets(folder, 0.98)
+    futures = engine.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
+    after(0.8, engine)
+    assert _load(engine, 1.02, folder) == base + 1
+    after(0.8, engine)
+    _in_group(engine, Sender(f"retract-{base}", world_size=3), base + 2, third, meet=True)
+    for completion in results(futures):
+        assert version_runs(completion) == [base, base + 1, base + 2]
+        assert_close(completion, fresh_logprobs(models, PROMPT, completion))
+    assert engine.server_statistics().retractions > 0
+
+
+def test_close_ends_requests_with_the_tokens_so_far(retracting: Running) -> None:
+    futures = retracting.engine.submit([request(f"c{i}", max_new_tokens=1000) for i in range(10)])
+    after(0.3, retracting.engine)
+    retracting.engine.close()
+    assert [future.result(timeout=0).finish_reason for future in futures] == ["abort"] * 10
+    assert not server_processes(retracting.log)

@@ -1,14 +1,16 @@
-"""The SGLang engine on an external server: key, unknown weights, absences, and a server without version tags."""
+"""SGLang on an external server: whole runs, key, unknown weights, absences, and a server without version tags."""
 
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.local_runs import Run
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
 from support.sglang_support import (
@@ -26,9 +28,13 @@ from support.sglang_support import (
     version_runs,
 )
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import SGLangConfig, load_config
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import ConfigError
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.checkpoint import write_model
+from areal_rloo.learner.team import Team
+from areal_rloo.models.files import load_tokenizer
 
 pytestmark = pytest.mark.full
 
@@ -45,8 +51,17 @@ UNTAGGED = dataclasses.replace(
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    plan = ServerPlan(folder, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model in the form of a checkpoint, with tokenizer."""
+    made = tmp_path_factory.mktemp("exported") / "model"
+    rank = build_rank(load_config("quickstart.yaml"), model_path=str(folder), device=torch.device("cpu"))
+    write_model(made, rank.policy.causal, Team(rank).whole_weights(), tokenizer=load_tokenizer(str(folder)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    plan = ServerPlan(exported, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
     os.environ[KEY] = process.api_key
     yield process
@@ -57,6 +72,30 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def _options(server: ServerProcess, **changes: Any) -> dict[str, Any]:
     options = {"url": server.url, "urls": (server.url,), "api_key_env": KEY, "health_every_s": 1.0}
     return {**options, "health_timeout_s": 20.0, **changes}
+
+
+def _run_at(start: Callable[..., Run], server: ServerProcess, model: Path, name: str, *arguments: str) -> Run:
+    where = (f"model.path={model}", f"rollout.sglang.urls=[{server.url}]", f"rollout.sglang.api_key_env={KEY}")
+    # Versions differ enough to reveal a wrong version.
+    steps = ("data.eval=null", "rollout.num_slots=8", "learner.optimizer.learning_rate=0.01")
+    return start("rollout.engine=sglang", *where, *steps, *arguments, name=name)
+
+
+def test_two_runs_in_sequence_share_a_server(server: ServerProcess, exported: Path, start: Callable[..., Run]) -> None:
+    """The second run finds the last weights and the prompt cache of the first run, and uses neither."""
+    for name in ("first", "second"):
+        run = _run_at(start, server, exported, name)
+        code, output = run.wait()
+        assert code == 0, output
+        assert run.summary()["num_train_steps"] == 5
+        fresh = run.records()[0]
+        assert set(fresh.staleness_tokens) == {0}
+        assert fresh.mismatch_max < 1e-3, "its tokens are of the first weights, cache and all"
+    assert server.exit_code() is None
+    assert len(server_processes(server.log)) >= 3
+    code, output = _run_at(start, server, exported, "third", "rollout.tensor_parallel=2").wait()
+    assert code == 2
+    assert "expected a server with tp_size 2, as rollout.tensor_parallel says, got 1" in output
 
 
 def test_nothing_is_generated_before_the_learners_weights_load(

@@ -75,6 +75,7 @@ class EngineOnThread:
         self._loop = LoopThread("engine")
         self._closing = self._loop.call(asyncio.Event)
         self._ended = threading.Event()
+        self._is_closed = False
         self._engine = self._loop.call(partial(SGLangEngine, plan, **options))
         self._loop.begin(self._run(), lambda task: self._ended.set())
 
@@ -108,6 +109,10 @@ class EngineOnThread:
         return self._engine.metrics_text()
 
     def close(self) -> None:
+        """Close the engine; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._loop.call(self._closing.set)
         if self.ready.done():  # else the start is cancelled
             self._ended.wait()

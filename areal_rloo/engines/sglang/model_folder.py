@@ -78,7 +78,8 @@ def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> Non
             raise EngineError(f"parameter {name}: expected shape {facts.shapes[name]}, got {tuple(shape)}")
     missing = sorted(set(facts.shapes) - set(given) - {_HEAD})
     if missing:
-        raise EngineError(f"{len(missing)} parameters are missing, for example {missing[0]}")
+        others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise EngineError(f"parameter {missing[0]} is missing{others}")
 
 
 class WeightsFolder:
