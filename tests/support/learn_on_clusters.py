@@ -1,10 +1,10 @@
 """Run the quickstart with SGLang as a Slurm job, and with the embedded engine on Ray, over two nodes each.
 
-    learn_on_clusters.py FOLDER RUN_FOLDER
+    learn_on_clusters.py FOLDER RUN_FOLDER [KEY=VALUE ...]
 
 Each run has a real cluster of two nodes: the learner on the first, the rollout worker on the second. The runs start
-from the model of RUN_FOLDER and leave the run folders FOLDER/slurm and FOLDER/ray for check_learned.py. pytest does not
-collect this file; CI runs it.
+from the model of RUN_FOLDER, change the config by each KEY=VALUE, and leave the run folders FOLDER/slurm and FOLDER/ray
+for check_learned.py. pytest does not collect this file; CI runs it.
 """
 
 import json
@@ -21,10 +21,10 @@ from support.slurm_cluster import slurm_cluster
 REPO = Path(__file__).resolve().parents[2]
 # A node has room for a single process: the worker runs on the other node, and weights travel over the network.
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
-EMBEDDED = ("learner.num_train_steps=50",)
+EMBEDDED = ("learner.num_train_steps=40",)
 SGLANG = (
     *("rollout.engine=sglang", "rollout.num_slots=64"),
-    *("learner.num_train_steps=50", "learner.groups_per_step=32"),  # some 7 s a step here
+    *("learner.num_train_steps=40", "learner.groups_per_step=32"),  # some 6 s a step here
 )
 
 
@@ -37,7 +37,7 @@ def main() -> int:
             command = [
                 *(sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *arguments, "--config", "quickstart.yaml"),
                 *(f"run.folder={folder / launcher}", f"model.path={model}", *ON_TWO_NODES),
-                *("evaluation.every_n_versions=0", *changes),
+                *("evaluation.every_n_versions=0", *changes, *sys.argv[3:]),
             ]
             code = subprocess.run(
                 command, cwd=REPO, env={**environment, "PYTHONUNBUFFERED": "1"}, check=False
