@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,14 +34,6 @@ REPO = Path(__file__).resolve().parents[2]
 Buckets = tuple[list[BucketLayout], list[Tensor]]
 
 
-@dataclass
-class Running:
-    """An engine, and the log of its server."""
-
-    engine: EngineOnThread
-    log: Path
-
-
 @pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
     with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
@@ -50,11 +41,11 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 @pytest.fixture(scope="module")
-def retracting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def retracting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
     """A server on two devices, which retracts requests during an update."""
     log = tmp_path_factory.mktemp("logs") / "server.log"
     with running_engine(folder, log, tensor_parallel=2, pause="retract") as running:
-        yield Running(running, log)
+        yield running
 
 
 def _load(engine: EngineOnThread, factor: float, folder: Path) -> int:
@@ -289,38 +280,36 @@ def test_a_half_done_update_stops_generation_until_the_next(engine: EngineOnThre
         assert_close(completion, cached_logprobs({base + 3: model_of(folder)}, PROMPT, completion))
 
 
-def test_a_server_on_two_devices_loads_its_parts_of_the_weights(retracting: Running, folder: Path) -> None:
-    engine = retracting.engine
-    base = _load(engine, 1.0, folder)
+def test_a_server_on_two_devices_loads_its_parts_of_the_weights(retracting: EngineOnThread, folder: Path) -> None:
+    base = _load(retracting, 1.0, folder)
     models = {base: model_of(folder), base + 1: model_of(folder, factor=1.02)}
     (later,) = _buckets(folder, 1.02)
     for version in (base, base + 1):
         if version > base:
-            _in_group(engine, Sender(f"two-devices-{base}", world_size=3), version, later, meet=True)
-        (completion,) = results(engine.submit([request(f"f{version}")]))
+            _in_group(retracting, Sender(f"two-devices-{base}", world_size=3), version, later, meet=True)
+        (completion,) = results(retracting.submit([request(f"f{version}")]))
         assert version_runs(completion) == [version]
         assert_close(completion, cached_logprobs(models, PROMPT, completion))
 
 
-def test_mode_retract_computes_the_cache_again(retracting: Running, folder: Path) -> None:
-    engine = retracting.engine
-    base = _load(engine, 1.0, folder)
+def test_mode_retract_computes_the_cache_again(retracting: EngineOnThread, folder: Path) -> None:
+    base = _load(retracting, 1.0, folder)
     models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98))}
     (third,) = _buckets(folder, 0.98)
-    futures = engine.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
-    after(0.8, engine)
-    assert _load(engine, 1.02, folder) == base + 1
-    after(0.8, engine)
-    _in_group(engine, Sender(f"retract-{base}", world_size=3), base + 2, third, meet=True)
+    futures = retracting.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
+    after(0.8, retracting)
+    assert _load(retracting, 1.02, folder) == base + 1
+    after(0.8, retracting)
+    _in_group(retracting, Sender(f"retract-{base}", world_size=3), base + 2, third, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2]
         assert_close(completion, fresh_logprobs(models, PROMPT, completion))
-    assert engine.server_statistics().retractions > 0
+    assert retracting.server_statistics().retractions > 0
 
 
-def test_close_ends_requests_with_the_tokens_so_far(retracting: Running) -> None:
-    futures = retracting.engine.submit([request(f"c{i}", max_new_tokens=1000) for i in range(10)])
-    after(0.3, retracting.engine)
-    retracting.engine.close()
+def test_close_ends_requests_with_the_tokens_so_far(retracting: EngineOnThread) -> None:
+    futures = retracting.submit([request(f"c{i}", max_new_tokens=1000) for i in range(10)])
+    after(0.3, retracting)
+    retracting.close()
     assert [future.result(timeout=0).finish_reason for future in futures] == ["abort"] * 10
     assert not server_processes(retracting.log)

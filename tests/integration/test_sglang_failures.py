@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -42,20 +41,12 @@ pytestmark = pytest.mark.full
 HEALTH = {"health_every_s": 1.0, "health_timeout_s": 20.0, "max_server_restarts": 4}  # as many as tests need
 
 
-@dataclass
-class Victim:
-    """An engine whose server is killed and stopped again and again."""
-
-    engine: EngineOnThread
-    log: Path
-
-
 @pytest.fixture(scope="module")
-def victim(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+def victim(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
     log = tmp_path_factory.mktemp("victim") / "server.log"
     with pytest.MonkeyPatch.context() as patch, running_engine(folder, log, **HEALTH) as engine:
         patch.setattr(server, "_HEALTHY_PERIOD_S", math.inf)  # every restart counts
-        yield Victim(engine, log)
+        yield engine
     assert not server_processes(log)
 
 
@@ -68,9 +59,9 @@ def victim(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     ],
 )
 def test_a_crashed_or_hung_server_is_replaced_without_loss(
-    title: str, number: signal.Signals, victim: Victim, folder: Path
+    title: str, number: signal.Signals, victim: EngineOnThread, folder: Path
 ) -> None:
-    engine, log = victim.engine, victim.log
+    engine, log = victim, victim.log
     models = {1: model_of(folder, factor=1.02)}
     done: Counter[str] = Counter()
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
@@ -97,8 +88,8 @@ def test_a_crashed_or_hung_server_is_replaced_without_loss(
     assert not [process for process in former if process.is_running()]
 
 
-def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Victim, folder: Path) -> None:
-    engine, model = victim.engine, model_of(folder, factor=1.02)
+def test_a_crash_while_weights_are_written_fails_only_that_update(victim: EngineOnThread, folder: Path) -> None:
+    engine, model = victim, model_of(folder, factor=1.02)
     version = engine.statistics().policy_version + 1
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -115,9 +106,9 @@ def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Victim
     assert version_runs(future.result(timeout=PATIENCE_S)) == [version]
 
 
-def test_a_server_that_keeps_crashing_ends_the_engine(victim: Victim) -> None:
+def test_a_server_that_keeps_crashing_ends_the_engine(victim: EngineOnThread) -> None:
     """The tests above leave no restart; alone, this test needs a few."""
-    engine, log = victim.engine, victim.log
+    engine, log = victim, victim.log
     while engine.server_statistics().restarts < HEALTH["max_server_restarts"]:
         before = engine.server_statistics().restarts
         named(log, "sglang.launch_server").kill()

@@ -21,18 +21,14 @@ from support.slurm_cluster import slurm_cluster
 REPO = Path(__file__).resolve().parents[2]
 # A node has room for a single process: the worker runs on the other node, and weights travel over the network.
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
-EMBEDDED = ("learner.num_train_steps=40",)
-SGLANG = (
-    *("rollout.engine=sglang", "rollout.num_slots=64"),
-    *("learner.num_train_steps=40", "learner.groups_per_step=32"),  # some 6 s a step here
-)
+SGLANG = ("rollout.engine=sglang", "rollout.num_slots=64", "learner.groups_per_step=32")  # some 6 s a step here
 
 
 def main() -> int:
     folder, before = Path(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((before / "model.json").read_text())["path"]
-    for launcher, cluster, changes in (("slurm", _on_slurm, SGLANG), ("ray", _on_ray, EMBEDDED)):
+    for launcher, cluster, changes in (("slurm", _on_slurm, SGLANG), ("ray", _on_ray, ())):
         with cluster(folder / f"{launcher}-cluster") as (arguments, environment):
             command = [
                 *(sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *arguments, "--config", "quickstart.yaml"),

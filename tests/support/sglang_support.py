@@ -70,13 +70,14 @@ class EngineOnThread:
     `ready` is done when the server answers, or fails with the error of the start.
     """
 
-    def __init__(self, plan: ServerPlan, **options: Any) -> None:
+    def __init__(self, plan: ServerPlan, *, log: Path, **options: Any) -> None:
+        self.log = log
         self.ready: Future[None] = Future()
         self._loop = LoopThread("engine")
         self._closing = self._loop.call(asyncio.Event)
         self._ended = threading.Event()
         self._is_closed = False
-        self._engine = self._loop.call(partial(SGLangEngine, plan, **options))
+        self._engine = self._loop.call(partial(SGLangEngine, plan, log=log, **options))
         self._loop.begin(self._run(), lambda task: self._ended.set())
 
     async def _run(self) -> None:

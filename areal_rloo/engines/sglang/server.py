@@ -315,9 +315,7 @@ class Supervision:
                     return f"the server was not healthy for {self._config.health_timeout_s:g} s"
                 await asyncio.sleep(_WATCH_EVERY_S)
                 late_s = time.monotonic() - now_s - _WATCH_EVERY_S
-                if (
-                    late_s > _BLOCKED_S and unhealthy_since_s is not None
-                ):  # the event loop was blocked, and the check too
+                if late_s > _BLOCKED_S and unhealthy_since_s is not None:  # the loop was blocked, and the check too
                     unhealthy_since_s += late_s
         finally:
             if check is not None:
