@@ -17,6 +17,12 @@ settings.load_profile("areal_rloo")
 
 REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
+LONGEST = (  # files of several minutes run first, or a single process works at the end
+    *("test_learning.py", "test_slurm_runs.py", "test_ray_runs.py"),
+    "test_sglang_runs.py",  # a short one: pytest-xdist gives it to the process with test_learning.py, of two tests
+    *("test_sglang_failures.py", "test_sglang_engine.py", "test_sglang_external.py", "test_sglang_server_dies.py"),
+    *("test_sglang_many_updates.py", "test_learner_runs.py", "test_examples.py", "test_ranks.py"),
+)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -52,6 +58,7 @@ def _passed_before(config: pytest.Config) -> set[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     passed = _passed_before(config)
     items[:] = [item for item in items if item.nodeid not in passed]
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -150,6 +150,7 @@ class FakeServer:
         self.asked = asyncio.Event()
         self.refuses_the_key = False
         self.hangs_up = False
+        self.num_blocks = 0  # health checks under way that still block the event loop
         self._weights = "default"
 
     async def answer(self, asked: web.Request) -> web.Response:
@@ -161,6 +162,11 @@ class FakeServer:
         if self.hangs_up:
             assert asked.transport is not None, "the connection is open"
             asked.transport.abort()
+        if asked.path == "/health" and self.num_blocks > 0:
+            self.num_blocks -= 1
+            time.sleep(1.5)  # noqa: ASYNC251 - longer than the health timeout
+            if self.num_blocks == 0:
+                self.asked.set()
         if asked.path == "/update_weights_from_disk":
             self.asked.set()
             await self.reads.wait()

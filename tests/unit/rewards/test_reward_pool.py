@@ -16,6 +16,7 @@ from support.reward_requests import reward_request
 
 from areal_rloo.errors import ConfigError, RewardError
 from areal_rloo.rewards.pool import RewardPool
+from areal_rloo.rewards.process import Reply, WorkerProcess
 from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.trajectory import Item
 
@@ -166,7 +167,21 @@ def _on_this_loop(scorer: str, scenario: Callable[[RewardPool, psutil.Process], 
     asyncio.run(main())
 
 
-def test_a_reply_in_time_counts_although_the_loop_was_blocked(scorer: str) -> None:
+@pytest.mark.parametrize("num_turns", [0, 5])
+def test_a_reply_in_time_counts_although_the_loop_was_blocked(
+    scorer: str, num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long reply takes several turns of the loop from the socket to the pool."""
+    receive = WorkerProcess.receive
+
+    async def receive_in_turns(worker: WorkerProcess) -> Reply:
+        reply = await receive(worker)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        return reply
+
+    monkeypatch.setattr(WorkerProcess, "receive", receive_in_turns)
+
     async def scenario(pool: RewardPool, process: psutil.Process) -> None:
         scoring = asyncio.create_task(pool.score(_request("right", "right"), "part"))
         for _ in range(5):  # turns of the loop until the job is sent

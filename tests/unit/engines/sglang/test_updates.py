@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -58,9 +57,8 @@ def test_a_close_during_an_update_ends_although_the_server_is_gone(tiny_folders:
 
 def test_a_blocked_event_loop_is_no_failure_of_the_server(tiny_folders: dict[str, Path]) -> None:
     async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
-        for _ in range(3):
-            await asyncio.sleep(0.15)  # a health check begins
-            time.sleep(1.5)  # noqa: ASYNC251 - longer than the health timeout
+        fake.num_blocks = 3
+        await fake.asked.wait()
         await asyncio.sleep(0.3)
         assert engine.server_statistics().restarts == 0
         assert engine.statistics().ready
