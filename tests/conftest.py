@@ -17,20 +17,23 @@ settings.load_profile("areal_rloo")
 
 REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
-LONGEST = (  # files of several minutes run first, or a single process works at the end
+LONGEST = (  # files of several minutes run first, so that no process works alone at the end
     *("test_learning.py", "test_slurm_runs.py", "test_ray_runs.py"),
-    "test_sglang_runs.py",  # a short one: pytest-xdist gives it to the process with test_learning.py, of two tests
+    "test_sglang_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
+    # as soon as the process has two tests left
     *("test_sglang_failures.py", "test_sglang_engine.py", "test_sglang_external.py", "test_sglang_server_dies.py"),
     *("test_sglang_many_updates.py", "test_learner_runs.py", "test_examples.py", "test_ranks.py"),
 )
 
 
+@pytest.hookimpl(optionalhook=True)  # also works without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores, because whole runs wait a lot; at most 4, because each takes a gigabyte or two."""
-    return min(4, 1 + len(os.sched_getaffinity(0)))
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or min(4, 1 + len(os.sched_getaffinity(0))))
 
 
 def pytest_configure() -> None:
+    os.environ["AREAL_RLOO_SGLANG_FORKS"] = "1"  # see tests/sglang/shims/areal_rloo_sglang.py
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_PADDING = 0.1  # share of a block's attention scores that padding may take; fewer blocks are fewer calls
 _SHORT_TOKENS = 64  # for blocks as short as this, only the call costs time
-if torch.backends.cuda.is_built():  # elsewhere the import, which loads torch.compile, would only take seconds
+if torch.backends.cuda.is_built():  # only then used; the import loads torch.compile, which takes seconds
     from torch.nn.attention.varlen import varlen_attn
 
     _VARLEN_KNOWS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every supported torch

@@ -10,7 +10,11 @@ from support.sglang_support import server_processes, sglang_python
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 
-def test_gsm8k_trains_on_a_managed_server(start: Callable[..., Run], gsm8k_folder: Path) -> None:
+def test_gsm8k_trains_on_a_managed_server(
+    start: Callable[..., Run], gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server spawns its processes, as the server of a user does."""
+    monkeypatch.delenv("AREAL_RLOO_SGLANG_FORKS")
     run = start(
         *("rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", "rollout.num_workers=1"),
         *(f"data.train.path={gsm8k_folder / 'train.jsonl'}", "data.max_prompt_tokens=1600"),
@@ -23,5 +27,6 @@ def test_gsm8k_trains_on_a_managed_server(start: Callable[..., Run], gsm8k_folde
     ledger = run.summary()["ledger"]
     assert run.summary()["num_train_steps"] == 4
     assert balanced(ledger)
+    assert ledger["dropped"] == {}
     assert ledger["trained"] == 4 * 4 * 4
     assert server_processes(run.folder / "logs" / "rollout-0.sglang.log") == []

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 link=${1:-../../.venv-sglang}
 python=${PYTHON:-python3}
-name=$(cat requirements.txt install.sh shims/*.py shims/*/*.py "$(command -v "$python")" | sha256sum | cut -c1-16)
+name=$(cat requirements.txt install.sh shims/*.p* shims/*/*.py "$(command -v "$python")" | sha256sum | cut -c1-16)
 environment=${XDG_CACHE_HOME:-$HOME/.cache}/areal_rloo/sglang-$name
 
 if [ ! -e "$environment/.complete" ]; then

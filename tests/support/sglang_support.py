@@ -150,7 +150,7 @@ class FakeServer:
         self.asked = asyncio.Event()
         self.refuses_the_key = False
         self.hangs_up = False
-        self.num_blocks = 0  # health checks under way that still block the event loop
+        self.num_blocks = 0  # number of the next health checks that block the event loop
         self._weights = "default"
 
     async def answer(self, asked: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Replaces torchvision's file of this name, which loads C++ operators: a build for CUDA cannot, beside torch for a CPU.
+"""Replace torchvision's file of this name, which loads C++ operators for CUDA. Torch for a CPU cannot load them.
 
 It declares the two operators whose shapes torchvision registers on import. Nothing calls them for a model of text.
 """
