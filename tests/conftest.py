@@ -22,7 +22,8 @@ LONGEST = (  # files of several minutes run first, so that no process works alon
     "test_sglang_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
     # as soon as the process has two tests left
     *("test_sglang_failures.py", "test_sglang_engine.py", "test_sglang_external.py", "test_sglang_server_dies.py"),
-    *("test_sglang_many_updates.py", "test_learner_runs.py", "test_examples.py", "test_ranks.py"),
+    *("test_compiled.py", "test_sglang_many_updates.py", "test_learner_runs.py", "test_examples.py"),
+    "test_ranks.py",  # finds in the cache of the compiler what test_compiled.py compiled
 )
 
 
