@@ -37,7 +37,7 @@ def _learn(folder: Path, launcher: str, *arguments: str, environment: Mapping[st
     changes = (f"run.folder={folder}", f"model.path={_model()}", *ON_TWO_NODES, *FASTER, *arguments)
     ended = subprocess.run([*command, *changes], cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return [text for text, holds in conditions(folder, alone=False).items() if not holds]
+    return [text for text, holds in conditions(folder).items() if not holds]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
