@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 MISSING = missing_programs()
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
 FASTER = (  # the same learning from fewer samples; the quickstart as it is shipped is a run of its own in .ci/run
-    *("learner.num_minibatches=4", "learner.optimizer.schedule=constant"),
+    *("learner.num_minibatches=4", "learner.optimizer.learning_rate=1.5e-4"),
     *("learner.groups_per_step=32", "learner.num_train_steps=40"),
     *("evaluation.every_n_versions=0", "data.eval.num_prompts=500"),
 )
@@ -46,7 +46,7 @@ def _learn(folder: Path, launcher: str, *arguments: str, environment: Mapping[st
 
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
 def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
-    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", "rollout.num_slots=64")
+    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", "rollout.num_slots=128")
     with slurm_cluster(tmp_path / "cluster") as cluster:
         run = _learn(tmp_path / "run", "slurm", "--wait", *sglang, environment=cluster.environment)
     assert run == []
