@@ -21,7 +21,7 @@ from areal_rloo.learner.warm_start import prepare_tiny_model
 REPO = Path(__file__).resolve().parents[2]
 MISSING = missing_programs()
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
-FASTER = (  # the same learning from fewer samples; the quickstart as it is shipped is a run of its own in .ci/run
+FASTER = (  # as much learning from fewer samples; .ci/run runs the quickstart with the shipped optimizer, too
     *("learner.num_minibatches=4", "learner.optimizer.learning_rate=1.5e-4"),
     *("learner.groups_per_step=32", "learner.num_train_steps=40"),
     *("evaluation.every_n_versions=0", "data.eval.num_prompts=500"),

@@ -177,6 +177,7 @@ def test_a_late_joiner_gets_the_newest_version(cluster: Cluster) -> None:
     cluster.pump(cluster.at("a", 3))
     cluster.start("b")
     cluster.pump(cluster.at("b", 3))
+    assert cluster.broadcaster.statistics().versions == {"a": 3, "b": 3}
 
 
 def test_a_restarted_engine_gets_its_version_again(cluster: Cluster) -> None:
@@ -214,6 +215,7 @@ def test_a_killed_receiver_does_not_block_the_others(cluster: Cluster) -> None:
     cluster.broadcaster.leave("b")
     cluster.broadcaster.publish(3, fill_with(3))
     cluster.pump(cluster.at("a", 3))
+    assert cluster.broadcaster.statistics().versions == {"a": 3}
 
 
 @pytest.mark.short_timeout
@@ -232,6 +234,7 @@ def test_a_stopped_receiver_is_left_out_and_later_gets_whole_weights(cluster: Cl
         return cluster.at("a", 7)() and cluster.at("b", 7)()
 
     cluster.pump(both_are_there_and_heartbeats_go_on)
+    assert cluster.broadcaster.statistics().versions == {"a": 7, "b": 7}
 
 
 def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> None:
