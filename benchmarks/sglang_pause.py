@@ -37,6 +37,7 @@ from areal_rloo.trajectory import Completion
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
 
 NUM_AT_A_TIME = 16
@@ -159,7 +160,9 @@ class _Publisher:
         self._through_files = through_files
         manifest = build_manifest(model.named_parameters(), bucket_bytes=16 * 2**20)
         transport = CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=60)
-        self._broadcaster = Broadcaster(manifest=manifest, transport=transport, timeout_s=60)
+        self._offers = Offers(together=True, timeout_s=60, call_timeout_s=1)
+        self._broadcaster = Broadcaster(manifest=manifest, transport=transport, offers=self._offers)
+        self._notices: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._receiver = Receiver(
             worker_id="w",
             policy_version=lambda: engine.statistics().policy_version,
@@ -171,20 +174,29 @@ class _Publisher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        offering = self._broadcaster.run(lambda worker_id, version, body: self._receiver.offer(body))
+        offering = self._broadcaster.run(self._ready, self._notice)
+        self._offers.join("w", 0)
         self._tasks = [asyncio.create_task(offering), asyncio.create_task(self._acknowledge())]
         await self._publish(0)
-        self._broadcaster.join("w", 0)
+
+    def _ready(self, worker_id: str, offer_id: int) -> None:
+        self._offers.ready(worker_id, offer_id)
+        self._broadcaster.changed()
+
+    def _notice(self, worker_id: str, offer_id: int, policy_version: int, body: bytes) -> None:
+        self._notices.put_nowait((offer_id, body))
 
     async def _acknowledge(self) -> None:
-        while True:
-            notice = await self._receiver.offered()
+        for number in itertools.count(1):
+            offer_id, body = await self._notices.get()
             try:
-                await self._receiver.receive(notice)
+                checksum = await self._receiver.receive(body)
             except WeightsError as error:
                 print("failed:", error)
+                self._offers.failed("w", offer_id, str(error), number=number, now_s=time.monotonic())
             else:
-                self._broadcaster.acknowledge("w", notice.policy_version, notice.checksum)
+                self._offers.received("w", offer_id, checksum, number=number, now_s=time.monotonic())
+            self._broadcaster.changed()
 
     async def _publish(self, version: int) -> None:
         buckets = await self._broadcaster.stage()

@@ -3,8 +3,8 @@
     python benchmarks/wire.py [--output benchmarks/results/wire.json]
 
 A process sends and another process receives. Repeats are interleaved, and results are medians. `raw` sends the bytes of
-a trajectory per message, without codec and acknowledgement. `channels` is the production path: encode, batch all
-finished trajectories, decode with every check, and acknowledge each message. `lock_step` waits for each trajectory's
+a trajectory per message, without codec and acknowledgement. `protocol` is the production path: encode, batch all
+finished samples, decode with every check, and acknowledge each message. `lock_step` waits for each sample's
 acknowledgement before the next send.
 """
 
@@ -15,17 +15,31 @@ import asyncio
 import multiprocessing
 import statistics
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 
 import hardware
 import numpy as np
 import zmq
 
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
+from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import TrajectoryAck, TrajectoryBatch
+from areal_rloo.wire.messages import (
+    Ack,
+    Duty,
+    Finished,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Lease,
+    Leases,
+    Results,
+    Welcome,
+    Work,
+)
 
 LIMITS = Limits()
 HOST = "tcp://127.0.0.1"
@@ -38,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, object] = {}
     for num_tokens, count in ((1024, 20_000), (8192, 4_000)):
-        rates: dict[str, list[float]] = {"raw": [], "channels": [], "lock_step": []}
+        rates: dict[str, list[float]] = {"raw": [], "protocol": [], "lock_step": []}
         for _ in range(arguments.repeats):
             for name, values in rates.items():
                 values.append(_measure(name, num_tokens, count // 20 if name == "lock_step" else count))
@@ -103,37 +117,54 @@ async def _receive_acknowledging(count: int, pipe: Connection) -> None:
     num, started = 0, 0.0
     while num < count:
         peer, message = await learner.receive()
-        assert isinstance(message, TrajectoryBatch), "only trajectories are sent here"
-        started = started or time.perf_counter()
-        num += len(message.trajectories)
-        learner.send(peer, TrajectoryAck((message.batch_id,)))
+        if isinstance(message, Hello):
+            learner.send(peer, Welcome("learner", message.number, 0))
+            lease = Lease(1, 0, tuple(range(count)), (1,), Item("?"), 0, 0)
+            learner.send(peer, Leases("learner", (lease,)))
+        elif isinstance(message, Heartbeat):
+            learner.send(peer, HeartbeatReply("learner", message.number, 0, 1, say_hello=False))
+        elif isinstance(message, Results):
+            started = started or time.perf_counter()
+            num += len(message.finished)
+            learner.send(peer, Ack(message.number))
     pipe.send(time.perf_counter() - started)
     await asyncio.sleep(0.2)  # the last acknowledgement leaves
     learner.close()
 
 
 async def _send(port: int, num_tokens: int, count: int, *, lock_step: bool) -> None:
-    worker = WorkerChannel(f"{HOST}:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=1024, keys=None)
-    receiving = asyncio.create_task(worker.receive())
+    worker = WorkerChannel(f"{HOST}:{port}", worker_id="w", incarnation="1", limits=LIMITS, keys=None)
+    protocol = WorkerProtocol(
+        worker_id="w", incarnation="1", capacity_samples=count, heartbeat_s=1.0, max_batch_bytes=8 * 2**20
+    )
+    engine = EngineState(0, 0, Work())
     trajectories = [_trajectory(index, num_tokens) for index in range(8)]
-    for index in range(count):
-        await worker.push(trajectories[index % 8])
-        if lock_step:
-            await _all_acknowledged(worker)
-    await _all_acknowledged(worker)
+    num_bytes = len(_ready_bytes(num_tokens))
+    left: deque[Duty] = deque()
+
+    async def receive() -> None:
+        while True:
+            for lease in protocol.handle(await worker.receive(), engine).start:
+                left.extend(lease.duties)
+
+    receiving = asyncio.create_task(receive())
+    await worker.connected(60)
+    num_done = 0
+    while num_done < count or protocol.statistics().unacknowledged:
+        ahead = 1 if lock_step else 256
+        while left and protocol.statistics().unacknowledged < ahead:
+            protocol.finish(left.popleft(), [trajectories[num_done % 8]], num_bytes)
+            num_done += 1
+        for message in protocol.poll(time.monotonic(), engine):
+            worker.send(message)
+        await asyncio.sleep(0)
     receiving.cancel()
-    await worker.close()
-
-
-async def _all_acknowledged(worker: WorkerChannel) -> None:
-    async with asyncio.timeout(60):
-        while worker.statistics().unacknowledged:  # noqa: ASYNC110 - the lock step is what is measured
-            await asyncio.sleep(0)
+    worker.close()
 
 
 def _ready_bytes(num_tokens: int) -> bytes:
     """Return an encoded trajectory as a single frame."""
-    return b"".join(encode(TrajectoryBatch("w", 1, (_trajectory(0, num_tokens),))))
+    return b"".join(encode(Results("learner", 1, (Finished(1, (_trajectory(0, num_tokens),)),))))
 
 
 def _trajectory(index: int, num_tokens: int) -> Trajectory:

@@ -82,7 +82,9 @@ class WireConfig(Section, frozen=True):
     heartbeat_s: PositiveFloat = 1.0
     heartbeat_timeout_s: PositiveFloat = 15.0
     max_attempts: PositiveInt = 3  # leases of a sample before the sample is dropped
-    max_unacked: PositiveInt = 1024  # unacknowledged trajectories of a worker before generation waits
+    # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
+    # than any call of a tool, an agent or a reward.
+    stall_timeout_s: PositiveFloat = 1800.0
     max_message_bytes: PositiveInt = 256 * 2**20
 
 

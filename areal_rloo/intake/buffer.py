@@ -36,7 +36,7 @@ class Buffer:
         self._give_back = give_back  # called with epoch and item index of a prompt to lease again
         self._group_filter = group_filter  # returns False for a group to drop (user code, called on the intake's loop)
         self._filter_errors_in_a_row = 0
-        self._taken: set[int] = set()
+        self._taken: list[int] = []  # groups in training
         self._min_group = 2 if algorithm.drop_groups_of_one and algorithm.group_size > 1 else 1
 
     def settle(self, group: LedgerGroup) -> None:
@@ -58,7 +58,7 @@ class Buffer:
 
     def ready(self) -> list[LedgerGroup]:
         """List the complete groups that wait for a train step, earliest deadline first."""
-        ready = [g for g in self._ledger.groups.values() if g.complete and g.group_id not in self._taken]
+        ready = [group for group in self._ledger.groups.values() if group.complete and not group.in_training]
         return sorted(ready, key=lambda group: (group.deadline, group.group_id))
 
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
@@ -82,9 +82,8 @@ class Buffer:
             policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=left
         ):
             return None
-        self._taken = taken
-        # By group id: the batch must not depend on the order of arrival.
-        return [group.group for group in sorted(chosen, key=lambda g: g.group_id)]
+        self._taken = sorted(taken)  # the batch must not depend on the order of arrival
+        return [self._ledger.begin_training(group_id) for group_id in self._taken]
 
     def trained(self) -> None:
         """Record that the batch taken last was trained on."""
@@ -94,7 +93,7 @@ class Buffer:
     def refused(self, reason: str) -> None:
         """Drop the batch taken last."""
         while self._taken:
-            self._ledger.drop_group(self._taken.pop(), reason)
+            self._ledger.drop_group(self._taken.pop(), reason, in_training=True)
 
     def _filter(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> None:
         try:
@@ -112,11 +111,11 @@ class Buffer:
             self._ledger.drop_group(group.group_id, "group_filter")
 
     def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
-        for trajectory in group.group.trajectories:
-            versions = trajectory.completion.versions
-            fresh = within_bound(versions, policy_version=policy_version, max_staleness=self._algorithm.max_staleness)
-            if not fresh.all():  # drop the whole sample
-                self._ledger.drop_sample(trajectory.sample_id, "stale")
+        eta = self._algorithm.max_staleness
+        for index, sample in list(group.samples.items()):
+            versions = (trajectory.completion.versions for trajectory in sample.trajectories)
+            if not all(within_bound(v, policy_version=policy_version, max_staleness=eta).all() for v in versions):
+                self._ledger.drop_sample((group.group_id, index), "stale")
         if len(group.samples) < self._min_group:
             self._ledger.drop_group(group.group_id, "stale")
             self._give_back(group.prompt.epoch, group.prompt.item_index)

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from areal_rloo.intake.ledger import Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.wire.messages import Lease
 
 _RIGHT = 1.0 - 1e-9  # least reward of a right sample; a weighted sum may miss 1 by rounding
 
@@ -53,8 +53,12 @@ class _Progress:
 
     chosen: EvalSet
     first_group: int
-    missing: set[SampleId]
+    missing: dict[SampleId, Sample]
     results: dict[SampleId, _Result] = field(default_factory=dict)
+
+    def number(self, group_id: int) -> int:
+        """Return the number of a group's prompt in the set."""
+        return self.first_group - group_id
 
 
 class Evaluation:
@@ -68,7 +72,7 @@ class Evaluation:
         self._version = 0
         self._started_s = 0.0
         self._under_way: list[_Progress] = []
-        self._to_lease: dict[SampleId, _Progress] = {}
+        self._waiting: list[SampleId] = []  # for a lease
 
     @property
     def finished(self) -> bool:
@@ -81,53 +85,54 @@ class Evaluation:
             self._due = policy_version
             self._start_if_free()
 
-    def take_leases(self) -> list[Lease]:
-        """Return a lease for every prompt with samples that no worker holds."""
-        groups: dict[int, tuple[_Progress, list[int]]] = {}
-        for (group_id, index), progress in self._to_lease.items():
-            groups.setdefault(group_id, (progress, []))[1].append(index)
-        self._to_lease = {}
-        leases = []
-        for group_id, (progress, indices) in groups.items():
-            number = progress.first_group - group_id
-            prompt = progress.chosen.prompts[number]
-            leases.append(
-                Lease(
-                    group_id=group_id,
-                    sample_indices=tuple(sorted(indices)),
-                    prompt_tokens=prompt.tokens,
-                    item=prompt.item,
-                    min_version=self._version,
-                    seed=number << 20,  # the same at every evaluation: only the weights differ
-                )
-            )
-        return leases
+    def take_waiting(self) -> list[tuple[int, Prompt, tuple[int, ...]]]:
+        """Return every prompt with samples to lease, each with its group id and the sample indices."""
+        groups: dict[int, list[int]] = {}
+        for sample_id in self._waiting:
+            sample = self.sample(sample_id)
+            if sample is not None and sample.worker_id is None:  # else a late result came, or the holder came back
+                groups.setdefault(sample_id[0], []).append(sample_id[1])
+        self._waiting = []
+        return [(group_id, self._prompt(group_id), tuple(sorted(indices))) for group_id, indices in groups.items()]
 
-    def lose(self, sample_id: SampleId) -> None:
+    def wait_again(self, sample_id: SampleId) -> None:
         """Queue a lost sample for another lease."""
-        if (progress := self._progress(sample_id)) is not None:
-            self._to_lease[sample_id] = progress
+        self._waiting.append(sample_id)
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the running evaluation measures."""
+        return self._version
+
+    def seed(self, group_id: int) -> int:
+        """Return the seed of a prompt, the same at every evaluation: only the weights differ."""
+        return self._progress_of(group_id).number(group_id) << 20
+
+    def sample(self, sample_id: SampleId) -> Sample | None:
+        """Return a sample; None if it has a result already, or is of an earlier evaluation."""
+        return next((p.missing[sample_id] for p in self._under_way if sample_id in p.missing), None)
 
     def finish(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record all trajectories of a sample; ignore samples of an earlier evaluation."""
+        """Record all trajectories of a missing sample."""
         first, completions = trajectories[0], [trajectory.completion for trajectory in trajectories]
         num_tokens = sum(len(completion.tokens) for completion in completions)
         versions = [int(version) for c in completions for version in (c.versions.min(), c.versions.max())]
         self._settle(first.sample_id, _Result(first.reward, first.answer, num_tokens, versions))
 
     def fail(self, sample_id: SampleId) -> None:
-        """Count a sample without a reward as wrong."""
+        """Count a missing sample without a reward as wrong."""
         self._settle(sample_id, _Result(0.0))
 
-    def _progress(self, sample_id: SampleId) -> _Progress | None:
-        return next((progress for progress in self._under_way if sample_id in progress.missing), None)
+    def _progress_of(self, group_id: int) -> _Progress:
+        return next(p for p in self._under_way if 0 <= p.number(group_id) < len(p.chosen.prompts))
+
+    def _prompt(self, group_id: int) -> Prompt:
+        progress = self._progress_of(group_id)
+        return progress.chosen.prompts[progress.number(group_id)]
 
     def _settle(self, sample_id: SampleId, result: _Result) -> None:
-        progress = self._progress(sample_id)
-        if progress is None:
-            return
-        progress.missing.discard(sample_id)
-        self._to_lease.pop(sample_id, None)
+        progress = self._progress_of(sample_id[0])
+        del progress.missing[sample_id]
         progress.results[sample_id] = result
         if not progress.missing:
             self._on_record(self._record(progress))
@@ -163,10 +168,9 @@ class Evaluation:
         for chosen in self._sets:
             first, num = self._next_group, len(chosen.prompts)
             self._next_group -= num
-            missing = {(first - number, index) for number in range(num) for index in range(chosen.num_samples)}
-            progress = _Progress(chosen, first, missing)
-            self._under_way.append(progress)
-            self._to_lease |= dict.fromkeys(sorted(missing, reverse=True), progress)
+            ids = [(first - number, index) for number in range(num) for index in range(chosen.num_samples)]
+            self._under_way.append(_Progress(chosen, first, {sample_id: Sample() for sample_id in ids}))
+            self._waiting += ids
 
 
 def _is_right(sample: _Result) -> bool:

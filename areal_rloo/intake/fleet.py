@@ -1,11 +1,13 @@
-"""The rollout workers as the learner knows them: the samples each holds, the last sign of life, the idle time."""
+"""The rollout workers as the learner knows them: the duties of each, the last sign of life, the work done."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from areal_rloo.trajectory import SampleId, purpose_of
-from areal_rloo.wire.messages import Heartbeat, Hello, Lease, Leases
+from areal_rloo.config import WireConfig
+from areal_rloo.trajectory import purpose_of
+from areal_rloo.wire.messages import Duty, Heartbeat, Hello, Lease, Work, digest
 
 
 @dataclass(slots=True)
@@ -14,69 +16,105 @@ class Worker:
 
     worker_id: str
     incarnation: str
-    peer: str  # address of the worker on the wire
+    peer: str  # address of this incarnation on the wire
     capacity_samples: int
     last_heard_s: float  # monotonic time of the last Hello or heartbeat
     policy_version: int | None
     joined_version: int  # of the learner at the Hello; the worker starts no sample with older weights
-    held: set[SampleId] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
-    held_train: int = 0  # number of train samples in `held`
-    lease_sequence: int = 0  # number of Leases messages sent since the Hello
+    progress_s: float  # monotonic time of the last result, lease or generated token
+    duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
+    num_train: int = 0  # number of train samples in `duties`
+    newest_lease: int = 0  # highest id of a lease sent to the worker
+    disconnected_s: float | None = None  # monotonic time of the end of the connection; None: heard since
+    stalled: bool = False  # had duties and made no progress: gets no lease until there is progress
 
     @property
     def free_samples(self) -> int:
-        return self.capacity_samples - self.held_train
+        return 0 if self.stalled else self.capacity_samples - self.num_train
 
-    def take(self, leases: list[Lease]) -> Leases:
-        """Record leases for this worker; returns the message to send."""
-        for lease in leases:
-            samples = {(lease.group_id, index) for index in lease.sample_indices}
-            self.held |= samples
-            self.held_train += len(samples) if lease.purpose == "train" else 0
-        self.lease_sequence += 1
-        return Leases(self.lease_sequence, tuple(leases))
+    def silent_until_s(self, wire: WireConfig) -> float:
+        """Return until when silence is no death: a process that lost only its connection is heard again soon."""
+        if self.disconnected_s is None:
+            return self.last_heard_s + wire.heartbeat_timeout_s
+        return min(self.last_heard_s + wire.heartbeat_timeout_s, self.disconnected_s + 2 * wire.heartbeat_s)
 
-    def release(self, sample_id: SampleId) -> None:
-        """Remove a sample from this worker's account; ignore a sample the worker does not hold."""
-        if sample_id in self.held:
-            self.held.discard(sample_id)
-            self.held_train -= purpose_of(sample_id[0]) == "train"
+    def take(self, lease: Lease) -> None:
+        """Record a lease for this worker."""
+        for duty in lease.duties:
+            self.hold(duty)
+        self.newest_lease = lease.lease_id
+
+    def hold(self, duty: Duty) -> None:
+        """Record that the worker has this duty."""
+        self.duties.add(duty)
+        self.num_train += purpose_of(duty.group_id) == "train"
+
+    def release(self, duty: Duty) -> None:
+        """Record that the worker has this duty no more; ignore other duties."""
+        if duty in self.duties:
+            self.duties.discard(duty)
+            self.num_train -= purpose_of(duty.group_id) == "train"
+
+    def differs(self, heartbeat: Heartbeat) -> bool:
+        """Return True if the worker, as far as it has seen the leases, has other duties than the learner thinks."""
+        return heartbeat.duties != digest(duty for duty in self.duties if duty.lease_id <= heartbeat.newest_lease)
 
 
 class Fleet:
-    """All workers that said Hello and were heard since; the heartbeats of departed workers, too."""
+    """All workers that said Hello and were heard since; the work of departed workers, too."""
 
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
-        self.met: set[str] = set()  # peers that ever said Hello, even if the worker was removed since
-        self.heartbeats: dict[tuple[str, str], Heartbeat] = {}  # the last of each incarnation of each worker
+        self._by_peer: dict[str, Worker] = {}
+        self._work: dict[str, tuple[Work, Work]] = {}  # by peer: at the first Hello, and as last reported
 
-    def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> tuple[Worker, set[SampleId]]:
-        """Register a worker; returns the worker and its lost samples: of an earlier process, or not in the Hello."""
-        self.met.add(peer)
-        worker = self.alive.get(hello.worker_id)
-        lost: set[SampleId] = set()
-        if worker is None or worker.incarnation != hello.incarnation:
-            lost = worker.held if worker is not None else lost
-            name, capacity, version = hello.worker_id, hello.capacity_samples, hello.policy_version
-            worker = Worker(name, hello.incarnation, peer, capacity, now_s, version, joined_version=policy_version)
-            self.alive[name] = worker
-        for sample_id in worker.held - set(hello.held):
-            worker.release(sample_id)
-            lost.add(sample_id)
-        worker.peer, worker.last_heard_s, worker.lease_sequence = peer, now_s, 0
-        worker.policy_version = hello.policy_version
-        return worker, lost
+    def at(self, peer: str) -> Worker | None:
+        """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
+        return self._by_peer.get(peer)
 
-    def heard(self, heartbeat: Heartbeat, now_s: float) -> Worker | None:
-        """Record a heartbeat; returns None if the worker must say Hello first."""
-        worker = self.alive.get(heartbeat.worker_id)
-        if worker is not None:
-            worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
-            self.heartbeats[worker.worker_id, worker.incarnation] = heartbeat
+    def has_met(self, peer: str) -> bool:
+        """Return True if this peer ever said Hello."""
+        return peer in self._work
+
+    def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> Worker:
+        """Register a worker, or renew what is known. Remove another incarnation first."""
+        worker = self._by_peer.get(peer)
+        if worker is None:
+            assert hello.worker_id not in self.alive, f"another {hello.worker_id} is there"
+            worker = Worker(
+                worker_id=hello.worker_id,
+                incarnation=hello.incarnation,
+                peer=peer,
+                capacity_samples=hello.capacity_samples,
+                last_heard_s=now_s,
+                policy_version=hello.policy_version,
+                joined_version=policy_version,
+                progress_s=now_s,
+            )
+            self.alive[hello.worker_id] = self._by_peer[peer] = worker
+        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, hello.policy_version, None
+        self.record_work(peer, hello.work)
         return worker
 
-    def release(self, worker_id: str, sample_id: SampleId) -> None:
-        """Record that a worker, if it is still alive, holds this sample no more."""
-        if (worker := self.alive.get(worker_id)) is not None:
-            worker.release(sample_id)
+    def remove(self, worker: Worker) -> None:
+        del self.alive[worker.worker_id], self._by_peer[worker.peer]
+
+    def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
+        """Record a heartbeat."""
+        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, heartbeat.policy_version, None
+        if heartbeat.work.generated_tokens != self._work[worker.peer][1].generated_tokens:
+            worker.progress_s, worker.stalled = now_s, False
+        self.record_work(worker.peer, heartbeat.work)
+
+    def record_work(self, peer: str, work: Work) -> None:
+        """Record the counts of an incarnation. The first counts are the start: an earlier learner counted them."""
+        start, _ = self._work.setdefault(peer, (work, work))
+        self._work[peer] = (start, work)
+
+    def work(self) -> Work:
+        """Add up the work that all workers, departed workers too, have done for this learner."""
+        pairs: Sequence[tuple[Work, Work]] = list(self._work.values())
+        return Work(
+            sum(last.idle_s - first.idle_s for first, last in pairs),
+            sum(last.generated_tokens - first.generated_tokens for first, last in pairs),
+        )

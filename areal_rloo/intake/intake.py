@@ -7,29 +7,25 @@ event loop and connects it to the wire.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from areal_rloo.config import Config
 from areal_rloo.errors import RewardError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Fleet
+from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.leasing import Leasing
-from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory, purpose_of
+from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
-
-if TYPE_CHECKING:  # imports torch
-    from torch import Tensor
-
-    from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
@@ -41,6 +37,9 @@ class Outgoing(NamedTuple):
     message: wire.LearnerMessage
 
 
+_Addressed = wire.Results | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
+
+
 @dataclass(frozen=True, slots=True)
 class IntakeStatistics:
     """State of the intake now. `rollout_idle_s` and `generated_tokens` are sums over workers since the start."""
@@ -49,6 +48,7 @@ class IntakeStatistics:
     num_workers: int
     rollout_idle_s: float
     generated_tokens: int
+    repeated_results: int
     filtered_prompts: int
     truncated_prompts: int
 
@@ -63,25 +63,29 @@ class Intake:
         ledger: Ledger,
         stream: PromptStream,
         evaluation: Evaluation,
-        versions: Broadcaster,
+        offers: Offers,
         policy_version: int,
+        learner_id: str,
         group_filter: Callable[[Group], bool] | None = None,
         num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             ledger: empty, or restored from a checkpoint.
-            versions: told of every worker that joins, leaves, receives weights or fails to.
+            offers: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
+            learner_id: of this start of the learner, never used before.
             group_filter: returns False for a group to drop (user code).
         """
         self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
         self.draining = self._stopping = False
-        self._versions, self._policy_version, self._num_truncated = versions, policy_version, num_truncated
+        self.learner_id = learner_id
+        self._offers, self._num_truncated = offers, num_truncated
+        self._began_version = self._policy_version = policy_version
         self._max_tokens = config.learner.microbatch_tokens
-        self._heartbeat_timeout_s = config.wire.heartbeat_timeout_s
+        self._wire = config.wire
+        self._num_repeated = 0
         self._failures = RewardFailures(config)
-        self._learner_id = uuid.uuid4().hex
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
         self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
         for group_id, group in list(ledger.groups.items()):  # the run before may have had longer rows
@@ -96,43 +100,41 @@ class Intake:
         Raises:
             UserError: too many completions got no reward.
         """
-        replies: list[Outgoing] = []
-        match message:
-            case wire.TrajectoryBatch() | wire.SampleFailed() if peer not in self.fleet.met:
-                pass  # leased by an earlier learner: the group id may name another prompt now
-            case wire.TrajectoryBatch():
-                self._finish(message)
-                replies = [Outgoing(peer, wire.TrajectoryAck((message.batch_id,)))]
-            case wire.Heartbeat():
-                replies = [Outgoing(peer, self._heartbeat_reply(message, now_s))]
-            case wire.Hello():
-                replies = [Outgoing(peer, reply) for reply in self._welcome(peer, message, now_s)]
-            case wire.SampleFailed():
-                self._fail(message)
-            case wire.WeightsReceived():
-                self._versions.acknowledge(message.worker_id, message.policy_version, message.checksum)
-            case wire.WeightsFailed():
-                self._versions.fail(message.worker_id, message.policy_version, message.detail)
-            case wire.Goodbye() if message.worker_id in self.fleet.alive:
-                logger.info("%s says goodbye", message.worker_id)
-                self._remove(message.worker_id)
+        if isinstance(message, wire.Hello):
+            replies = self._welcome(peer, message, now_s)
+        elif isinstance(message, wire.Heartbeat):
+            replies = self._answer_heartbeat(peer, message, now_s)
+        elif message.learner_id != self.learner_id:
+            replies = []  # addressed to an earlier learner: the ids mean other samples now
+        else:
+            replies = self._apply(peer, message, now_s)
         return replies + self.grants()
 
-    def remove_silent(self, now_s: float) -> list[Outgoing]:
-        """Treat workers without a recent heartbeat as dead, and lease their unfinished samples again."""
-        timeout_s = self._heartbeat_timeout_s
+    def disconnected(self, peer: str, now_s: float) -> None:
+        """Record that the connection to a peer is lost: the process has ended, or will connect again."""
+        if (worker := self.fleet.at(peer)) is not None:
+            worker.disconnected_s = now_s
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        """Treat silent workers as dead, and take the duties of workers without progress."""
+        outgoing: list[Outgoing] = []
         for worker in list(self.fleet.alive.values()):
-            if now_s - worker.last_heard_s > timeout_s:
-                logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, timeout_s)
-                self._remove(worker.worker_id)
-        return self.grants()
+            if now_s > worker.silent_until_s(self._wire):
+                silent_s = now_s - worker.last_heard_s
+                logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, silent_s)
+                self._remove(worker)
+            elif not worker.duties:
+                worker.progress_s = now_s
+            elif now_s - worker.progress_s > self._wire.stall_timeout_s:
+                outgoing.append(self._take_duties(worker, now_s))
+        return outgoing + self.grants()
 
     def grants(self) -> list[Outgoing]:
         """Grant all leases possible now."""
         if self.draining:
             return []
         granted = self._leasing.grants(list(self.fleet.alive.values()), self._policy_version)
-        return [Outgoing(worker.peer, leases) for worker, leases in granted]
+        return [Outgoing(worker.peer, wire.Leases(self.learner_id, tuple(leases))) for worker, leases in granted]
 
     # -- decisions of the training thread ------------------------------------------------------------------------------
 
@@ -145,12 +147,8 @@ class Intake:
         """True if no batch will ever come: a drain has begun, or all prompts are used up."""
         return self.draining or (self.stream.exhausted and not self.ledger.groups)
 
-    def commit(self, policy_version: int, buckets: Sequence[Tensor], *, evaluate: bool) -> list[Outgoing]:
-        """Make a version current: publish the weights, count the batch taken last as trained, move admission on.
-
-        `buckets` has the weights, as `Broadcaster.publish` takes them.
-        """
-        self._versions.publish(policy_version, buckets)
+    def commit(self, policy_version: int, *, evaluate: bool) -> list[Outgoing]:
+        """Make a version current: count the batch taken last as trained, move admission on."""
         self._buffer.trained()
         self._policy_version = policy_version
         return self.evaluate() if evaluate else self.grants()
@@ -171,12 +169,13 @@ class Intake:
         return [Outgoing(worker.peer, wire.Drain()) for worker in self.fleet.alive.values()]
 
     def statistics(self) -> IntakeStatistics:
-        heartbeats = self.fleet.heartbeats.values()
+        work = self.fleet.work()
         return IntakeStatistics(
             ledger=self.ledger.counts(),
             num_workers=len(self.fleet.alive),
-            rollout_idle_s=sum(heartbeat.idle_s for heartbeat in heartbeats),
-            generated_tokens=sum(heartbeat.generated_tokens for heartbeat in heartbeats),
+            rollout_idle_s=work.idle_s,
+            generated_tokens=work.generated_tokens,
+            repeated_results=self._num_repeated,
             filtered_prompts=self.stream.num_filtered,
             truncated_prompts=self._num_truncated(),
         )
@@ -184,8 +183,8 @@ class Intake:
     def describe(self, now_s: float) -> str:
         """Describe the current state for a log line about a wait."""
         workers = [
-            f"{w.worker_id} holds {len(w.held)} samples at version {w.policy_version}, last heard "
-            f"{now_s - w.last_heard_s:.1f} s ago"
+            f"{w.worker_id} has {len(w.duties)} samples at version {w.policy_version}, last heard "
+            f"{now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
             for w in self.fleet.alive.values()
         ]
         dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
@@ -196,66 +195,162 @@ class Intake:
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, batch: wire.TrajectoryBatch) -> None:
-        """Record finished samples, each with all trajectories."""
-        samples = by_sample(batch.trajectories)
-        self._failures.scored(len(samples))
-        for sample_id, trajectories in samples.items():
-            self.fleet.release(batch.worker_id, sample_id)
-            if purpose_of(sample_id[0]) == "eval":
-                self.evaluation.finish(trajectories)
-            elif self._refuse_if_too_long(sample_id, trajectories):
-                pass
-            elif (group := self.ledger.finish(trajectories)) is not None:
-                self._buffer.settle(group)
+    def _apply(self, peer: str, message: _Addressed, now_s: float) -> list[Outgoing]:
+        """Apply a message that is addressed to this learner."""
+        worker = self.fleet.at(peer)
+        match message:
+            case wire.Results():
+                outgoing = self._take_results(worker, message, now_s)
+                return [Outgoing(peer, wire.Ack(message.number)), *outgoing]
+            case wire.Goodbye():
+                self.fleet.record_work(peer, message.work)
+                if worker is not None:
+                    logger.info("%s says goodbye", worker.worker_id)
+                    self._remove(worker)
+                return []
+            case wire.WeightsReady():
+                if worker is not None:
+                    self._offers.ready(worker.worker_id, message.offer_id)
+                return []
+            case wire.WeightsReceived() if worker is not None:
+                offer_id, number = message.offer_id, message.number
+                self._offers.received(worker.worker_id, offer_id, message.checksum, number=number, now_s=now_s)
+            case wire.WeightsFailed() if worker is not None:
+                offer_id, number = message.offer_id, message.number
+                self._offers.failed(worker.worker_id, offer_id, message.detail, number=number, now_s=now_s)
+        return [Outgoing(peer, wire.Ack(message.number))]
 
-    def _fail(self, message: wire.SampleFailed) -> None:
-        """Record that a sample will never be finished."""
-        sample_id = (message.group_id, message.sample_index)
-        error = RewardError(message.reason, message.detail)
-        logger.warning("drop sample %s: %s: %s", sample_id, error.reason, error.summary)
-        self.fleet.release(message.worker_id, sample_id)
-        if purpose_of(message.group_id) == "eval":
-            self.evaluation.fail(sample_id)
-        else:
-            completion = f"\ncompletion: {message.completion}" if message.completion else ""
-            self._leasing.drop(sample_id, message.reason, detail=message.detail + completion)
-        self._failures.failed(error)
+    def _take_results(self, worker: Worker | None, results: wire.Results, now_s: float) -> list[Outgoing]:
+        """Record finished and failed duties. The results of a worker taken for dead are welcome, too."""
+        outgoing: list[Outgoing] = []
+        for lease_id, trajectories in results.finished:
+            outgoing += self._finish(worker, Duty(lease_id, *trajectories[0].sample_id), trajectories)
+        for failed in results.failed:
+            self._fail(worker, failed)
+        if worker is not None:
+            worker.progress_s, worker.stalled = now_s, False
+        return outgoing
+
+    def _finish(self, worker: Worker | None, duty: Duty, trajectories: tuple[Trajectory, ...]) -> list[Outgoing]:
+        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
+        if worker is not None:
+            worker.release(duty)
+        sample = self._leasing.sample(duty.sample_id)
+        if sample is None or not sample.accepts(duty.lease_id):
+            self._num_repeated += 1
+            return []
+        aborts = self._abort(sample.worker_id, Duty(sample.lease_ids[-1], *duty.sample_id))
+        self._failures.scored(1)
+        if purpose_of(duty.group_id) == "eval":
+            self.evaluation.finish(trajectories)
+        elif not self._refuse_if_too_long(duty.sample_id, trajectories):
+            sample.finish(trajectories)
+            self._buffer.settle(self.ledger.groups[duty.group_id])
+        return aborts
+
+    def _abort(self, worker_id: str | None, duty: Duty) -> list[Outgoing]:
+        """Cancel the duty of a worker whose sample an earlier holder has finished."""
+        worker = self.fleet.alive.get(worker_id) if worker_id is not None else None
+        if worker is None or duty not in worker.duties:
+            return []
+        worker.release(duty)
+        return [Outgoing(worker.peer, wire.Abort(self.learner_id, (duty,)))]
+
+    def _fail(self, worker: Worker | None, failed: wire.Failed) -> None:
+        """Record that a sample will never be finished, unless another lease still can."""
+        duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
+        if worker is not None:
+            worker.release(duty)
+        sample = self._leasing.sample(duty.sample_id)
+        if sample is None or not sample.accepts_failure(duty.lease_id):
+            self._num_repeated += 1
+            return
+        completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
+        self._leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
+        self._failures.failed(RewardError(failed.reason, failed.detail))
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
         num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
         if num_tokens - 1 <= self._max_tokens:  # the last token of a row predicts nothing
             return False
-        detail = f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self._max_tokens}"
-        logger.error("%s: drop the sample; raise that option, or shorten prompts and completions", detail)
+        detail = (
+            f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self._max_tokens}; "
+            "raise that option, or shorten prompts and completions"
+        )
         self._leasing.drop(sample_id, "too_long", detail=detail)
         return True
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def _welcome(self, peer: str, hello: wire.Hello, now_s: float) -> list[wire.LearnerMessage]:
+    def _welcome(self, peer: str, hello: wire.Hello, now_s: float) -> list[Outgoing]:
+        """Register a worker, and settle which duties are still the worker's."""
         before = self.fleet.alive.get(hello.worker_id)
-        if before is not None and before.incarnation != hello.incarnation:
-            self._versions.leave(hello.worker_id)  # the earlier process will not take what was offered to it
-        worker, lost = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
-        logger.info("%s joins with version %s (%d samples lost)", hello.worker_id, hello.policy_version, len(lost))
-        self._leasing.lose(lost)
-        self._versions.join(hello.worker_id, hello.policy_version)
-        replies: list[wire.LearnerMessage] = [wire.Welcome(self._learner_id, self._policy_version)]
-        if unknown := tuple(sample_id for sample_id in hello.held if sample_id not in worker.held):
-            replies.append(wire.Abort(unknown))
+        if before is not None and before.peer != peer:
+            if self.fleet.has_met(peer):  # an earlier process, which a later one has replaced
+                logger.warning("tell an earlier process of %s to end", hello.worker_id)
+                return [Outgoing(peer, wire.Drain())]
+            self._remove(before)
+        worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
+        self._offers.join(worker.worker_id, hello.policy_version, number=hello.number)
+        has_met = hello.learner_id == self.learner_id  # else all leases of this learner are still on their way
+        told = set(hello.duties) if has_met else set()
+        lost = {duty for duty in worker.duties if has_met and duty.lease_id <= hello.newest_lease} - told
+        for duty in lost:
+            worker.release(duty)
+        self._leasing.lose(lost, started=False)  # the same process loses no duty that has reached it
+        void = tuple(sorted(duty for duty in told - worker.duties if not self._adopt(worker, duty)))
+        logger.info(
+            "%s says hello with version %s: %d duties, %d lost on their way, %d void",
+            *(worker.worker_id, hello.policy_version, len(told), len(lost), len(void)),
+        )
+        replies: list[wire.LearnerMessage] = [wire.Welcome(self.learner_id, hello.number, self._began_version)]
+        if void:
+            replies.append(wire.Abort(self.learner_id, void))
         if self._stopping:
             replies.append(wire.Drain())  # this worker came after the others were told
-        return replies
+        return [Outgoing(peer, reply) for reply in replies]
 
-    def _heartbeat_reply(self, heartbeat: wire.Heartbeat, now_s: float) -> wire.HeartbeatReply:
-        worker = self.fleet.heard(heartbeat, now_s)
+    def _adopt(self, worker: Worker, duty: Duty) -> bool:
+        """Let a worker that was taken for dead go on with a duty that no other worker has begun."""
+        sample = self._leasing.sample(duty.sample_id)
+        if sample is None or not sample.adopts(duty.lease_id, worker.worker_id):
+            return False
+        worker.hold(duty)
+        return True
+
+    def _answer_heartbeat(self, peer: str, heartbeat: wire.Heartbeat, now_s: float) -> list[Outgoing]:
+        worker = self.fleet.at(peer)
+        newest_lease, say_hello = 0, True
         if worker is not None:
-            self._versions.heard(heartbeat.worker_id, heartbeat.policy_version)
-        sequence = -1 if worker is None else worker.lease_sequence  # -1: the worker must say Hello
-        return wire.HeartbeatReply(self._learner_id, self._policy_version, sequence)
+            self.fleet.heard(worker, heartbeat, now_s)
+        if worker is not None and heartbeat.learner_id == self.learner_id:
+            self._offers.heard(
+                worker.worker_id,
+                heartbeat.policy_version,
+                number=heartbeat.number,
+                newest_offer=heartbeat.newest_offer,
+                receiving=heartbeat.receiving,
+                now_s=now_s,
+            )
+            newest_lease, say_hello = worker.newest_lease, worker.differs(heartbeat)
+        reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, self._began_version, newest_lease, say_hello)
+        return [Outgoing(peer, reply), *([Outgoing(peer, wire.Drain())] if self._stopping else [])]
 
-    def _remove(self, worker_id: str) -> None:
-        self._leasing.lose(self.fleet.alive.pop(worker_id).held)
-        self._versions.leave(worker_id)
+    def _take_duties(self, worker: Worker, now_s: float) -> Outgoing:
+        """Lease the samples of a worker without progress to others; until it makes progress, the worker gets none."""
+        logger.error(
+            "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
+            *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
+        )
+        worker.stalled = True
+        duties = tuple(sorted(worker.duties))
+        for duty in duties:
+            worker.release(duty)
+        self._leasing.lose(duties, started=True)
+        return Outgoing(worker.peer, wire.Abort(self.learner_id, duties))
+
+    def _remove(self, worker: Worker) -> None:
+        self.fleet.remove(worker)
+        self._leasing.lose(worker.duties, started=True)
+        self._offers.leave(worker.worker_id)

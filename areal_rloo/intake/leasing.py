@@ -6,71 +6,92 @@ capacity of the workers. Lost samples take their room before new groups are admi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from areal_rloo.algorithm.staleness import deadline, num_admissible
 from areal_rloo.config import Config
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Worker
-from areal_rloo.intake.ledger import Ledger
-from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.ledger import Ledger, Sample
+from areal_rloo.intake.prompts import Prompt, PromptStream
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
-from areal_rloo.wire.messages import Lease, Leases
+from areal_rloo.wire.messages import Duty, Lease
+
+logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Leasing:
-    """Decides on leases."""
+    """Decides on leases, and knows the sample of every duty."""
 
     config: Config
     ledger: Ledger
     buffer: Buffer
     stream: PromptStream
     evaluation: Evaluation
+    _num_leases: int = field(default=0, init=False)  # the last lease id
 
-    def grants(self, workers: list[Worker], policy_version: int) -> list[tuple[Worker, Leases]]:
+    def sample(self, sample_id: SampleId) -> Sample | None:
+        """Return a sample of the ledger or of the evaluation; None if the sample has an outcome, or never was."""
+        return (self.evaluation if purpose_of(sample_id[0]) == "eval" else self.ledger).sample(sample_id)
+
+    def grants(self, workers: Sequence[Worker], policy_version: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
+        workers = [worker for worker in workers if not worker.stalled]
         if not workers:
             return []
-        leases: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
-        for number, lease in enumerate(self.evaluation.take_leases()):
-            leases[workers[number % len(workers)].worker_id].append(lease)
+        granted: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
+        for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting()):
+            worker = workers[number % len(workers)]
+            seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
+            granted[worker.worker_id].append(self._lease(worker, group_id, indices, prompt, version, seed))
         self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
-        room = {worker.worker_id: worker.free_samples for worker in workers}
         for group, indices in self.ledger.waiting():
-            worker = max(workers, key=lambda worker: room[worker.worker_id])
-            if room[worker.worker_id] <= 0:
+            worker = max(workers, key=lambda worker: worker.free_samples)
+            if worker.free_samples <= 0:
                 break
-            for index in indices:
-                self.ledger.lease((group.group_id, index), worker.worker_id)
-            room[worker.worker_id] -= len(indices)
-            leases[worker.worker_id].append(
-                Lease(
-                    group_id=group.group_id,
-                    sample_indices=indices,
-                    prompt_tokens=group.prompt.tokens,
-                    item=group.prompt.item,
-                    min_version=max(group.admission_version, worker.joined_version),
-                    # Sample i adds i; groups are 2**20 seeds apart, and run seeds 2**44.
-                    seed=(self.config.run.seed << 44) + (group.group_id << 20),
-                )
-            )
-        return [(worker, worker.take(leases[worker.worker_id])) for worker in workers if leases[worker.worker_id]]
+            version = max(group.admission_version, worker.joined_version)
+            # Sample i adds i; groups are 2**20 seeds apart, and run seeds 2**44.
+            seed = (self.config.run.seed << 44) + (group.group_id << 20)
+            granted[worker.worker_id].append(self._lease(worker, group.group_id, indices, group.prompt, version, seed))
+        return [(worker, granted[worker.worker_id]) for worker in workers if granted[worker.worker_id]]
 
-    def lose(self, lost: Iterable[SampleId]) -> None:
-        """Queue lost samples for another lease; drop a sample after `wire.max_attempts` leases."""
-        for sample_id in sorted(lost):
-            if purpose_of(sample_id[0]) == "eval":
-                self.evaluation.lose(sample_id)
-            elif self.ledger.lose(sample_id) >= self.config.wire.max_attempts:
-                self.drop(sample_id, "max_attempts")
+    def lose(self, lost: Iterable[Duty], *, started: bool) -> None:
+        """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.
+
+        `started` says that the leases had reached the worker.
+        """
+        for duty in sorted(lost):
+            sample = self.sample(duty.sample_id)
+            if sample is None or not sample.lose(duty.lease_id, started=started):
+                continue
+            if sample.num_attempts >= self.config.wire.max_attempts:
+                self.drop(duty.sample_id, "max_attempts", detail=f"lost {sample.num_attempts} times with its worker")
+            elif purpose_of(duty.group_id) == "eval":
+                self.evaluation.wait_again(duty.sample_id)
 
     def drop(self, sample_id: SampleId, reason: str, *, detail: str = "") -> None:
-        """Drop a sample, and the group if too few samples are left."""
-        if self.ledger.drop_sample(sample_id, reason, detail=detail):
-            self.buffer.settle(self.ledger.groups[sample_id[0]])
+        """Drop a sample without an outcome, and the group if too few samples are left; an evaluation counts it 0."""
+        logger.warning("drop sample %s: %s: %s", sample_id, reason, detail.partition("\n")[0])
+        if purpose_of(sample_id[0]) == "eval":
+            self.evaluation.fail(sample_id)
+        else:
+            self.buffer.settle(self.ledger.drop_sample(sample_id, reason, detail=detail))
+
+    def _lease(
+        self, worker: Worker, group_id: int, indices: tuple[int, ...], prompt: Prompt, min_version: int, seed: int
+    ) -> Lease:
+        self._num_leases += 1
+        lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed)
+        for duty in lease.duties:
+            sample = self.sample(duty.sample_id)
+            assert sample is not None, f"sample {duty.sample_id} has an outcome already"
+            sample.lease(lease.lease_id, worker.worker_id)
+        worker.take(lease)
+        return lease
 
     def _admit(self, free_samples: int, policy_version: int) -> None:
         """Admit groups while the bound, the end of the run and the workers' capacity allow."""

@@ -5,7 +5,12 @@ At every moment, in samples,
 
     admitted = trained + dropped(reason) + buffered + in_flight
 
-A sample is in flight from admission until its trajectories arrive; buffered until its group is trained or dropped.
+    waiting ─► leased ─► buffered ─► training ─► trained
+       ▲          │          │           │
+       └── lost ──┘          └─► dropped ┘       (also from waiting and leased)
+
+A sample in flight waits for a lease or is leased. A sample in training counts as buffered. A method refuses every other
+move.
 """
 
 from __future__ import annotations
@@ -21,15 +26,53 @@ from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
+_MOST_LEASES = 16  # of a sample, remembered to recognize late results
 
 
 @dataclass(slots=True)
-class _Sample:
-    """A sample that is neither trained nor dropped: in flight without trajectories, buffered with them."""
+class Sample:
+    """A sample without an outcome: waiting, leased, or (with trajectories) buffered."""
 
-    worker_id: str | None = None  # None: waits for a lease
-    num_leases: int = 0
+    worker_id: str | None = None  # of the holder; None: waits for a lease, or is buffered
+    lease_ids: tuple[int, ...] = ()  # granted so far, the newest last
+    num_attempts: int = 0  # leases under which the generation may have begun
     trajectories: tuple[Trajectory, ...] = ()
+
+    def lease(self, lease_id: int, worker_id: str) -> None:
+        assert self.worker_id is None and not self.trajectories, f"lease {lease_id}: the sample is not waiting"
+        self.worker_id = worker_id
+        self.lease_ids = (*self.lease_ids[1 - _MOST_LEASES :], lease_id)
+        self.num_attempts += 1
+
+    def accepts(self, lease_id: int) -> bool:
+        """Return True if a result of this lease is welcome: also a late result, if it is the first."""
+        return not self.trajectories and lease_id in self.lease_ids
+
+    def accepts_failure(self, lease_id: int) -> bool:
+        """Return True if a failure under this lease is final: no later lease can still finish the sample."""
+        return not self.trajectories and self.lease_ids[-1:] == (lease_id,)
+
+    def adopts(self, lease_id: int, worker_id: str) -> bool:
+        """Let a worker that was taken for dead go on; returns False if the sample does not wait for this lease."""
+        if self.worker_id is not None or not self.accepts_failure(lease_id):
+            return False
+        self.worker_id = worker_id
+        return True
+
+    def finish(self, trajectories: Sequence[Trajectory]) -> None:
+        assert not self.trajectories, "a sample finishes once"
+        self.trajectories, self.worker_id = tuple(trajectories), None
+
+    def lose(self, lease_id: int, *, started: bool) -> bool:
+        """Let the sample wait for another lease; returns False if this lease does not hold the sample.
+
+        Without `started`, the lease never reached the worker, and counts as no attempt.
+        """
+        if self.worker_id is None or lease_id != self.lease_ids[-1]:
+            return False
+        self.worker_id = None
+        self.num_attempts -= not started
+        return True
 
 
 @dataclass(slots=True)
@@ -40,7 +83,8 @@ class LedgerGroup:
     prompt: Prompt
     admission_version: int
     deadline: int
-    samples: dict[int, _Sample] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    in_training: bool = False
 
     @property
     def complete(self) -> bool:
@@ -70,7 +114,7 @@ class SavedSample(msgspec.Struct, frozen=True):
     """A live sample in a checkpoint. The caller encodes the trajectories of buffered samples."""
 
     sample_index: int
-    num_leases: int
+    num_attempts: int  # without the lease that was running: the end of a learner is no failure of the sample
     buffered: bool
 
 
@@ -109,60 +153,45 @@ class Ledger:
         self._drops: deque[Drop] = deque(maxlen=_MOST_DROPS)
 
     def admit(self, prompt: Prompt, *, group_size: int, admission_version: int, deadline: int) -> LedgerGroup:
-        """Add a group, with all samples in flight and not leased."""
-        samples = {index: _Sample() for index in range(group_size)}
+        """Add a group, with all samples waiting for a lease."""
+        samples = {index: Sample() for index in range(group_size)}
         group = LedgerGroup(self.admitted_groups, prompt, admission_version, deadline, samples)
         self.groups[group.group_id] = group
         self.admitted_groups += 1
         self._admitted += group_size
         return group
 
-    def lease(self, sample_id: SampleId, worker_id: str) -> None:
-        """Record that a worker owes a sample."""
-        sample = self._live(sample_id)
-        assert sample is not None and sample.worker_id is None, f"sample {sample_id} cannot be leased"
-        sample.worker_id = worker_id
-        sample.num_leases += 1
+    def sample(self, sample_id: SampleId) -> Sample | None:
+        """Return a sample; None if it has an outcome already, or never was."""
+        group = self.groups.get(sample_id[0])
+        return None if group is None else group.samples.get(sample_id[1])
 
-    def finish(self, trajectories: Sequence[Trajectory]) -> LedgerGroup | None:
-        """Record all trajectories of a sample, from any worker; returns None for a repeat or a sample not live."""
-        sample = self._live(trajectories[0].sample_id)
-        if sample is None or sample.trajectories:
-            return None
-        sample.trajectories = tuple(trajectories)
-        sample.worker_id = None
-        return self.groups[trajectories[0].group_id]
-
-    def lose(self, sample_id: SampleId) -> int:
-        """Let a leased sample wait for another lease; returns the number of its leases, 0 if it is not in flight."""
-        sample = self._live(sample_id)
-        if sample is None or sample.trajectories:
-            return 0
-        sample.worker_id = None
-        return sample.num_leases
-
-    def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> bool:
-        """Drop a sample; returns False for a sample that is not live."""
-        sample = self._live(sample_id)
-        if sample is None:
-            return False
+    def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> LedgerGroup:
+        """Drop a sample that is not in training; returns the rest of the group."""
         group = self.groups[sample_id[0]]
-        del group.samples[sample_id[1]]
-        self._drops.append(Drop(*sample_id, group.prompt, sample.trajectories, reason, detail))
-        self._dropped[reason] += 1
-        return True
+        assert not group.in_training, f"sample {sample_id} is being trained on"
+        self._drop(group, sample_id[1], reason, detail)
+        return group
 
-    def drop_group(self, group_id: int, reason: str) -> None:
+    def drop_group(self, group_id: int, reason: str, *, in_training: bool = False) -> None:
         """Drop the remaining samples of a group, and give the place back to admission."""
-        for sample_index in list(self.groups[group_id].samples):
-            self.drop_sample((group_id, sample_index), reason)
-        del self.groups[group_id]
+        group = self.groups.pop(group_id)
+        assert group.in_training == in_training, f"group {group_id}: expected in_training={in_training}"
+        for sample_index in list(group.samples):
+            self._drop(group, sample_index, reason)
         self.dropped_groups += 1
 
+    def begin_training(self, group_id: int) -> Group:
+        """Record that a complete group is being trained on; returns the group."""
+        group = self.groups[group_id]
+        assert not group.in_training, f"group {group_id} is being trained on already"
+        group.in_training = True
+        return group.group
+
     def train_group(self, group_id: int) -> None:
-        """Record that a complete group was trained on."""
+        """Record that a group in training was trained on."""
         group = self.groups.pop(group_id)
-        assert group.complete, f"group {group_id} was trained on incomplete"
+        assert group.in_training, f"group {group_id} is not being trained on"
         self._trained += len(group.samples)
 
     def take_drops(self) -> list[Drop]:
@@ -196,7 +225,7 @@ class Ledger:
                 group.prompt.item_index,
                 group.admission_version,
                 group.deadline,
-                [SavedSample(i, s.num_leases, bool(s.trajectories)) for i, s in group.samples.items()],
+                [_saved(index, sample) for index, sample in group.samples.items()],
             )
             for group in self.groups.values()
         ]
@@ -220,12 +249,18 @@ class Ledger:
             ledger.groups[name] = group = LedgerGroup(name, prompts[name], saved.admission_version, saved.deadline)
             for sample in saved.samples:
                 done = trajectories[(name, sample.sample_index)] if sample.buffered else ()
-                group.samples[sample.sample_index] = _Sample(None, sample.num_leases, done)
+                group.samples[sample.sample_index] = Sample(None, (), sample.num_attempts, done)
         return ledger
 
-    def _live(self, sample_id: SampleId) -> _Sample | None:
-        group = self.groups.get(sample_id[0])
-        return None if group is None else group.samples.get(sample_id[1])
+    def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "") -> None:
+        sample = group.samples.pop(sample_index)
+        self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
+        self._dropped[reason] += 1
+
+
+def _saved(sample_index: int, sample: Sample) -> SavedSample:
+    num_attempts = sample.num_attempts - (sample.worker_id is not None)
+    return SavedSample(sample_index, num_attempts, bool(sample.trajectories))
 
 
 def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:

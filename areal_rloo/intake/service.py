@@ -22,7 +22,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import cancel
 from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.messages import WeightsNotice
+from areal_rloo.wire.messages import LearnerMessage, WeightsCall, WeightsNotice
 
 if TYPE_CHECKING:  # imports torch
     from torch import Tensor
@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
+_TICKS_PER_HEARTBEAT = 4
 
 
 class LoopThread:
@@ -111,7 +112,7 @@ class IntakeService:
     ) -> None:
         """Bind the channel with `bind`, on the event loop, and serve.
 
-        `broadcaster` is the intake's `versions`; `heartbeat_s` the time between two looks for silent workers.
+        `broadcaster` has the intake's `offers`; `heartbeat_s` is that of the workers.
 
         Raises:
             PreflightError: the channel cannot be bound.
@@ -121,7 +122,8 @@ class IntakeService:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self.channel = self._thread.call(bind)
-        for work in (self._serve(), self._watch(), broadcaster.run(self._send_notice)):
+        broadcasting = broadcaster.run(self._send_call, self._send_notice)
+        for work in (self._serve(), self._notice_lost_connections(), self._watch(), broadcasting):
             self._thread.begin(work, self._ended)
 
     def take_batch(self) -> list[Group] | None:
@@ -135,7 +137,12 @@ class IntakeService:
         """
         buckets = self._run(self._broadcaster.stage())
         fill(buckets)
-        self._act(lambda: self._intake.commit(policy_version, buckets, evaluate=evaluate))
+
+        def commit() -> list[Outgoing]:
+            self._broadcaster.publish(policy_version, buckets)
+            return self._intake.commit(policy_version, evaluate=evaluate)
+
+        self._act(commit)
 
     def refuse_batch(self, reason: str) -> None:
         """Drop the batch taken last, for this reason."""
@@ -196,7 +203,7 @@ class IntakeService:
         """Apply a decision of the training thread, and send the resulting messages."""
         if self._failure is not None:
             raise self._failure
-        self.call(lambda: self._send(decide()))
+        self.call(lambda: self._apply(decide()))
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
@@ -210,22 +217,34 @@ class IntakeService:
     async def _serve(self) -> None:
         while True:
             peer, message = await self.channel.receive()
-            self._send(self._intake.handle(peer, message, time.monotonic()))
-            self._changed.set()
+            self._apply(self._intake.handle(peer, message, time.monotonic()))
+
+    async def _notice_lost_connections(self) -> None:
+        while True:
+            peer = await self.channel.disconnected()
+            self._intake.disconnected(peer, time.monotonic())
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
-            self._send(self._intake.remove_silent(time.monotonic()))
-            self._changed.set()
+            await asyncio.sleep(self._heartbeat_s / _TICKS_PER_HEARTBEAT)
+            self._apply(self._intake.tick(time.monotonic()))
 
-    def _send(self, messages: Sequence[Outgoing]) -> None:
+    def _apply(self, messages: Sequence[Outgoing]) -> None:
+        """Send messages after an event, and wake all that wait for a change."""
         for peer, message in messages:
             self.channel.send(peer, message)
+        self._changed.set()
+        self._broadcaster.changed()
 
-    def _send_notice(self, worker_id: str, policy_version: int, body: bytes) -> None:
+    def _send_call(self, worker_id: str, offer_id: int) -> None:
+        self._send_to(worker_id, WeightsCall(self._intake.learner_id, offer_id))
+
+    def _send_notice(self, worker_id: str, offer_id: int, policy_version: int, body: bytes) -> None:
+        self._send_to(worker_id, WeightsNotice(self._intake.learner_id, offer_id, policy_version, body))
+
+    def _send_to(self, worker_id: str, message: LearnerMessage) -> None:
         if (worker := self._intake.fleet.alive.get(worker_id)) is not None:
-            self._send([Outgoing(worker.peer, WeightsNotice(policy_version, body))])
+            self.channel.send(worker.peer, message)
 
     async def _take_batch(self) -> list[Group] | None:
         batch: list[Group] | None = None
@@ -234,7 +253,8 @@ class IntakeService:
             nonlocal batch
             batch = self._intake.take_batch()
             if batch is None:
-                self._send(self._intake.grants())  # a group dropped as stale gave a place back
+                for peer, message in self._intake.grants():  # a group dropped as stale gave a place back
+                    self.channel.send(peer, message)
             return batch is not None or self._intake.no_more_batches
 
         await self._wait_until(is_settled, "the next batch")
@@ -258,7 +278,7 @@ class IntakeService:
                 logger.warning("%.0f s without progress on %s: %s", now_s - began_s, name, self._intake.describe(now_s))
 
     async def _stop_workers(self, timeout_s: float) -> None:
-        self._send(self._intake.stop())
+        self._apply(self._intake.stop())
         if self._failure is not None:
             return
         alive = self._intake.fleet.alive

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -47,6 +48,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record
 from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.columns import Limits
@@ -149,14 +151,16 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,
     )
-    broadcaster, group_filter = _broadcaster(config, arguments, rank), config.algorithm.group_filter
+    broadcaster = _broadcaster(config, arguments, rank)
+    group_filter = config.algorithm.group_filter
     intake = Intake(
         config,
         ledger=ledger,
         stream=stream,
         evaluation=Evaluation(_eval_sets(config, tokenize), reporter.evaluation),
-        versions=broadcaster,
+        offers=broadcaster.offers,
         policy_version=policy_version,
+        learner_id=uuid.uuid4().hex,
         group_filter=None if group_filter is None else import_function("algorithm.group_filter", group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
@@ -282,7 +286,9 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
             timeout_s=timeout_s,
             ranks_per_worker=config.rollout.tensor_parallel,
         )
-    return Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
+    call_timeout_s = 2 * config.wire.heartbeat_s
+    offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=call_timeout_s)
+    return Broadcaster(manifest=manifest, transport=transport, offers=offers)
 
 
 def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.engines.sglang import SGLangStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
+from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.weights.broadcast import BroadcastStatistics
@@ -25,6 +26,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("SGLang server (rollout worker)", SGLangStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
+    ("Results on the wire (rollout worker)", ProtocolStatistics),
 )
 
 _HEAD = f"""# Metrics

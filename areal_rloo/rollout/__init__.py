@@ -1,5 +1,6 @@
 """The rollout worker: runs the episodes of leased samples around an engine, and sends the trajectories to the learner.
 
+`protocol`        the worker's end of the protocol: duties, outbox, heartbeats, without I/O
 `worker`          the event loop of a rollout worker: leases in, trajectories out
 `episode`         the contract of an episode, a conversation as it grows, a single turn, and the engine of an episode
 `multi_turn`      the episodes of several turns: with a verifier, and with tools

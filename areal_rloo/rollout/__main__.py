@@ -24,6 +24,7 @@ from areal_rloo.rewards import make_scoring
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.engines import running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
+from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
@@ -117,6 +118,7 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         watch(registry, RewardStatistics, rewards.statistics)
         watch(registry, ChannelStatistics, channel.statistics)
         watch(registry, ReceiveStatistics, receiver.statistics)
+        watch(registry, ProtocolStatistics, worker.statistics)
         port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
         logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
         logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)
@@ -125,7 +127,7 @@ async def _generate(config: Config, arguments: Arguments) -> None:
                 await worker.run()
         finally:
             await rewards.close()
-            await channel.close()
+            channel.close()
 
 
 def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:
@@ -134,7 +136,6 @@ def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerCh
         worker_id=arguments.worker_id,
         incarnation=incarnation,
         limits=Limits(max_message_bytes=config.wire.max_message_bytes),
-        max_unacked=config.wire.max_unacked,
         keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
     )
 

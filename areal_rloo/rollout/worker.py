@@ -1,15 +1,17 @@
 """A rollout worker: an event loop around an engine.
 
-    leases ─► an episode for each sample: engine ─► completion ─► reward ─► trajectories ─► wire
+    leases ─► an episode for each duty: engine ─► completion ─► reward ─► trajectories ─► wire
     weight notices ─► receiver ─► engine, between two decode steps
 
-Nothing blocks the loop: each episode is a task that awaits its engine and its reward. An episode waits in
-`push` while too many trajectories are unacknowledged. The sample then stays held, so leases stop: backpressure.
+`protocol.py` decides which messages to send and which duties to start or to cancel. This module connects the decisions
+to the wire, the engine, the episodes and the receiver. Nothing blocks the loop: each episode is a task that awaits its
+engine and its reward.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,23 +26,27 @@ from areal_rloo.errors import (
     EpisodeError,
     SampleError,
     WeightsError,
-    WentBackError,
     described,
     shortened,
 )
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
+from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.trajectory import Trajectory
 from areal_rloo.waiting import cancel
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits, check_trajectories
+from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
 _MOST_CHARACTERS = 4000  # of a completion reported to the learner
+_CONNECT_S = 5.0
+_BATCH_BYTES = 8 * 2**20  # soft limit of a message with several results
+_BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
 
 class RolloutWorker:
@@ -60,24 +66,33 @@ class RolloutWorker:
         chat: ChatFormat,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        self._config, self._worker_id, self._incarnation = config, worker_id, incarnation
+        self._config = config
         self._channel, self._engine, self._receiver = channel, engine, receiver
         self._episode, self._rewards, self._chat, self._stop_token_ids = episode, rewards, chat, stop_token_ids
+        self._limits = Limits(max_message_bytes=config.wire.max_message_bytes)
+        self._protocol = WorkerProtocol(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            capacity_samples=config.rollout.num_slots + config.lease_ahead_samples,
+            heartbeat_s=config.wire.heartbeat_s,
+            max_batch_bytes=min(_BATCH_BYTES, config.wire.max_message_bytes // 2),
+        )
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
-        self._held: dict[SampleId, asyncio.Task[None]] = {}
+        self._episodes: dict[Duty, asyncio.Task[None]] = {}
         self._num_episodes = 0
-        self._limits = Limits(max_message_bytes=config.wire.max_message_bytes)
-        self._lease_sequence = 0
-        self._learner_id: str | None = None
-        self._welcome_due_s = 0.0
-        self._newest_version = 0  # of the engine, at the last heartbeat or update
+        self._notice: wire.WeightsNotice | None = None  # the newest
+        self._noticed = asyncio.Event()
+        self._due = asyncio.Event()  # there may be a message to send
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Give running samples back, and end."""
         if not self._end.done():
             self._end.set_result(None)
+
+    def statistics(self) -> ProtocolStatistics:
+        return self._protocol.statistics()
 
     async def run(self) -> None:
         """Serve until drained or stopped.
@@ -86,132 +101,84 @@ class RolloutWorker:
             WentBackError: the learner restarted from a version older than this worker's weights.
             ArealRlooError: the engine is gone, or no reward can be computed any more.
         """
-        await self._hello()
-        serving = asyncio.create_task(self._serve())
-        others = [asyncio.create_task(work) for work in (self._beat(), self._receive_weights())]
-        done, _ = await asyncio.wait([serving, *others, self._end], return_when=asyncio.FIRST_COMPLETED)
-        await cancel([*others, *self._held.values()])
-        await self._channel.send(wire.Goodbye(self._worker_id))
-        await cancel([serving])
+        await self._channel.connected(_CONNECT_S)
+        tasks = [asyncio.create_task(work) for work in (self._serve(), self._send_due(), self._receive_weights())]
+        done, _ = await asyncio.wait([*tasks, self._end], return_when=asyncio.FIRST_COMPLETED)
+        await cancel([*tasks, *self._episodes.values()])
+        self._channel.send(self._protocol.goodbye(self._engine_state()))
         for ended in (*done, self._end):
             if ended.done():
                 ended.result()  # an error of a task or an episode ends this worker
 
     async def _serve(self) -> None:
         while True:
-            message = await self._channel.receive()
-            match message:
-                case wire.Leases():
-                    self._lease_sequence = message.sequence
-                    self._take(message.leases)
-                case wire.WeightsNotice():
-                    self._receiver.offer(message.body)
-                case wire.HeartbeatReply():
-                    self._meet(message)
-                    if message.lease_sequence != self._lease_sequence and time.monotonic() > self._welcome_due_s:
-                        sent, came = message.lease_sequence, self._lease_sequence
-                        logger.warning("leases were lost: %d of %d came (-1: unknown to the learner)", came, sent)
-                        await self._hello()
-                case wire.Welcome():
-                    self._meet(message)
-                    self._lease_sequence = 0
-                    self._welcome_due_s = 0.0
-                    await self._channel.resend_unacknowledged()
-                case wire.Abort():
-                    for sample_id in self._held.keys() & set(message.sample_ids):
-                        self._held.pop(sample_id).cancel()  # the next message may lease the sample again
-                case wire.Drain():
-                    logger.info("the learner says drain")
-                    self.stop()
-                case wire.Refusal():
-                    logger.error("the learner refuses a message: %s", message.detail)
+            orders = self._protocol.handle(await self._channel.receive(), self._engine_state())
+            for duty in orders.cancel:
+                self._episodes.pop(duty).cancel()
+            for lease in orders.start:  # together: they run as a batch
+                for duty in lease.duties:
+                    task = self._episodes[duty] = asyncio.create_task(self._run_episode(lease, duty))
+                    task.add_done_callback(partial(self._ended, duty))
+            if orders.receive is not None:  # replaces a notice not yet begun: that offer is over
+                self._notice = orders.receive
+                self._noticed.set()
+            if orders.drain:
+                logger.info("the learner says drain")
+                self.stop()
+            self._due.set()
 
-    def _meet(self, message: wire.Welcome | wire.HeartbeatReply) -> None:
-        """Compare the learner with the learner before; if it restarted, give up all samples, finished or not.
-
-        A restarted learner knows nothing of the samples held here, and group ids may name other prompts.
-        """
-        before, self._learner_id = self._learner_id, message.learner_id
-        if before in (None, message.learner_id):
-            return
-        version = self._engine.statistics().policy_version
-        if version > message.policy_version:
-            raise WentBackError(
-                f"the learner went back to version {message.policy_version}, but this worker has version {version}; "
-                "the two histories have diverged, so this worker restarts"
-            )
-        logger.info("the learner restarted: give up the %d samples that the learner before had leased", len(self._held))
-        for episode in self._held.values():
-            episode.cancel()
-        self._held.clear()
-        self._channel.forget()
-
-    async def _hello(self) -> None:
-        """List the samples held here. Repeat only if the Welcome is overdue: a Hello discards leases on their way."""
-        self._welcome_due_s = time.monotonic() + self._config.wire.heartbeat_timeout_s
-        await self._channel.send(
-            wire.Hello(
-                worker_id=self._worker_id,
-                incarnation=self._incarnation,
-                capacity_samples=self._config.rollout.num_slots + self._config.lease_ahead_samples,
-                policy_version=self._engine.statistics().ready_version,
-                held=tuple({*self._held, *self._channel.unacknowledged()}),
-            )
-        )
-
-    async def _beat(self) -> None:
+    async def _send_due(self) -> None:
+        """Send the messages of the protocol when they are due. Results that are ready together share a message."""
         while True:
-            await asyncio.sleep(self._config.wire.heartbeat_s)
-            statistics = self._engine.statistics()
-            version = statistics.ready_version
-            if version is not None:
-                before, self._newest_version = self._newest_version, version
-                if version < before:  # the engine restarted with older weights: have them offered again
-                    await self._hello()
-            idle_s, num_tokens = statistics.idle_s, statistics.generated_tokens
-            await self._channel.send(wire.Heartbeat(self._worker_id, version, idle_s, num_tokens))
+            await asyncio.sleep(0)  # let other tasks of this turn finish
+            self._due.clear()
+            for message in self._protocol.poll(time.monotonic(), self._engine_state()):
+                self._channel.send(message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._protocol.due_s() - time.monotonic())):
+                    await self._due.wait()
 
     async def _receive_weights(self) -> None:
         while True:
-            notice = await self._receiver.offered()
-            version = notice.policy_version
+            await self._noticed.wait()
+            self._noticed.clear()
+            notice = self._notice
+            assert notice is not None, "a notice was set before the event"
             try:
-                await self._receiver.receive(notice)
+                checksum = await self._receiver.receive(notice.body)
             except WeightsError as error:
-                await self._channel.send(wire.WeightsFailed(self._worker_id, version, str(error)[:1000]))
-                continue
-            self._newest_version = max(self._newest_version, version)
-            if self._engine.statistics().policy_version >= version:  # else the engine restarted: see `_beat`
-                await self._channel.send(wire.WeightsReceived(self._worker_id, version, notice.checksum))
+                self._protocol.weights_failed(notice, str(error)[:1000])
+            else:
+                if self._engine.statistics().policy_version >= notice.policy_version:
+                    self._protocol.weights_received(notice, checksum)
+                else:
+                    self._protocol.weights_failed(notice, "the engine restarted with older weights")
+            self._due.set()
 
-    def _take(self, leases: tuple[wire.Lease, ...]) -> None:
-        """Start all samples of a message together: they run as a batch."""
-        for lease in leases:
-            for index in lease.sample_indices:
-                sample_id = (lease.group_id, index)
-                if sample_id not in self._held:
-                    task = self._held[sample_id] = asyncio.create_task(self._run_episode(lease, index))
-                    task.add_done_callback(partial(self._ended, sample_id))
+    def _engine_state(self) -> EngineState:
+        statistics = self._engine.statistics()
+        work = wire.Work(statistics.idle_s, statistics.generated_tokens)
+        return EngineState(statistics.policy_version, statistics.ready_version, work)
 
-    async def _run_episode(self, lease: wire.Lease, index: int) -> None:
-        """Run the episode of a sample, and push its trajectories or report why there are none."""
-        sample = Sample((lease.group_id, index), lease.purpose, lease.item, lease.prompt_tokens)
+    async def _run_episode(self, lease: wire.Lease, duty: Duty) -> None:
+        """Run the episode of a duty, and record its trajectories or why there are none."""
+        sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
         engine = SampleEngine(
             submitter=self._submitter,
-            name=f"{lease.group_id}/{index}/{self._num_episodes}",
-            sampling=self._sampling(lease, index),
+            name=f"{lease.group_id}/{duty.sample_index}/{self._num_episodes}",
+            sampling=self._sampling(lease, duty.sample_index),
             min_version=lease.min_version,
             pinned=lease.purpose == "eval",
             max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
         )
         try:
             given = await self._episode.run(sample, engine, self._rewards, self._chat)
-            trajectories = checked_trajectories(sample, given, self._limits)
+            trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
-                raise  # by this worker: the sample was aborted
+                raise  # by this worker: the duty was aborted
             failure: SampleError = EpisodeError("episode_error", "the episode cancelled itself")
         except SampleError as error:
             failure = error
@@ -220,21 +187,20 @@ class RolloutWorker:
         except Exception as error:  # noqa: BLE001 - an episode may be the user's code; drop its sample alone
             failure = EpisodeError("episode_error", described(error))
         else:
-            await self._channel.push(*trajectories)
+            self._protocol.finish(duty, trajectories, num_bytes)
             return
-        detail = shortened(failure.detail)
+        detail, completion = shortened(failure.detail), failure.completion[-_MOST_CHARACTERS:]
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)
-        completion = failure.completion[-_MOST_CHARACTERS:]
-        await self._channel.send(
-            wire.SampleFailed(self._worker_id, *sample.sample_id, failure.reason, detail, completion)
-        )
+        failed = wire.Failed(*duty, failure.reason, detail, completion)
+        self._protocol.fail(failed, _BYTES_PER_CHARACTER * (len(detail) + len(completion)))
 
-    def _ended(self, sample_id: SampleId, task: asyncio.Task[None]) -> None:
-        """Forget a finished or aborted episode. End this worker if the error is not the fault of the sample."""
-        if self._held.get(sample_id) is task:
-            del self._held[sample_id]
+    def _ended(self, duty: Duty, task: asyncio.Task[None]) -> None:
+        """Forget an ended episode. End this worker if the error is not the fault of the sample."""
+        if self._episodes.get(duty) is task:
+            del self._episodes[duty]
+        self._due.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("sample %s ends this worker: %s", sample_id, error)
+            logger.error("sample %s ends this worker: %s", duty.sample_id, error)
             if not self._end.done():
                 self._end.set_exception(error)
 
@@ -253,8 +219,12 @@ class RolloutWorker:
         )
 
 
-def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], limits: Limits) -> Sequence[Trajectory]:
+def checked_trajectories(
+    sample: Sample, trajectories: Sequence[Trajectory], limits: Limits
+) -> tuple[Sequence[Trajectory], int]:
     """Check the trajectories of an episode, which may be the user's code; rewards of any library become Python floats.
+
+    Returns the trajectories, and their size in a message.
 
     Raises:
         EpisodeError: there is no trajectory, a trajectory of another sample, two different rewards, or a trajectory
@@ -267,7 +237,7 @@ def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], lim
         for given in trajectories:
             parts = {name: float(value) for name, value in given.reward_parts.items()}
             plain.append(msgspec.structs.replace(given, reward=float(given.reward), reward_parts=parts))
-        check_trajectories(plain, limits)
+        num_bytes = check_trajectories(plain, limits)
     except (DecodeError, TypeError, ValueError, AttributeError) as error:
         raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
     for other in {trajectory.sample_id for trajectory in plain} - {sample.sample_id}:
@@ -275,4 +245,4 @@ def checked_trajectories(sample: Sample, trajectories: Sequence[Trajectory], lim
     rewards = [trajectory.reward for trajectory in plain]
     if len(set(rewards)) > 1:
         raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")
-    return plain
+    return plain, num_bytes

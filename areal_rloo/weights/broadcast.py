@@ -1,38 +1,44 @@
-"""The learner's end of the weights: publish versions, know which worker runs which, never hold up the train step.
+"""The learner's end of the weights: publishes versions and sends them to the workers, never holding up the train step.
 
 `publish` records a version that the training thread gathered into staged buckets. `run`, a task of the intake's event
-loop, offers the newest version to every worker behind, one broadcast at a time, and waits for acknowledgements
-within `weights.timeout_s`. A worker that does not answer in time is left out, so no other worker waits for it. Its next
-heartbeat brings it back (`heard`).
+loop, carries out the commands of `Offers`, which decides who is offered which version. An error of the transport fails
+the offer, and `Offers` makes another: no error ends `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import msgspec
 from torch import Tensor
 
-from areal_rloo.errors import WeightsError
+from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.waiting import cancel
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
+from areal_rloo.weights.offers import Answered, Begin, Call, Command, Offers, Over, Repeat
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
 logger = get_logger(__name__)
 
-_MOST_DOUBLINGS = 5  # of the backoff of a worker with repeated failures: 0, 1, 3, ... 31 s
+_LONGEST_WAIT_S = 3600.0
 
 
 SendTransport = SharedMemorySender | CollectiveSender
 """Moves buckets to the workers. Its methods are called on the broadcaster's event loop; blocking work is awaited."""
+
+SendNotice = Callable[[str, int, int, bytes], None]
+"""Sends a worker the notice of an offer: worker id, offer id, policy version, body."""
+
+SendCall = Callable[[str, int], None]
+"""Sends a worker a call: worker id, offer id."""
 
 
 class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +48,7 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     newest_version: Annotated[int, Metric("Newest version that the broadcaster has", "versions")]
     versions: dict[str, int]
-    broadcasts: Annotated[int, Metric("Broadcasts of weights begun", kind="counter")]
+    broadcasts: Annotated[int, Metric("Offers of weights begun", kind="counter")]
     failures: Annotated[int, Metric("Versions that a worker could not take", kind="counter", healthy=(0, 0))]
     left_out: Annotated[int, Metric("Times a timeout left a worker out of a broadcast", kind="counter", healthy=(0, 0))]
     last_broadcast_s: Annotated[float, Metric("Time that the last broadcast took", "s")]
@@ -50,34 +56,33 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: Annotated[int, Metric("Bytes of weights sent", "bytes", "counter")]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Version:
     policy_version: int
     buckets: Sequence[Tensor]
-    checksum: int | None = None  # computed by the first broadcast
+    checksum: asyncio.Task[int] | None = None  # computed for the first offer
+    offers: set[int] = field(default_factory=set)  # that still use the buckets
 
 
-@dataclass(slots=True)
-class _Member:
-    policy_version: int
-    left_out: bool = False
-    failures_in_a_row: int = 0
-    again_at_s: float = 0.0
+@dataclass(slots=True, eq=False)
+class _OpenOffer:
+    version: _Version
+    began_s: float
+    body: bytes = b""  # of the notice
 
 
 class Broadcaster:
     """One per learner, used on one event loop alone."""
 
-    def __init__(self, *, manifest: Manifest, transport: SendTransport, timeout_s: float) -> None:
+    def __init__(self, *, manifest: Manifest, transport: SendTransport, offers: Offers) -> None:
+        self.offers = offers
         self._manifest = manifest
         self._transport = transport
-        self._timeout_s = timeout_s
-        self._members: dict[str, _Member] = {}
-        self._newest = _Version(-1, ())  # nothing is published yet
-        self._sending: _Version | None = None
-        self._pending: set[str] = set()  # workers with an open offer of `_sending`
+        self._newest: _Version | None = None  # nothing is published yet
+        self._open: dict[int, _OpenOffer] = {}
         self._changed = asyncio.Event()
-        self._broadcasts = self._failures = self._left_out = self._sent_bytes = 0
+        self._sending: set[asyncio.Task[None]] = set()
+        self._num_begun = self._sent_bytes = 0
         self._last_s = self._total_s = 0.0
 
     async def stage(self) -> Sequence[Tensor]:
@@ -85,77 +90,24 @@ class Broadcaster:
         return await self._transport.stage()
 
     def publish(self, policy_version: int, buckets: Sequence[Tensor]) -> None:
-        """Make the weights in these staged buckets the newest version. An older waiting version is discarded."""
+        """Make the weights in these staged buckets the newest version. An older version is not offered any more."""
         replaced, self._newest = self._newest, _Version(policy_version, buckets)
-        if replaced.buckets and replaced is not self._sending:
-            self._transport.release(replaced.buckets)
-        self._changed.set()
+        self.offers.publish(policy_version)
+        if replaced is not None:
+            self._release_if_unused(replaced)
+        self.changed()
 
-    def join(self, worker_id: str, policy_version: int | None) -> None:
-        """Add a worker at this version, or record a restart of the engine; offer the newest version to a worker behind.
-
-        `policy_version` is None if the engine takes no weights now, for example while the server starts.
-        """
-        if policy_version is None:
-            self.leave(worker_id)
-            return
-        member = self._members.setdefault(worker_id, _Member(policy_version))
-        if member.left_out or policy_version < member.policy_version:
-            logger.info("%s is back with version %d", worker_id, policy_version)
-        if policy_version < member.policy_version:
-            self._pending.discard(worker_id)  # the engine restarted and will not answer the open offer
-            self._transport.lost(worker_id)
-        member.policy_version, member.left_out = policy_version, False
-        self._changed.set()
-
-    def heard(self, worker_id: str, policy_version: int | None) -> None:
-        """Record a sign of life: a worker left out before takes part again, after a failure with a backoff."""
-        member = self._members.get(worker_id)
-        left_out = member is None or (member.left_out and time.monotonic() >= member.again_at_s)
-        if left_out or policy_version is None:
-            self.join(worker_id, policy_version)
-
-    def leave(self, worker_id: str) -> None:
-        """Forget a departed worker."""
-        if self._members.pop(worker_id, None) is not None:
-            self._pending.discard(worker_id)
-            self._transport.lost(worker_id)
-            self._changed.set()
-
-    def acknowledge(self, worker_id: str, policy_version: int, received_checksum: int) -> None:
-        """Record that a worker runs this version, and the checksum of the received bytes."""
-        member, sending = self._members.get(worker_id), self._sending
-        if member is None:
-            return
-        if sending is not None and sending.policy_version == policy_version:
-            if sending.checksum != received_checksum:
-                self.fail(worker_id, policy_version, "the received checksum differs from the sent checksum")
-                return
-            self._transport.taken(worker_id)
-            self._pending.discard(worker_id)
-        member.policy_version = max(member.policy_version, policy_version)
-        member.failures_in_a_row = 0
-        self._changed.set()
-
-    def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
-        """Record that a worker did not receive this version; offer again after a backoff."""
-        logger.warning("%s could not take version %d: %s", worker_id, policy_version, detail)
-        self._failures += 1
-        self._pending.discard(worker_id)
-        if (member := self._members.get(worker_id)) is not None:
-            # Back off: the cause may take a moment to go away, and in a collective a retry costs all workers.
-            member.again_at_s = time.monotonic() + (2.0**member.failures_in_a_row - 1)
-            member.failures_in_a_row = min(member.failures_in_a_row + 1, _MOST_DOUBLINGS)
-            self._leave_out(worker_id)
+    def changed(self) -> None:
+        """Look at the offers again, after an event of a worker."""
         self._changed.set()
 
     def statistics(self) -> BroadcastStatistics:
         return BroadcastStatistics(
-            newest_version=self._newest.policy_version,
-            versions={worker_id: member.policy_version for worker_id, member in self._members.items()},
-            broadcasts=self._broadcasts,
-            failures=self._failures,
-            left_out=self._left_out,
+            newest_version=self.offers.newest_version,
+            versions={worker_id: member.policy_version for worker_id, member in self.offers.members.items()},
+            broadcasts=self._num_begun,
+            failures=self.offers.num_failures,
+            left_out=self.offers.num_left_out,
             last_broadcast_s=self._last_s,
             broadcast_s=self._total_s,
             sent_bytes=self._sent_bytes,
@@ -165,68 +117,68 @@ class Broadcaster:
         """Free the transport. Cancel `run` first."""
         self._transport.close()
 
-    async def run(self, send_notice: Callable[[str, int, bytes], None]) -> None:
-        """Send the newest version to every worker behind, until cancelled.
-
-        `send_notice` sends an encoded notice of a version to a worker, without waiting.
-        """
-        while True:
-            await self._until(self._behind, timeout_s=None)
-            version = self._sending = self._newest
-            await self._broadcast(version, send_notice)
-            self._sending = None
-            if version is not self._newest:
-                self._transport.release(version.buckets)
-            del version  # a segment that was given up is freed with its last reference
-
-    async def _broadcast(self, version: _Version, send_notice: Callable[[str, int, bytes], None]) -> None:
-        if version.checksum is None:
-            version.checksum = await asyncio.to_thread(checksum, version.buckets)
-        if not self._behind():
-            return  # the last worker behind left meanwhile
-        started_s = time.monotonic()
-        audience = self._present() if self._transport.needs_all else self._behind()
-        self._pending = set(audience)
+    async def run(self, send_call: SendCall, send_notice: SendNotice) -> None:
+        """Carry out the commands of the offers, until cancelled."""
         try:
-            offer = await self._transport.offer(version.buckets, audience)
-        except WeightsError as error:
-            for worker_id in sorted(self._pending):
-                self.fail(worker_id, version.policy_version, str(error))
-            return
-        body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, version.checksum, offer))
-        for worker_id in audience:
-            send_notice(worker_id, version.policy_version, body)
+            while True:
+                self._changed.clear()
+                for command in self.offers.poll(time.monotonic()):
+                    self._carry_out(command, send_call, send_notice)
+                wait_s = min(_LONGEST_WAIT_S, self.offers.due_s() - time.monotonic())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, wait_s)):
+                        await self._changed.wait()
+        finally:
+            await cancel(self._sending)
+
+    def _carry_out(self, command: Command, send_call: SendCall, send_notice: SendNotice) -> None:
+        match command:
+            case Call():
+                for worker_id in command.workers:
+                    send_call(worker_id, command.offer_id)
+            case Begin():
+                assert self._newest is not None, "only a published version is offered"
+                self._newest.offers.add(command.offer_id)
+                self._open[command.offer_id] = _OpenOffer(self._newest, time.monotonic())
+                sending = asyncio.create_task(self._send(command, send_notice))
+                self._sending.add(sending)
+                sending.add_done_callback(self._sending.discard)
+            case Repeat():
+                if (offer := self._open.get(command.offer_id)) is not None and offer.body:
+                    send_notice(command.worker_id, command.offer_id, offer.version.policy_version, offer.body)
+            case Answered():
+                (self._transport.taken if command.taken else self._transport.lost)(command.worker_id)
+            case Over():
+                offer = self._open.pop(command.offer_id)
+                self._last_s = time.monotonic() - offer.began_s
+                self._total_s += self._last_s
+                offer.version.offers.discard(command.offer_id)
+                self._release_if_unused(offer.version)
+
+    async def _send(self, command: Begin, send_notice: SendNotice) -> None:
+        """Send a version to the workers of an offer; an error fails the offer."""
+        offer = self._open[command.offer_id]
+        version, workers = offer.version, command.workers
+        self._num_begun += 1
         try:
+            if version.checksum is None:
+                version.checksum = asyncio.create_task(asyncio.to_thread(checksum, version.buckets))
+            found = await asyncio.shield(version.checksum)
+            made = await self._transport.offer(version.buckets, workers)
+            offer.body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, found, made))
+            self.offers.begun(command.offer_id, found)
+            for worker_id in workers:
+                send_notice(worker_id, command.offer_id, version.policy_version, offer.body)
             await self._transport.send(version.buckets)
-        except WeightsError as error:
-            logger.warning("broadcast of version %d failed: %s", version.policy_version, error)
-        left_s = self._timeout_s - (time.monotonic() - started_s)
-        await self._until(lambda: not self._pending, timeout_s=max(0.1, left_s))
-        for worker_id in sorted(self._pending):
-            logger.warning("%s did not take version %d in time: leave it out", worker_id, version.policy_version)
-            self._leave_out(worker_id)
-            self._left_out += 1
-        self._broadcasts += 1
-        self._last_s = time.monotonic() - started_s
-        self._total_s += self._last_s
-        self._sent_bytes += self._manifest.total_bytes * len(audience)
+            self._sent_bytes += self._manifest.total_bytes * len(workers)
+        except Exception as error:  # noqa: BLE001 - of sockets, stores, files, memory: `Offers` tries again
+            level = logger.warning if isinstance(error, WeightsError) else logger.exception
+            level("offer %d of version %d failed: %s", command.offer_id, version.policy_version, first_line(error))
+            self.offers.broken(command.offer_id, first_line(error), time.monotonic())
+        finally:
+            self.offers.sent(command.offer_id)
+            self.changed()
 
-    async def _until(self, condition: Callable[[], object], *, timeout_s: float | None) -> None:
-        """Wait until a change of state makes the condition true, or until the timeout."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
-
-    def _leave_out(self, worker_id: str) -> None:
-        self._members[worker_id].left_out = True
-        self._transport.lost(worker_id)
-
-    def _present(self, below_version: float = math.inf) -> list[str]:
-        """Return the workers that take part now and run a version below this version."""
-        members = self._members.items()
-        return [name for name, member in members if not member.left_out and member.policy_version < below_version]
-
-    def _behind(self) -> list[str]:
-        return self._present(below_version=self._newest.policy_version)
+    def _release_if_unused(self, version: _Version) -> None:
+        if version is not self._newest and not version.offers:
+            self._transport.release(version.buckets)

@@ -1,9 +1,9 @@
 """A rollout worker's end of the weights: receives the versions on offer and hands them to the engine.
 
-`offer` records a notice. A task of the worker's event loop awaits `offered` and `receive`: take the buckets, verify the
-checksum, and wait until the engine has swapped them in between two decode steps. Generation goes on meanwhile: copies
-and collectives run on threads. An engine with separate processes (an SGLang server) joins the collective itself,
-through `join_group`; no bucket passes through here then.
+A task of the worker's event loop awaits `receive`: take the buckets, verify the checksum, and wait until the engine has
+swapped them in between two decode steps. Generation goes on meanwhile: copies and collectives run on threads. An engine
+with separate processes (an SGLang server) joins the collective itself, through `join_group`; no bucket passes through
+here then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from areal_rloo.errors import ArealRlooError, ChecksumError, WeightsError
+from areal_rloo.errors import ChecksumError, WeightsError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.weights.collective import CollectiveReader
@@ -61,36 +61,22 @@ class Receiver:
         self._policy_version = policy_version
         self._load_weights, self._join_group = load_weights, join_group
         self._collective, self._shared_memory = CollectiveReader(worker_id, device), SharedMemoryReader()
-        self._offers: asyncio.Queue[Notice] = asyncio.Queue(maxsize=1)
         self._received = self._failed = self._received_bytes = 0
 
-    def offer(self, body: bytes) -> None:
-        """Record the notice of a version. A later notice replaces one not yet begun: that broadcast is over.
-
-        Raises:
-            msgspec.DecodeError: the bytes are not a notice.
-        """
-        notice = msgspec.msgpack.decode(body, type=Notice)
-        if self._offers.full():
-            self._offers.get_nowait()
-        self._offers.put_nowait(notice)
-
-    async def offered(self) -> Notice:
-        """Wait for the next version on offer."""
-        return await self._offers.get()
-
-    async def receive(self, notice: Notice) -> None:
-        """Receive a version on offer; returns when the engine runs it.
+    async def receive(self, body: bytes) -> int:
+        """Receive the version of a notice; returns the checksum of the notice when the engine runs the version.
 
         Raises:
             WeightsError: the version did not arrive whole; the engine does not run it.
         """
         try:
+            notice = msgspec.msgpack.decode(body, type=Notice)
             await self._receive(notice)
-        except (ArealRlooError, RuntimeError, OSError) as error:
+        except Exception as error:  # whatever the reason, the learner hears of it, and offers the version again
             self._failed += 1
-            logger.warning("version %d did not arrive: %s", notice.policy_version, error)
-            raise WeightsError(str(error)) from error
+            logger.warning("a version of the weights did not arrive: %s", error)
+            raise WeightsError(f"{type(error).__name__}: {error}") from error
+        return notice.checksum
 
     def statistics(self) -> ReceiveStatistics:
         return ReceiveStatistics(

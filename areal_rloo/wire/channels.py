@@ -1,15 +1,12 @@
 """The two ends of the wire, for asyncio: `LearnerChannel` (ROUTER) and `WorkerChannel` (DEALER).
 
-A worker pushes trajectories into a bounded outbox. All ready trajectories leave as a single message, several
-messages may be in flight, and each is kept until the learner acknowledges it. A full outbox makes `push` wait: this is
-the backpressure. The learner's sends never block: a peer that is gone or full loses the message, and the protocol
-recovers.
+Sends never block: a message to a peer that is gone, or whose queue is full, is lost and counted, and the protocol
+recovers (wire/messages.py). So neither end can hold up the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,25 +16,21 @@ import msgspec
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from areal_rloo.config import is_loopback
 from areal_rloo.errors import DecodeError, PreflightError, WireError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.waiting import cancel
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
-from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import LearnerMessage, Refusal, TrajectoryAck, TrajectoryBatch, WorkerMessage
+from areal_rloo.wire.columns import Frame, Limits
+from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
 from areal_rloo.wire.security import CurveKeys
 
 logger = get_logger(__name__)
 
 _HIGH_WATER_MARK = 100_000
-_BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
-_BATCH_BYTES = 8 * 2**20  # soft limit of a message
-_MESSAGES_IN_FLIGHT = 16  # not acknowledged; further trajectories wait and leave together
-_BYTES_PER_TOKEN = 8  # a token id and a logprob
+_LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +44,6 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")] = 0
     refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))] = 0
     unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
-    unacknowledged: Annotated[int, Metric("Trajectories sent and not acknowledged yet")] = 0
-    resent: Annotated[int, Metric("Batches of trajectories sent again because no ack came", kind="counter")] = 0
 
 
 class LearnerChannel:
@@ -62,8 +53,12 @@ class LearnerChannel:
         self._socket = socket
         self._authenticator = authenticator
         self._limits = limits
+        self._max_leases_bytes = min(_LEASES_BYTES, limits.max_message_bytes // 2)
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
         self._counts: Counter[str] = Counter()
+        self._peers: dict[int, str] = {}  # by the descriptor of their connection
+        # The argument is the set of events; the kernel closes the connections of a killed process at once.
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     @classmethod
@@ -105,23 +100,33 @@ class LearnerChannel:
             self._take_what_is_there()
         return self._inbox.popleft()
 
+    async def disconnected(self) -> str:
+        """Return the next peer whose connection has ended."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            peer = self._peers.pop(event["value"], None)
+            if peer is not None:
+                return peer
+
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; returns False if the peer is gone or the queue is full."""
         frames = encode(message)
-        # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
-        done = cast(asyncio.Future[object], self._socket.send_multipart([bytes.fromhex(peer), *frames], zmq.NOBLOCK))
-        if (error := done.exception()) is not None:
-            self._counts["unroutable"] += 1
-            logger.info("%s to %s is lost: %s", type(message).__name__, peer, error)
+        if isinstance(message, Leases) and len(message.leases) > 1 and len(frames[0]) > self._max_leases_bytes:
+            half = len(message.leases) // 2
+            parts = (message.leases[:half], message.leases[half:])
+            sent = [self.send(peer, msgspec.structs.replace(message, leases=part)) for part in parts]
+            return all(sent)
+        if not _sent(self._socket, [bytes.fromhex(peer), *frames], self._counts):
+            logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
-        self._counts["messages_out"] += 1
-        self._counts["bytes_out"] += sum(map(len, frames))
         return True
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(**self._counts)
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -141,7 +146,10 @@ class LearnerChannel:
         self._counts["bytes_in"] += sum(map(len, body))
         peer = identity.hex()
         try:
-            self._inbox.append((peer, decode_worker(body, self._limits)))
+            message = decode_worker(body, self._limits)
+            if isinstance(message, Hello | Heartbeat):
+                self._peers[int(frames[-1].get(zmq.SRCFD))] = peer
+            self._inbox.append((peer, message))
         except (DecodeError, WireVersionError) as error:
             self._counts["refused"] += 1
             logger.warning("a message from %s is refused: %s", identity[:64], error)
@@ -152,137 +160,59 @@ class WorkerChannel:
     """A rollout worker's end. Create the channel on the event loop that uses it."""
 
     def __init__(
-        self,
-        address: str,
-        *,
-        worker_id: str,
-        incarnation: str,
-        limits: Limits,
-        max_unacked: int,
-        keys: CurveKeys | None,
-        resend_after_s: float = 10.0,
+        self, address: str, *, worker_id: str, incarnation: str, limits: Limits, keys: CurveKeys | None
     ) -> None:
-        self._worker_id = worker_id
         self._limits = limits
-        self._max_unacked = max_unacked
-        self._max_batch_bytes = min(_BATCH_BYTES, limits.max_message_bytes // 2)
-        self._resend_after_s = resend_after_s
         self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, limits)
         self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.curve_serverkey = keys.peer_public
         self._socket.connect(address)
-        self._ready: deque[tuple[Trajectory, ...]] = deque()
-        self._unacked: dict[int, tuple[float, tuple[Trajectory, ...]]] = {}  # by batch id, with the time of sending
-        self._num_unacked = 0  # trajectories in `_ready` and `_unacked`
-        self._last_batch_id = 0
-        self._wake = asyncio.Event()  # for the sender
-        self._room = asyncio.Event()  # for `push`
         self._counts: Counter[str] = Counter()
-        self._sender = asyncio.get_running_loop().create_task(self._send_ready())
 
-    async def send(self, message: WorkerMessage) -> None:
-        """Send any message but trajectories; waits while the socket's queue is full.
+    async def connected(self, timeout_s: float) -> bool:
+        """Wait until the learner is connected; returns False after the timeout."""
+        return bool(await self._socket.poll(int(1000 * timeout_s), zmq.POLLOUT))  # type: ignore[call-arg]
 
-        Raises:
-            Exception: the error that ended the sender of trajectories; no trajectory would leave any more.
-        """
-        if self._sender.done() and not self._sender.cancelled():
-            self._sender.result()
-        frames = encode(message)
-        self._counts["messages_out"] += 1
-        self._counts["bytes_out"] += sum(map(len, frames))
-        await self._socket.send_multipart(frames, copy=False)
-
-    async def push(self, *trajectories: Trajectory) -> None:
-        """Queue the trajectories of a sample; they travel in the same message. Waits while `max_unacked` trajectories
-        are not acknowledged."""
-        while self._num_unacked >= self._max_unacked:
-            self._room.clear()
-            await self._room.wait()
-        self._num_unacked += len(trajectories)
-        self._ready.append(trajectories)
-        self._wake.set()
+    def send(self, message: WorkerMessage) -> bool:
+        """Send without waiting; returns False if the learner is away or the queue is full."""
+        return _sent(self._socket, encode(message), self._counts)
 
     async def receive(self) -> LearnerMessage:
-        """Return the next message; acknowledgements are applied here.
+        """Return the next message.
 
         Raises:
             WireError: the learner speaks another wire version, or a message is unreadable.
         """
-        while True:
-            frames = await self._socket.recv_multipart()
-            self._counts["messages_in"] += 1
-            self._counts["bytes_in"] += sum(map(len, frames))
-            try:
-                message = decode_learner(frames, self._limits)
-            except WireError:
-                self._counts["refused"] += 1
-                raise
-            if not isinstance(message, TrajectoryAck):
-                return message
-            for batch_id in message.batch_ids:
-                _, batch = self._unacked.pop(batch_id, (0.0, ()))
-                self._num_unacked -= len(batch)
-            self._wake.set()
-            self._room.set()
-
-    def unacknowledged(self) -> list[SampleId]:
-        """List the finished samples that the learner has not acknowledged."""
-        sent = [trajectory.sample_id for _, batch in self._unacked.values() for trajectory in batch]
-        return sent + [sample[0].sample_id for sample in self._ready]
-
-    async def resend_unacknowledged(self, after_s: float = 0.0) -> None:
-        """Send again all trajectories unacknowledged for `after_s`; for example after a restart of the learner."""
-        for batch_id, (sent_s, batch) in list(self._unacked.items()):
-            if time.monotonic() - sent_s >= after_s and batch_id in self._unacked:
-                self._counts["resent"] += len(batch)
-                await self._send_batch(batch_id, batch)
-
-    def forget(self) -> None:
-        """Discard all unacknowledged trajectories."""
-        self._ready.clear()
-        self._unacked.clear()
-        self._num_unacked = 0
-        self._wake.set()
-        self._room.set()
+        frames = await self._socket.recv_multipart()
+        self._counts["messages_in"] += 1
+        self._counts["bytes_in"] += sum(map(len, frames))
+        try:
+            return decode_learner(frames, self._limits)
+        except WireError:
+            self._counts["refused"] += 1
+            raise
 
     def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(**self._counts, unacknowledged=self._num_unacked)
+        return ChannelStatistics(**self._counts)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
-        await cancel([self._sender])
         self._socket.close(1000)
 
-    async def _send_ready(self) -> None:
-        """Send all ready trajectories as a message, forever; resend messages whose acknowledgement is overdue."""
-        while True:
-            try:
-                async with asyncio.timeout(self._resend_after_s / 2):
-                    await self._wake.wait()
-            except TimeoutError:
-                await self.resend_unacknowledged(self._resend_after_s)
-            self._wake.clear()
-            while self._ready and len(self._unacked) < _MESSAGES_IN_FLIGHT:
-                self._last_batch_id += 1
-                await self._send_batch(self._last_batch_id, self._take_ready())
 
-    async def _send_batch(self, batch_id: int, batch: tuple[Trajectory, ...]) -> None:
-        self._unacked[batch_id] = (time.monotonic(), batch)
-        await self.send(TrajectoryBatch(self._worker_id, batch_id, batch))
-
-    def _take_ready(self) -> tuple[Trajectory, ...]:
-        """Take as many ready trajectories as fit into a message."""
-        batch: list[Trajectory] = []
-        num_bytes = 0
-        while self._ready and len(batch) < _BATCH_TRAJECTORIES:
-            num_bytes += _BYTES_PER_TOKEN * sum(trajectory.num_tokens for trajectory in self._ready[0])
-            if batch and num_bytes > self._max_batch_bytes:
-                break
-            batch += self._ready.popleft()
-        return tuple(batch)
+def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[str]) -> bool:
+    """Send without waiting, and count; returns False if the message is lost."""
+    # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
+    done = cast(asyncio.Future[object], socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
+    if done.exception() is not None:
+        counts["unroutable"] += 1
+        return False
+    counts["messages_out"] += 1
+    counts["bytes_out"] += sum(map(len, frames))
+    return True
 
 
 def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:

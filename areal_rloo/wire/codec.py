@@ -1,39 +1,52 @@
 """Messages to frames and back. Bytes from outside are checked here, once; the rest of the code trusts messages.
 
-A message is a list of frames: a header (wire version, message), and for a TrajectoryBatch four columns of raw
-little-endian numbers (`columns`).
+A message is a list of frames: a header (wire version, message), and for Results four columns of raw little-endian
+numbers (`columns`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 
 from areal_rloo.errors import DecodeError, WireVersionError
+from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
-from areal_rloo.wire.messages import WIRE_VERSION, LearnerMessage, PlainWorkerMessage, TrajectoryBatch, WorkerMessage
+from areal_rloo.wire.messages import (
+    WIRE_VERSION,
+    Failed,
+    Finished,
+    LearnerMessage,
+    PlainWorkerMessage,
+    Results,
+    WorkerMessage,
+)
 
 
-class _BatchHeader(msgspec.Struct, frozen=True, tag="trajectory_batch"):
-    worker_id: str
-    batch_id: int
+class _ResultsHeader(msgspec.Struct, frozen=True, tag="results"):
+    learner_id: str
+    number: int
+    leases: tuple[tuple[int, int], ...]  # of each finished duty: the lease id, and the number of trajectories
     trajectories: tuple[TrajectoryHeader, ...]
+    failed: tuple[Failed, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _version_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_worker_decoder = msgspec.msgpack.Decoder(PlainWorkerMessage | _BatchHeader)
+_worker_decoder = msgspec.msgpack.Decoder(PlainWorkerMessage | _ResultsHeader)
 _learner_decoder = msgspec.msgpack.Decoder(LearnerMessage)
 
 
 def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
     """Encode a message as frames."""
-    if not isinstance(message, TrajectoryBatch):
+    if not isinstance(message, Results):
         return [_encoder.encode((WIRE_VERSION, message))]
-    headers, columns = encode_columns(message.trajectories)
-    header = _BatchHeader(message.worker_id, message.batch_id, headers)
+    headers, columns = encode_columns([*chain.from_iterable(each.trajectories for each in message.finished)])
+    leases = tuple((each.lease_id, len(each.trajectories)) for each in message.finished)
+    header = _ResultsHeader(message.learner_id, message.number, leases, headers, message.failed)
     return [_encoder.encode((WIRE_VERSION, header)), *columns]
 
 
@@ -45,15 +58,32 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
         DecodeError: anything else is wrong; names the field and the reason. No bytes raise any other exception.
     """
     header = _header(frames, limits, _worker_decoder)
-    if isinstance(header, _BatchHeader):
+    if isinstance(header, _ResultsHeader):
         trajectories = decode_columns(header.trajectories, frames[1:], limits)
-        return TrajectoryBatch(header.worker_id, header.batch_id, trajectories)
+        finished = _by_duty(header.leases, trajectories)
+        return Results(header.learner_id, header.number, finished, header.failed)
     return header  # type: ignore[no-any-return]
 
 
 def decode_learner(frames: Sequence[Frame], limits: Limits) -> LearnerMessage:
     """Decode a message of the learner; raises as `decode_worker` does."""
     return _header(frames, limits, _learner_decoder)  # type: ignore[no-any-return]
+
+
+def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajectory]) -> tuple[Finished, ...]:
+    """Give each finished duty its trajectories.
+
+    Raises:
+        DecodeError: a duty has no trajectory, or trajectories of two samples, or the numbers do not add up.
+    """
+    if min((num for _, num in leases), default=1) < 1 or sum(num for _, num in leases) != len(trajectories):
+        raise DecodeError(f"results: expected {len(trajectories)} trajectories, at least 1 for each duty, got {leases}")
+    rest = iter(trajectories)
+    finished = tuple(Finished(lease_id, tuple(islice(rest, num))) for lease_id, num in leases)
+    for lease_id, made in finished:
+        if len({trajectory.sample_id for trajectory in made}) > 1:
+            raise DecodeError(f"results: expected trajectories of the same sample under lease {lease_id}")
+    return finished
 
 
 def _header(frames: Sequence[Frame], limits: Limits, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
@@ -75,6 +105,6 @@ def _header(frames: Sequence[Frame], limits: Limits, decoder: msgspec.msgpack.De
         header = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DecodeError(f"message: {error}") from error
-    if len(frames) > 1 and not isinstance(header, _BatchHeader):
+    if len(frames) > 1 and not isinstance(header, _ResultsHeader):
         raise DecodeError(f"message: expected 1 frame, got {len(frames)}")
     return header

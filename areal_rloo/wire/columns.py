@@ -159,8 +159,10 @@ def _cut(
     return tuple(trajectories)
 
 
-def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> None:
+def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> int:
     """Refuse every batch that would not arrive at the learner as it is, without encoding the arrays.
+
+    Returns an upper bound of the size of a message with the batch, in bytes.
 
     Raises:
         DecodeError: names the trajectory and the field, the expected and the actual value.
@@ -193,6 +195,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> No
         num_bytes += len(encoded) + 4 * (len(prompt) + 2 * num + 2 * len(runs) + len(rewards))
     if num_bytes > limits.max_message_bytes:
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {num_bytes}")
+    return num_bytes
 
 
 def _header(trajectory: Trajectory, version_runs: Sequence[tuple[int, int]]) -> TrajectoryHeader:

@@ -1,37 +1,65 @@
 """The whole protocol: every message between the learner (ROUTER) and a rollout worker (DEALER).
 
     worker                                   learner
-    Hello (capacity, held samples)      ─►   register the worker, reconcile the ledger
+    Hello (capacity, duties)            ─►   register the worker, reconcile the ledger with the duties
                                         ◄─   Welcome
                                         ◄─   Leases              whenever admission and the capacity allow
-    TrajectoryBatch (all that is ready) ─►   ledger
-                                        ◄─   TrajectoryAck       the worker may forget them
-    SampleFailed                        ─►   ledger: dropped with a reason
-    Heartbeat                           ─►
-                                        ◄─   HeartbeatReply      how many Leases were sent: a gap means some were lost
-                                        ◄─   WeightsNotice       opaque to the wire; the weights package reads it
+    Results (all that is ready)         ─►   ledger
+                                        ◄─   Ack                 the worker may forget the message
+    Heartbeat (digest of the duties)    ─►
+                                        ◄─   HeartbeatReply      newest lease; asks for a Hello if the digests differ
+                                        ◄─   WeightsCall         before a collective: who takes part?
+    WeightsReady                        ─►
+                                        ◄─   WeightsNotice       opaque to the wire; the weights package reads the body
     WeightsReceived | WeightsFailed     ─►
-                                        ◄─   Abort               samples to discard
+                                        ◄─   Abort               duties to discard
                                         ◄─   Drain               push finished samples, say Goodbye
     Goodbye                             ─►
 
-No side waits for an answer in lock step. Every message can come twice, and some can be lost with a connection: the
-learner acknowledges and ignores a repeated trajectory, the worker sends unacknowledged trajectories again, and a gap in
-the sequence reveals lost leases.
+No side waits for an answer in lock step, and every message can be lost, delayed or repeated:
+
+- A message that must arrive has a `number` that the worker never uses again. The worker keeps the message until the
+  learner acknowledges the number, and sends it again if the reply to a later heartbeat comes first.
+- A lease has an id that the learner never uses again. A *duty* is a sample under a lease, so an answer to an old lease
+  is no answer to a later lease of the same sample. A worker ignores leases up to the newest lease it has seen.
+- Everything that speaks of leases carries the `learner_id`, because the ids of an earlier learner mean other samples.
+- If the two ends disagree about the duties, the digest of the next heartbeat differs, and a Hello settles the matter.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
+
+
+class Duty(NamedTuple):
+    """A sample under a lease. The same sample under a later lease is another duty."""
+
+    lease_id: int
+    group_id: int
+    sample_index: int
+
+    @property
+    def sample_id(self) -> SampleId:
+        return self.group_id, self.sample_index
+
+
+def digest(duties: Iterable[Duty]) -> bytes:
+    """Return a digest of a set of duties, equal on every machine."""
+    return hashlib.blake2b(msgspec.msgpack.encode(sorted(duties)), digest_size=8).digest()
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """The right and duty to generate `sample_indices` of a group, granted by the learner's intake to a worker."""
 
+    lease_id: int  # grows with every lease of a learner
     group_id: int
     sample_indices: tuple[int, ...]  # all at first, the missing ones after a loss
     prompt_tokens: tuple[int, ...]
@@ -43,44 +71,59 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     def purpose(self) -> Purpose:
         return purpose_of(self.group_id)
 
+    @property
+    def duties(self) -> list[Duty]:
+        return [Duty(self.lease_id, self.group_id, index) for index in self.sample_indices]
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of a worker's engine since its start."""
+
+    idle_s: float = 0.0  # without work
+    generated_tokens: int = 0
+
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Worker to learner: at the start, after a gap in the leases, and after a restart of the engine."""
+    """Worker to learner: at the start, when the learner asks, and after a restart of the engine."""
 
     worker_id: str  # stable over restarts of the worker, e.g. `rollout-0`
     incarnation: str  # differs at every start of the process
     capacity_samples: int  # unfinished train samples the worker accepts; evaluation samples come on top
     policy_version: int | None  # of the weights in the engine; None while the engine starts
-    held: tuple[SampleId, ...]  # running or unacknowledged; all other samples leased to this worker are lost
+    learner_id: str | None  # the learner of the duties; None before the first Welcome
+    number: int
+    newest_lease: int  # highest lease id seen from this learner
+    duties: tuple[Duty, ...]  # running or unacknowledged
+    work: Work
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Worker to learner, every `wire.heartbeat_s`."""
 
-    worker_id: str
+    learner_id: str | None  # as in Hello
+    number: int
+    newest_lease: int  # as in Hello
+    duties: bytes  # digest of the duties without a result on the way
     policy_version: int | None  # as in Hello
-    idle_s: float  # without work since the engine started
-    generated_tokens: int  # sampled since the engine started
+    newest_offer: int  # highest id of an offer of weights seen from this learner
+    receiving: bool  # True while a version is being received
+    work: Work
 
 
-class TrajectoryBatch(msgspec.Struct, frozen=True):
-    """Worker to learner: all ready trajectories. `batch_id` counts per worker incarnation.
+class Finished(NamedTuple):
+    """The trajectories of a duty: at least one, all of the same sample."""
 
-    The codec encodes the arrays as columns of raw little-endian numbers.
-    """
-
-    worker_id: str
-    batch_id: int
+    lease_id: int
     trajectories: tuple[Trajectory, ...]
 
 
-class SampleFailed(msgspec.Struct, frozen=True, tag="sample_failed"):
-    """Worker to learner: this sample will never be finished (a reward that raised, an episode that failed).
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """This duty will never be finished (a reward that raised, an episode that failed).
 
     The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far.
     """
 
-    worker_id: str
+    lease_id: int
     group_id: int
     sample_index: int
     reason: str
@@ -88,71 +131,112 @@ class SampleFailed(msgspec.Struct, frozen=True, tag="sample_failed"):
     completion: str
 
 
-class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
-    """Worker to learner: the engine runs this version, and the received bytes had this checksum."""
+class Results(msgspec.Struct, frozen=True):
+    """Worker to learner: all duties that have ended since the last Results.
 
-    worker_id: str
-    policy_version: int
+    The codec encodes the arrays of the trajectories as columns of raw little-endian numbers.
+    """
+
+    learner_id: str
+    number: int
+    finished: tuple[Finished, ...]
+    failed: tuple[Failed, ...] = ()
+
+
+class WeightsReady(msgspec.Struct, frozen=True, tag="weights_ready"):
+    """Worker to learner: the answer to a WeightsCall, sent as soon as no other version is being received."""
+
+    learner_id: str
+    offer_id: int
+
+
+class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
+    """Worker to learner: the engine runs the offered version, and the received bytes had this checksum."""
+
+    learner_id: str
+    number: int
+    offer_id: int
     checksum: int
 
 
 class WeightsFailed(msgspec.Struct, frozen=True, tag="weights_failed"):
-    """Worker to learner: this broadcast did not arrive whole; the engine does not run it."""
+    """Worker to learner: the offered version did not arrive whole; the engine does not run it."""
 
-    worker_id: str
-    policy_version: int
+    learner_id: str
+    number: int
+    offer_id: int
     detail: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """Worker to learner: the worker holds no sample and stops."""
+    """Worker to learner: the worker stops, with all duties given back."""
 
-    worker_id: str
+    learner_id: str | None
+    work: Work
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Learner to worker: the answer to a Hello. `learner_id` differs at every start of the learner."""
+    """Learner to worker: the answer to the Hello of this number. `learner_id` differs at every start of the learner.
+
+    The learner began with the weights of `began_version`. Later versions of an earlier learner are other weights.
+    """
 
     learner_id: str
-    policy_version: int
+    number: int
+    began_version: int
 
 
 class Leases(msgspec.Struct, frozen=True, tag="leases"):
-    """Learner to worker: start all of these together. `sequence` counts the Leases sent to this worker, from 1."""
+    """Learner to worker: start all of these together."""
 
-    sequence: int
+    learner_id: str
     leases: tuple[Lease, ...]
 
 
-class TrajectoryAck(msgspec.Struct, frozen=True, tag="trajectory_ack"):
-    """Learner to worker: the trajectories of these batches are in the ledger."""
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Learner to worker: the learner has this message."""
 
-    batch_ids: tuple[int, ...]
+    number: int
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
-    """Learner to worker. `lease_sequence` is that of the last Leases sent since the Hello; -1: say Hello."""
+    """Learner to worker. `number` is that of the heartbeat; `newest_lease` that of the last lease sent to the worker.
+
+    With `say_hello`, the learner does not know the worker, or knows other duties.
+    """
 
     learner_id: str
-    policy_version: int
-    lease_sequence: int
+    number: int
+    began_version: int  # as in Welcome
+    newest_lease: int
+    say_hello: bool
+
+
+class WeightsCall(msgspec.Struct, frozen=True, tag="weights_call"):
+    """Learner to worker: a version is about to be sent to all workers together; answer to take part."""
+
+    learner_id: str
+    offer_id: int
 
 
 class WeightsNotice(msgspec.Struct, frozen=True, tag="weights_notice"):
     """Learner to worker: a version is on offer. Only `areal_rloo.weights` encodes and reads `body`."""
 
+    learner_id: str
+    offer_id: int
     policy_version: int
     body: bytes
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Learner to worker: cancel these samples and discard the results."""
+    """Learner to worker: cancel these duties."""
 
-    sample_ids: tuple[SampleId, ...]
+    learner_id: str
+    duties: tuple[Duty, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Learner to worker: cancel running samples, push finished ones, say Goodbye, stop."""
+    """Learner to worker: cancel all duties, say Goodbye, stop."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -161,6 +245,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     detail: str
 
 
-PlainWorkerMessage = Hello | Heartbeat | SampleFailed | WeightsReceived | WeightsFailed | Goodbye  # without columns
-WorkerMessage = PlainWorkerMessage | TrajectoryBatch
-LearnerMessage = Welcome | Leases | TrajectoryAck | HeartbeatReply | WeightsNotice | Abort | Drain | Refusal
+PlainWorkerMessage = Hello | Heartbeat | WeightsReady | WeightsReceived | WeightsFailed | Goodbye  # without columns
+WorkerMessage = PlainWorkerMessage | Results
+NumberedMessage = Results | WeightsReceived | WeightsFailed  # kept until acknowledged
+LearnerMessage = Welcome | Leases | Ack | HeartbeatReply | WeightsCall | WeightsNotice | Abort | Drain | Refusal

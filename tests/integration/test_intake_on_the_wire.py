@@ -1,9 +1,8 @@
 """The intake on a thread, and workers with real sockets."""
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,22 +10,21 @@ import numpy as np
 import pytest
 import torch
 from support.intakes import MANIFEST, make_broadcaster, make_intake
+from support.workers import ENGINE, LIMITS, Played
 
 from areal_rloo.errors import UserError
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.rollout.protocol import Orders, WorkerProtocol
 from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.manifest import gather
-from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
-from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Hello, Lease, Leases, SampleFailed, WeightsNotice
+from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.messages import Duty, Failed, Lease
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
-
-LIMITS = Limits()
 
 
 def _intake(
@@ -34,7 +32,7 @@ def _intake(
 ) -> IntakeService:
     broadcaster = make_broadcaster(folder)
     return IntakeService(
-        make_intake(broadcaster, *overrides, ledger=ledger, stream=stream),
+        make_intake(broadcaster.offers, *overrides, ledger=ledger, stream=stream),
         broadcaster,
         lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
         heartbeat_s=1,
@@ -42,34 +40,42 @@ def _intake(
 
 
 async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event) -> None:
-    worker = WorkerChannel(
-        f"tcp://127.0.0.1:{port}", worker_id=worker_id, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
-    )
-    await worker.send(Hello(worker_id, "1", 0, 0, ()))
-    message = await worker.receive()
-    welcomed.set()
-    while not isinstance(message, Drain):
-        message = await worker.receive()
+    worker = Played.at(port, worker_id, capacity_samples=0)
+    drained = False
+
+    def obey(orders: Orders) -> None:
+        nonlocal drained
+        welcomed.set()
+        drained |= orders.drain
+
+    await worker.serve(obey, until=lambda: drained)
     await may_leave.wait()
-    await worker.send(Goodbye(worker_id))
-    await worker.close()
+    worker.channel.send(worker.protocol.goodbye(ENGINE))
+    worker.channel.close()
 
 
 async def _answer_leases(
-    port: int, waiting: threading.Thread, answer: Callable[[WorkerChannel, Lease, int], Awaitable[None]]
+    port: int, until: Callable[[], bool], answer: Callable[[WorkerProtocol, Lease, Duty], object]
 ) -> None:
-    """Answer every leased sample, as a worker does, until the wait for the batch ends."""
-    worker = WorkerChannel(
-        f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
-    )
-    await worker.send(Hello("w", "1", 8, 0, ()))
-    while waiting.is_alive():
-        with contextlib.suppress(TimeoutError):
-            message = await asyncio.wait_for(worker.receive(), 0.1)
-            for lease in message.leases if isinstance(message, Leases) else ():
-                for index in lease.sample_indices:
-                    await answer(worker, lease, index)
-    await worker.close()
+    """Answer every leased sample, as a worker does, until the condition is true."""
+    worker = Played.at(port)
+
+    def obey(orders: Orders) -> None:
+        for lease in orders.start:
+            for duty in lease.duties:
+                answer(worker.protocol, lease, duty)
+
+    await worker.serve(obey, until=until)
+    worker.channel.close()
+
+
+def _completion(num: int) -> Completion:
+    return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
+
+
+def _trajectory(lease: Lease, duty: Duty, *, num_tokens: int = 1, reward: float = 1.0) -> Trajectory:
+    prompt = np.array(lease.prompt_tokens, np.int32)
+    return Trajectory(*duty.sample_id, prompt, _completion(num_tokens), reward)
 
 
 def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> None:
@@ -110,23 +116,10 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     def warned() -> bool:
         return any("low_reward_std" in record.getMessage() for record in caplog.records)
 
-    async def answer_every_lease() -> None:
-        worker = WorkerChannel(
-            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None
-        )
-        await worker.send(Hello("w", "1", 4, 0, ()))
-        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
-        num_answered = 0
-        while not warned() and num_answered < 5000:
-            message = await worker.receive()
-            for lease in message.leases if isinstance(message, Leases) else ():
-                for index in lease.sample_indices:
-                    prompt = np.array(lease.prompt_tokens, np.int32)
-                    await worker.push(Trajectory(lease.group_id, index, prompt, completion, 1.0))
-                    num_answered += 1
-        await worker.close()
+    def answer(protocol: WorkerProtocol, lease: Lease, duty: Duty) -> None:
+        protocol.finish(duty, [_trajectory(lease, duty)], 100)
 
-    asyncio.run(answer_every_lease())
+    asyncio.run(asyncio.wait_for(_answer_leases(port, warned, answer), 60))
     intake.begin_drain()
     waiting.join(timeout=120)
     intake.close()
@@ -146,12 +139,12 @@ def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> N
         except UserError as error:
             raised.append(error)
 
-    async def fail(worker: WorkerChannel, lease: Lease, index: int) -> None:
-        await worker.send(SampleFailed("w", lease.group_id, index, "reward_error", "ValueError: no", ""))
+    def fail(protocol: WorkerProtocol, lease: Lease, duty: Duty) -> None:
+        protocol.fail(Failed(*duty, "reward_error", "ValueError: no", ""), 100)
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, fail), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(port, lambda: not waiting.is_alive(), fail), 60))
     waiting.join()
     intake.close()
     assert "the first: reward_error: ValueError: no" in str(raised[0])
@@ -163,14 +156,15 @@ def test_a_restarted_worker_is_offered_the_version_its_process_lost(tmp_path: Pa
     offers: list[tuple[str, int]] = []
 
     async def offered(incarnation: str) -> None:
-        worker = WorkerChannel(
-            f"tcp://127.0.0.1:{port}", worker_id="w", incarnation=incarnation, limits=LIMITS, max_unacked=8, keys=None
-        )
-        await worker.send(Hello("w", incarnation, 0, 0, ()))
-        while not isinstance(message := await worker.receive(), WeightsNotice):
-            pass
-        offers.append((incarnation, message.policy_version))
-        await worker.close()  # without a word, as a killed process
+        worker = Played.at(port, "w", incarnation, capacity_samples=0)
+        num = len(offers)
+
+        def obey(orders: Orders) -> None:
+            if orders.receive is not None:
+                offers.append((incarnation, orders.receive.policy_version))
+
+        await worker.serve(obey, until=lambda: len(offers) > num)
+        worker.channel.close()  # without a word, as a killed process
 
     async def scenario() -> None:
         intake.commit(1, partial(gather, MANIFEST, [("w", torch.ones(8))]), evaluate=False)
@@ -194,15 +188,12 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
     waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))
     waiting.start()
 
-    def completion(num: int) -> Completion:
-        return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
-
-    async def answer(worker: WorkerChannel, lease: Lease, index: int) -> None:
-        prompt = np.array(lease.prompt_tokens, np.int32)
+    def answer(protocol: WorkerProtocol, lease: Lease, duty: Duty) -> None:
+        index = duty.sample_index
         num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
-        await worker.push(Trajectory(lease.group_id, index, prompt, completion(num), float(index)))
+        protocol.finish(duty, [_trajectory(lease, duty, num_tokens=num, reward=float(index))], 2000)
 
-    asyncio.run(asyncio.wait_for(_answer_leases(port, waiting, answer), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(port, lambda: not waiting.is_alive(), answer), 60))
     waiting.join()
     statistics = intake.statistics()
     intake.close()
@@ -221,47 +212,10 @@ def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> N
     assert prompt is not None
     group = ledger.admit(prompt, group_size=3, admission_version=0, deadline=1)
     for index, num in enumerate((5, 500, 6)):
-        tokens, versions = np.full(num, 2, np.int32), np.zeros(num, np.int32)
-        completion = Completion(tokens, np.full(num, -1, np.float32), versions, "stop")
-        ledger.lease((0, index), "w")
-        ledger.finish([Trajectory(0, index, np.array([1, 2], np.int32), completion, float(index))])
+        trajectory = Trajectory(0, index, np.array([1, 2], np.int32), _completion(num), float(index))
+        group.samples[index].finish([trajectory])
     assert group.complete
     intake = _intake(tmp_path, "learner.microbatch_tokens=200", ledger=ledger, stream=stream)
     intake.close()
     assert sorted(group.samples) == [0, 2]
     assert ledger.counts().dropped == {"too_long": 1}
-
-
-def test_trajectories_of_an_earlier_learner_are_ignored_before_the_hello(tmp_path: Path) -> None:
-    """The trajectories waited in the socket while no learner ran. Their group ids may name other prompts now."""
-    intake = _intake(tmp_path, "algorithm.group_size=2")
-    port = intake.channel.port
-
-    async def scenario() -> None:
-        early, late = (
-            WorkerChannel(
-                f"tcp://127.0.0.1:{port}", worker_id=name, incarnation="1", limits=LIMITS, max_unacked=8, keys=None
-            )
-            for name in ("early", "late")
-        )
-        await late.send(Hello("late", "1", 2, 0, ()))
-        while not isinstance(await late.receive(), Leases):
-            pass
-        completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
-        trajectory = Trajectory(0, 0, np.array([1, 2], np.int32), completion, 1.0)
-        await early.push(trajectory)
-        while early.statistics().messages_out == 0:  # noqa: ASYNC110 - its sender has a task of its own
-            await asyncio.sleep(0.01)
-        await early.send(Hello("early", "1", 0, 0, ((0, 0),)))
-        await early.receive()  # so what was pushed before is there
-        assert intake.statistics().ledger.buffered == 0
-        assert early.unacknowledged() == [(0, 0)]
-        await late.push(trajectory)
-        while late.unacknowledged() or not intake.statistics().ledger.buffered:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(late.receive(), 0.1)
-        await early.close()
-        await late.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-    intake.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.intakes import make_offers
 from support.model_versions import model_of
 from support.sglang_support import engine_on_fake
 
@@ -30,16 +32,18 @@ from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Abort,
+    Ack,
     Drain,
+    Duty,
+    Failed,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
     Hello,
+    LearnerMessage,
     Lease,
     Leases,
-    SampleFailed,
-    TrajectoryAck,
-    TrajectoryBatch,
+    Results,
     WeightsFailed,
     WeightsNotice,
     WeightsReceived,
@@ -64,30 +68,49 @@ class _Learner:
     """The learner's end of the wire, driven by a test."""
 
     acknowledges = True
+    learner_id = "learner"
 
     def __init__(self, channel: LearnerChannel) -> None:
         self.channel = channel
         self.peer = ""
         self.finished: list[SampleId] = []
-        self.failed: list[SampleFailed] = []
+        self.failed: list[Failed] = []
         self.last: Hello | Goodbye | None = None
+        self.beat: Heartbeat | None = None
+
+    def send(self, message: LearnerMessage) -> None:
+        assert self.channel.send(self.peer, message)
 
     async def until(self, done: Callable[[], bool]) -> None:
+        """Take messages until the condition is true, or until a Hello or Goodbye comes."""
         while not done():
             self.peer, message = await self.channel.receive()
-            if isinstance(message, TrajectoryBatch):
-                self.finished += [trajectory.sample_id for trajectory in message.trajectories]
+            if isinstance(message, Results):
+                self.finished += [each.trajectories[0].sample_id for each in message.finished]
+                self.failed += message.failed
                 if self.acknowledges:
-                    self.channel.send(self.peer, TrajectoryAck((message.batch_id,)))
-            elif isinstance(message, SampleFailed):
-                self.failed.append(message)
+                    self.send(Ack(message.number))
+            elif isinstance(message, Heartbeat):
+                self.beat = message
             elif isinstance(message, Hello | Goodbye):
                 self.last = message
                 return
 
-    def lease(self, *, sequence: int, min_version: int = 0) -> None:
-        lease = Lease(7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), min_version, 3)
-        self.channel.send(self.peer, Leases(sequence, (lease,)))
+    async def meet(self) -> None:
+        await self.until(lambda: False)
+        assert isinstance(self.last, Hello)
+        self.send(Welcome(self.learner_id, self.last.number, 0))
+
+    def lease(self, lease_id: int, min_version: int = 0) -> list[Duty]:
+        lease = Lease(lease_id, 7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), min_version, 3)
+        self.send(Leases(self.learner_id, (lease,)))
+        return lease.duties
+
+    async def reply(self, learner_id: str, began_version: int) -> None:
+        """Answer a heartbeat as this learner."""
+        await self.until(lambda: self.beat is not None)
+        assert self.beat is not None
+        self.send(HeartbeatReply(learner_id, self.beat.number, began_version, 0, True))
 
 
 def _play(
@@ -122,7 +145,7 @@ async def _work(
     learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
     channel = WorkerChannel(
         f"tcp://127.0.0.1:{learner.channel.port}",
-        worker_id="w", incarnation="1", limits=LIMITS, max_unacked=64, keys=None,
+        worker_id="w", incarnation="1", limits=LIMITS, keys=None,
     )  # fmt: skip
     rewards: Rewards = _Right()
     receiver = Receiver(
@@ -146,15 +169,14 @@ async def _work(
     running = asyncio.create_task(worker.run())
     try:
         async with asyncio.timeout(60):
-            await learner.until(lambda: False)  # Hello
-            learner.channel.send(learner.peer, Welcome("learner", 0))
+            await learner.meet()
             await scenario(learner)
             learner.channel.send(learner.peer, Drain())
             await asyncio.wait([running])
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await channel.close()
+        channel.close()
         learner.channel.close()
     return None if running.cancelled() else running.exception()
 
@@ -163,10 +185,10 @@ def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: di
     """This happens to a worker that missed heartbeats and returns."""
 
     async def scenario(learner: _Learner) -> None:
-        learner.lease(sequence=1, min_version=99)  # waits for weights that never come
+        duties = learner.lease(1, min_version=99)  # waits for weights that never come
         await asyncio.sleep(0.3)
-        learner.channel.send(learner.peer, Abort(((7, 0), (7, 1))))
-        learner.lease(sequence=2)
+        learner.send(Abort("learner", tuple(duties)))
+        learner.lease(2)
         await learner.until(lambda: len(learner.finished) == 2)
         assert sorted(learner.finished) == [(7, 0), (7, 1)]
         assert learner.failed == []
@@ -205,7 +227,7 @@ def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) 
     for wrong, words in ((_cancelled, "cancelled itself"), (_crashed, "no such thing"), (_unsendable, "can be sent")):
 
         async def scenario(learner: _Learner, words: str = words) -> None:
-            learner.lease(sequence=1)
+            learner.lease(1)
             await learner.until(lambda: len(learner.finished) == len(learner.failed) == 1)
             assert learner.finished == [(7, 1)]
             (failure,) = learner.failed
@@ -215,87 +237,55 @@ def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) 
         assert _play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
 
 
-def test_a_worker_that_cannot_send_ends_with_the_reason(tiny_folders: dict[str, Path]) -> None:
-    sending: list[asyncio.Task[object]] = []
+def test_a_protocol_that_breaks_ends_the_worker_with_the_reason(tiny_folders: dict[str, Path]) -> None:
+    """A task that serves others must not die unnoticed."""
     broke = asyncio.Event()
 
     class Broken(SingleTurn):
         async def run(
             self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat
         ) -> Sequence[Trajectory]:
-            sending.extend(one for one in asyncio.all_tasks() if "_send_ready" in str(one.get_coro()))
-            sending[0].get_coro().cr_frame.f_locals["self"]._ready.append(("not", "a sample"))  # type: ignore[union-attr]
+            (sending,) = (task for task in asyncio.all_tasks() if "_send_due" in str(task.get_coro()))
+            worker = sending.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
+            worker._protocol._ready.append(("not", "a", "sample"))
             broke.set()
             return await super().run(sample, engine, rewards, chat)
 
     async def scenario(learner: _Learner) -> None:
-        learner.lease(sequence=1)
+        learner.lease(1)
         await broke.wait()
-        await asyncio.wait(sending)
+        await learner.until(lambda: False)
+        assert isinstance(learner.last, Goodbye)
 
-    error = _play(tiny_folders["qwen2"], Broken(), scenario)
-    assert isinstance(error, AttributeError)
+    assert isinstance(_play(tiny_folders["qwen2"], Broken(), scenario), TypeError)
 
 
-def test_a_learner_with_an_older_version_ends_the_worker(
-    tiny_folders: dict[str, Path],
-) -> None:
+def test_a_learner_with_an_older_version_ends_the_worker(tiny_folders: dict[str, Path]) -> None:
     """Tokens of our version 57 would count as fresh under the new learner's version 57, which has other weights."""
 
     async def scenario(learner: _Learner) -> None:
-        learner.channel.send(learner.peer, Welcome("the same, from a checkpoint", 50))
-        await learner.until(lambda: False)  # Goodbye
+        await learner.reply("the same, from a checkpoint", 50)
+        await learner.until(lambda: False)
+        assert isinstance(learner.last, Goodbye)
 
     error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
     assert isinstance(error, WentBackError)
     assert "went back to version 50" in str(error)
 
 
-def test_a_reconnect_of_the_learner_changes_nothing(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(learner: _Learner) -> None:
-        learner.channel.send(learner.peer, Welcome("learner", 0))
-        learner.channel.send(learner.peer, Welcome("another, further on", 60))
-        learner.lease(sequence=1)
-        await learner.until(lambda: len(learner.finished) == 2)
-
-    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
-
-
-def test_a_learner_with_an_older_version_gets_no_hello(
-    tiny_folders: dict[str, Path],
-) -> None:
-    """The new learner receives heartbeats addressed to the previous learner, and answers each."""
-
-    async def scenario(learner: _Learner) -> None:
-        for _ in range(3):
-            learner.channel.send(learner.peer, HeartbeatReply("the same, from a checkpoint", 50, -1))
-        await learner.until(lambda: False)
-        assert isinstance(learner.last, Goodbye)
-
-    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
-    assert isinstance(error, WentBackError)
-
-
-def test_another_learner_gets_one_hello_and_no_old_samples(
-    tiny_folders: dict[str, Path],
-) -> None:
-    """Group 7 of the new learner may have another prompt. A second Hello would lose the leases in flight."""
+def test_another_learner_gets_a_hello_and_no_old_samples(tiny_folders: dict[str, Path]) -> None:
+    """Group 7 of the new learner may have another prompt."""
 
     async def scenario(learner: _Learner) -> None:
         learner.acknowledges = False
-        learner.lease(sequence=1)
+        learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 2)
-        for _ in range(3):
-            learner.channel.send(learner.peer, HeartbeatReply("another", 60, -1))
-        await learner.until(lambda: False)
+        learner.learner_id, learner.acknowledges = "another", True
+        await learner.reply("another", 57)
+        await learner.meet()
         assert isinstance(learner.last, Hello)
-        assert learner.last.held == ()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(learner.until(lambda: False), 1)
-            raise AssertionError("a second Hello")
-        learner.channel.send(learner.peer, Welcome("another", 60))
-        learner.acknowledges = True
-        learner.lease(sequence=1)
+        assert (learner.last.learner_id, learner.last.duties) == ("another", ())
+        learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 4)
 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
@@ -323,45 +313,43 @@ class _FirstVersionFails(_FirstVersionLost):
 
 
 async def _until_version(learner: _Learner, broadcaster: Broadcaster, version: int) -> list[WorkerMessage]:
-    """Carry messages between the worker and the broadcaster as the intake does; return those about weights."""
-    told: list[WorkerMessage] = []
+    """Carry messages between the worker and the offers as the intake does; return the answers to offers."""
+    offers, told = broadcaster.offers, []
     while broadcaster.statistics().versions != {"w": version}:
         _, message = await learner.channel.receive()
+        now_s = time.monotonic()
         match message:
-            case Hello():
-                broadcaster.join("w", message.policy_version)
-            case Heartbeat():
-                broadcaster.heard("w", message.policy_version)
-                continue
             case WeightsReceived():
-                broadcaster.acknowledge("w", message.policy_version, message.checksum)
+                offers.received("w", message.offer_id, message.checksum, number=message.number, now_s=now_s)
+                told.append(message)
             case WeightsFailed():
-                broadcaster.fail("w", message.policy_version, message.detail)
-        told.append(message)
+                offers.failed("w", message.offer_id, message.detail, number=message.number, now_s=now_s)
+                told.append(message)
+        broadcaster.changed()
     return told
 
 
-@pytest.mark.parametrize(("engine_type", "tells"), [(_FirstVersionLost, Hello), (_FirstVersionFails, WeightsFailed)])
+@pytest.mark.parametrize("engine_type", [_FirstVersionLost, _FirstVersionFails])
 def test_a_lost_first_version_is_reported_and_offered_again(
-    tiny_folders: dict[str, Path], tmp_path: Path, engine_type: type[EmbeddedEngine], tells: type[WorkerMessage]
+    tiny_folders: dict[str, Path], tmp_path: Path, engine_type: type[EmbeddedEngine]
 ) -> None:
     async def scenario(learner: _Learner) -> None:
         weights = list(model_of(tiny_folders["qwen2"], factor=1.5).named_parameters())
         manifest = build_manifest(weights, bucket_bytes=100_000)
         transport = SharedMemorySender(manifest, tmp_path / "segments")
-        broadcaster = Broadcaster(manifest=manifest, transport=transport, timeout_s=1.0)
+        broadcaster = Broadcaster(manifest=manifest, transport=transport, offers=make_offers())
 
-        def send_notice(worker_id: str, version: int, body: bytes) -> None:
-            learner.channel.send(learner.peer, WeightsNotice(version, body))
+        def send_notice(worker_id: str, offer_id: int, version: int, body: bytes) -> None:
+            learner.send(WeightsNotice("learner", offer_id, version, body))
 
-        broadcasting = asyncio.create_task(broadcaster.run(send_notice))
+        broadcasting = asyncio.create_task(broadcaster.run(lambda *call: None, send_notice))
         buckets = await broadcaster.stage()
         with torch.no_grad():
             gather(manifest, weights, buckets)
+        broadcaster.offers.join("w", 0)
         broadcaster.publish(1, buckets)
-        broadcaster.join("w", 0)
         lost, received = await _until_version(learner, broadcaster, 1)
-        assert isinstance(lost, tells), "the worker tells of the loss itself, before any timeout of the broadcast"
+        assert isinstance(lost, WeightsFailed), "the worker tells of the loss itself, before any timeout of the offer"
         assert isinstance(received, WeightsReceived)
         broadcasting.cancel()
         await asyncio.gather(broadcasting, return_exceptions=True)
@@ -380,7 +368,7 @@ def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Pa
             server.asked.clear()
 
             async def scenario(learner: _Learner) -> None:
-                learner.lease(sequence=1)
+                learner.lease(1)
                 await server.asked.wait()
                 server.refuses_the_key = True
                 await learner.until(lambda: False)

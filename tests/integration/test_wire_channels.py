@@ -9,33 +9,43 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from support.workers import make_channel
 
 from areal_rloo.errors import PreflightError
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Goodbye, Refusal, TrajectoryAck, TrajectoryBatch, Welcome
+from areal_rloo.wire.messages import (
+    Drain,
+    Finished,
+    Goodbye,
+    Hello,
+    Lease,
+    Leases,
+    Refusal,
+    Results,
+    Welcome,
+    Work,
+)
 from areal_rloo.wire.security import CurveKeys, load_keys, make_keys
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 LIMITS = Limits(max_message_bytes=2**22)
+GOODBYE = Goodbye(None, Work())
 
 
-def _trajectory(group_id: int, index: int = 0) -> Trajectory:
+def _results(number: int) -> Results:
     arrays = (np.ones(4, np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))
-    return Trajectory(group_id, index, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0)
+    trajectory = Trajectory(number, 0, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0)
+    return Results("learner", number, (Finished(number, (trajectory,)),))
 
 
-def _worker(port: int, **options: object) -> WorkerChannel:
-    values = {"worker_id": "w", "incarnation": "1", "limits": LIMITS, "max_unacked": 100, "keys": None, **options}
-    return WorkerChannel(f"tcp://127.0.0.1:{port}", **values)  # type: ignore[arg-type]
-
-
-async def _all_acknowledged(worker: WorkerChannel) -> None:
-    """Wait until the learner has acknowledged everything; another task must receive meanwhile."""
-    while worker.statistics().unacknowledged:  # noqa: ASYNC110 - the timeout is the scenario's
-        await asyncio.sleep(0.01)
+async def _worker(port: int, incarnation: str = "1", *, keys: CurveKeys | None = None) -> WorkerChannel:
+    """Return a connected worker."""
+    channel = make_channel(port, incarnation=incarnation, limits=LIMITS, keys=keys)
+    assert await channel.connected(30)
+    return channel
 
 
 def _run(scenario: Callable[[LearnerChannel], Awaitable[None]], keys: CurveKeys | None = None) -> None:
@@ -52,165 +62,62 @@ def _run(scenario: Callable[[LearnerChannel], Awaitable[None]], keys: CurveKeys 
 
 def test_messages_go_both_ways() -> None:
     async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port)
-        await worker.send(Goodbye("w"))
+        worker = await _worker(learner.port)
+        assert worker.send(GOODBYE)
         peer, message = await learner.receive()
-        assert message == Goodbye("w")
-        assert learner.send(peer, Welcome("x", 3))
-        assert await worker.receive() == Welcome("x", 3)
-        await worker.close()
+        assert message == GOODBYE
+        assert learner.send(peer, Welcome("x", 3, 0))
+        assert await worker.receive() == Welcome("x", 3, 0)
+        worker.close()
 
     _run(scenario)
 
 
-def test_ready_trajectories_share_messages_and_acks_free_the_outbox() -> None:
-    async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port)
-        receiving = asyncio.create_task(worker.receive())
-        for index in range(50):
-            await worker.push(_trajectory(index))
-        received, num_messages = [], 0
-        while len(received) < 50:
-            peer, message = await learner.receive()
-            assert isinstance(message, TrajectoryBatch)
-            received += [t.group_id for t in message.trajectories]
-            num_messages += 1
-            learner.send(peer, TrajectoryAck((message.batch_id,)))
-        assert received == list(range(50))
-        assert num_messages < 25
-        await _all_acknowledged(worker)
-        assert worker.unacknowledged() == []
-        receiving.cancel()
-        await worker.close()
+def test_a_message_to_a_learner_that_is_away_is_lost_at_once() -> None:
+    """The protocol sends again. Messages of hours must not flood a learner that returns."""
 
-    _run(scenario)
-
-
-def test_the_trajectories_of_a_sample_travel_in_the_same_message() -> None:
-    """The learner receives all trajectories of the sample or none."""
-
-    async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port, max_unacked=10_000)
-        receiving = asyncio.create_task(worker.receive())
-        for index in range(60):
-            await worker.push(*(_trajectory(index) for _ in range(1 + index % 7)))
-        assert worker.unacknowledged().count((0, 0)) == 1
-        counts: dict[int, int] = {}
-        while len(counts) < 60:
-            peer, message = await learner.receive()
-            assert isinstance(message, TrajectoryBatch)
-            groups = [trajectory.group_id for trajectory in message.trajectories]
-            assert not counts.keys() & set(groups)
-            counts |= {group: groups.count(group) for group in groups}
-            learner.send(peer, TrajectoryAck((message.batch_id,)))
-        assert counts == {index: 1 + index % 7 for index in range(60)}
-        await _all_acknowledged(worker)
-        receiving.cancel()
-        await worker.close()
-
-    _run(scenario)
-
-
-def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
-    async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port)
-        receiving = asyncio.create_task(worker.receive())
-        sizes, last = [], ("", 0)
-
-        async def receive_one() -> None:
-            nonlocal last
-            peer, message = await learner.receive()
-            assert isinstance(message, TrajectoryBatch)
-            sizes.append(len(message.trajectories))
-            last = (peer, message.batch_id)
-
-        for index in range(16):
-            await worker.push(_trajectory(index))
-            await receive_one()  # so each goes alone
-        for index in range(16, 40):
-            await worker.push(_trajectory(index))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(receive_one(), 0.2)
-        learner.send(last[0], TrajectoryAck((1,)))
-        await receive_one()
-        assert sizes == [1] * 16 + [24]
-        assert len(worker.unacknowledged()) == 39
-        receiving.cancel()
-        await worker.close()
-
-    _run(scenario)
-
-
-def test_a_large_trajectory_is_sent_alone() -> None:
-    async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port)  # LIMITS: 4 MiB a message, so batches of 2 MiB
-        num = 200_000
-        arrays = (np.ones(num, np.int32), -np.ones(num, np.float32), np.zeros(num, np.int32))
-        for index in range(4):
-            await worker.push(Trajectory(index, 0, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0))
-        for _ in range(4):
-            _, message = await learner.receive()
-            assert isinstance(message, TrajectoryBatch)
-            assert len(message.trajectories) == 1
-        await worker.close()
-
-    _run(scenario)
-
-
-def test_push_blocks_while_too_many_samples_are_unacknowledged() -> None:
-    async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port, max_unacked=3)
-        receiving = asyncio.create_task(worker.receive())
-        for index in range(3):
-            await worker.push(_trajectory(index))
-        blocked = asyncio.create_task(worker.push(_trajectory(3)))
-        await asyncio.sleep(0.1)
-        assert not blocked.done()
-        peer, message = await learner.receive()
-        assert isinstance(message, TrajectoryBatch)
-        learner.send(peer, TrajectoryAck((message.batch_id,)))
-        await blocked
-        receiving.cancel()
-        await worker.close()
-
-    _run(scenario)
-
-
-def test_a_restarted_learner_gets_all_unacknowledged_trajectories() -> None:
     async def main() -> None:
         first = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
-        port = first.port
-        worker = _worker(port, resend_after_s=0.5)
-        receiving = asyncio.create_task(worker.receive())
-        for index in range(20):
-            await worker.push(_trajectory(index))
-        await first.receive()
-        first.close()  # nothing was acknowledged
-        await asyncio.sleep(0.2)
-        second = LearnerChannel.bind("127.0.0.1", port, limits=LIMITS, keys=None)
-        for index in range(20, 30):
-            await worker.push(_trajectory(index))
-        seen: set[int] = set()
-        async with asyncio.timeout(20):
-            while len(seen) < 30:
-                peer, message = await second.receive()
-                assert isinstance(message, TrajectoryBatch)
-                seen |= {t.group_id for t in message.trajectories}
-                second.send(peer, TrajectoryAck((message.batch_id,)))
-        await _all_acknowledged(worker)
-        assert worker.statistics().resent > 0
-        receiving.cancel()
-        await worker.close()
+        worker = await _worker(first.port)
+        first.close()
+        number = 0
+        while worker.send(_results(number)):  # until the connection is known to be gone
+            number += 1
+            await asyncio.sleep(0.01)
+        assert worker.statistics().unroutable == 1
+        second = LearnerChannel.bind("127.0.0.1", first.port, limits=LIMITS, keys=None)
+        assert await worker.connected(30)
+        assert worker.send(GOODBYE)
+        assert (await second.receive())[1] == GOODBYE
+        worker.close()
         second.close()
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def _push_for_ever(port: int) -> None:
+def test_many_leases_are_split_into_messages_under_the_limit() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        worker = await _worker(learner.port)
+        worker.send(GOODBYE)
+        peer, _ = await learner.receive()
+        leases = tuple(Lease(number, -number, (0,), (70_000,) * 5000, Item("?"), 0, 0) for number in range(1, 501))
+        assert learner.send(peer, Leases("learner", leases))
+        came: list[Lease] = []
+        while len(came) < len(leases):
+            message = await worker.receive()
+            assert isinstance(message, Leases)
+            came += message.leases
+        assert tuple(came) == leases
+        worker.close()
+
+    _run(scenario)
+
+
+def _send_for_ever(port: int) -> None:
     async def main() -> None:
-        worker = _worker(port, incarnation="killed")
-        for index in range(10**9):
-            await worker.push(_trajectory(index))
+        worker = await _worker(port, "killed")
+        for number in range(10**9):
+            worker.send(_results(number))
             await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -218,22 +125,46 @@ def _push_for_ever(port: int) -> None:
 
 def test_a_worker_killed_while_sending_leaves_whole_messages() -> None:
     async def scenario(learner: LearnerChannel) -> None:
-        process = multiprocessing.get_context("spawn").Process(target=_push_for_ever, args=(learner.port,))
+        process = multiprocessing.get_context("spawn").Process(target=_send_for_ever, args=(learner.port,))
         process.start()
         await learner.receive()
         assert process.pid is not None
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        worker = _worker(learner.port, incarnation="next")
-        await worker.push(_trajectory(-5))
-        while True:
-            _, message = await learner.receive()
-            assert isinstance(message, TrajectoryBatch)
-            if message.trajectories[0].group_id == -5:
-                break
+        worker = await _worker(learner.port, "next")
+        worker.send(GOODBYE)
+        while (await learner.receive())[1] != GOODBYE:
+            pass
         assert learner.statistics().refused == 0
-        await worker.close()
+        worker.close()
+
+    _run(scenario)
+
+
+def _say_hello(port: int) -> None:
+    async def main() -> None:
+        worker = await _worker(port, "killed")
+        worker.send(Hello("w", "killed", 4, 0, None, 1, 0, (), Work()))
+        await worker.receive()
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_killed_process_is_noticed_at_once() -> None:
+    async def scenario(learner: LearnerChannel) -> None:
+        process = multiprocessing.get_context("spawn").Process(target=_say_hello, args=(learner.port,))
+        process.start()
+        peer, _ = await learner.receive()
+        disconnected = asyncio.create_task(learner.disconnected())
+        other = await _worker(learner.port, "other")
+        other.send(Hello("other", "1", 4, 0, None, 1, 0, (), Work()))
+        await learner.receive()
+        assert not disconnected.done()
+        process.kill()
+        assert await disconnected == peer
+        process.join()
+        other.close()
 
     _run(scenario)
 
@@ -244,15 +175,15 @@ def test_invalid_messages_are_counted_and_do_not_stall_other_peers() -> None:
         vandal.connect(f"tcp://127.0.0.1:{learner.port}")
         for number in range(500):
             vandal.send_multipart([bytes([number % 256]) * (number % 50), b"x"])
-        worker = _worker(learner.port)
-        await worker.send(Goodbye("w"))
-        assert (await learner.receive())[1] == Goodbye("w")
+        worker = await _worker(learner.port)
+        worker.send(GOODBYE)
+        assert (await learner.receive())[1] == GOODBYE
         while learner.statistics().refused < 500:
             await asyncio.wait([asyncio.create_task(_ignored(learner))], timeout=0.05)
         assert vandal.poll(2000)
         assert b"refusal" in vandal.recv()
         vandal.close(0)
-        await worker.close()
+        worker.close()
 
     _run(scenario)
 
@@ -278,16 +209,17 @@ def test_under_curve_the_messages_of_a_peer_without_the_key_are_lost(tmp_path: P
     make_keys(tmp_path / "other")
 
     async def scenario(learner: LearnerChannel) -> None:
-        stranger = _worker(learner.port, incarnation="plain")
-        forger = _worker(learner.port, incarnation="forged", keys=_forged(tmp_path))
-        worker = _worker(learner.port, keys=load_keys(tmp_path / "keys", end="worker"))
-        await stranger.send(Goodbye("stranger"))
-        await forger.send(Goodbye("forger"))
-        await asyncio.sleep(0.3)
-        await worker.send(Goodbye("w"))
-        assert (await learner.receive())[1] == Goodbye("w")
+        stranger = make_channel(learner.port, incarnation="plain")
+        forger = make_channel(learner.port, incarnation="forged", keys=_forged(tmp_path))
+        assert not await stranger.connected(0.3)
+        assert not await forger.connected(0.3)
+        worker = await _worker(learner.port, keys=load_keys(tmp_path / "keys", end="worker"))
         for channel in (stranger, forger, worker):
-            await channel.close()
+            channel.send(GOODBYE)
+        await learner.receive()
+        assert learner.statistics().messages_in == 1
+        for channel in (stranger, forger, worker):
+            channel.close()
 
     _run(scenario, keys=load_keys(tmp_path / "keys", end="learner"))
 
@@ -319,14 +251,14 @@ def test_an_open_address_without_keys_and_a_taken_port_are_refused() -> None:
 
 def test_an_unreadable_message_is_answered_with_the_reason() -> None:
     async def scenario(learner: LearnerChannel) -> None:
-        worker = _worker(learner.port)
-        await worker._socket.send_multipart([b"\x92\x05\x80"])  # wire version 5
+        worker = await _worker(learner.port)
+        await worker._socket.send_multipart([b"\x92\x04\x80"])  # wire version 4
         receiving = asyncio.create_task(_ignored_for_ever(learner))
         message = await worker.receive()
         assert isinstance(message, Refusal)
-        assert "wire version 5" in message.detail
+        assert "wire version 4" in message.detail
         receiving.cancel()
-        await worker.close()
+        worker.close()
 
     _run(scenario)
 

@@ -1,5 +1,6 @@
 """Small weights to send, and a broadcaster and a receiver on private event loops, for tests on the main thread."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,10 @@ from areal_rloo.errors import WeightsError
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
+
+CALL_TIMEOUT_S = 0.5
 
 
 def tensors_of(version: int) -> list[tuple[str, Tensor]]:
@@ -35,33 +39,30 @@ class Broadcasting:
         manifest: Manifest,
         transport: SendTransport,
         timeout_s: float,
-        send_notice: Callable[[str, int, bytes], None],
+        send_call: Callable[[str, int], None],
+        send_notice: Callable[[str, int, int, bytes], None],
     ) -> None:
         self._loop = LoopThread("broadcast")
+        self._offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._broadcaster = self._loop.call(
-            lambda: Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
+            lambda: Broadcaster(manifest=manifest, transport=transport, offers=self._offers)
         )
-        self._loop.begin(self._broadcaster.run(send_notice), lambda task: task.cancelled() or task.result())
+        running = self._broadcaster.run(send_call, send_notice)
+        self._loop.begin(running, lambda task: task.cancelled() or task.result())
 
     def publish(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None]) -> None:
         buckets = self._loop.run(self._broadcaster.stage())
         fill(buckets)
         self._loop.call(self._broadcaster.publish, policy_version, buckets)
 
-    def join(self, worker_id: str, policy_version: int | None) -> None:
-        self._loop.call(self._broadcaster.join, worker_id, policy_version)
+    def tell(self, event: Callable[[Offers], object]) -> None:
+        """Tell the offers of an event of a worker, as the intake does."""
 
-    def heard(self, worker_id: str, policy_version: int | None) -> None:
-        self._loop.call(self._broadcaster.heard, worker_id, policy_version)
+        def told() -> None:
+            event(self._offers)
+            self._broadcaster.changed()
 
-    def leave(self, worker_id: str) -> None:
-        self._loop.call(self._broadcaster.leave, worker_id)
-
-    def acknowledge(self, worker_id: str, policy_version: int, checksum: int) -> None:
-        self._loop.call(self._broadcaster.acknowledge, worker_id, policy_version, checksum)
-
-    def fail(self, worker_id: str, policy_version: int, detail: str) -> None:
-        self._loop.call(self._broadcaster.fail, worker_id, policy_version, detail)
+        self._loop.call(told)
 
     def statistics(self) -> BroadcastStatistics:
         return self._loop.call(self._broadcaster.statistics)
@@ -72,27 +73,28 @@ class Broadcasting:
 
 
 class Receiving:
-    """A running receiver; the loop of the receiver calls `on_received` and `on_failed`."""
+    """A running receiver; the loop of the receiver calls `on_received` and `on_failed`, with the id of the offer."""
 
     def __init__(
         self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object], **options: Any
     ) -> None:
         self._loop = LoopThread("receive")
         self._receiver = self._loop.call(lambda: Receiver(**options))
+        self._offers: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._loop.begin(self._take(on_received, on_failed), lambda task: task.cancelled() or task.result())
 
     async def _take(self, on_received: Callable[[int, int], object], on_failed: Callable[[int, str], object]) -> None:
         while True:
-            notice = await self._receiver.offered()
+            offer_id, body = await self._offers.get()
             try:
-                await self._receiver.receive(notice)
+                checksum = await self._receiver.receive(body)
             except WeightsError as error:
-                on_failed(notice.policy_version, str(error))
+                on_failed(offer_id, str(error))
             else:
-                on_received(notice.policy_version, notice.checksum)
+                on_received(offer_id, checksum)
 
-    def offer(self, body: bytes) -> None:
-        self._loop.call(self._receiver.offer, body)
+    def offer(self, offer_id: int, body: bytes) -> None:
+        self._loop.call(self._offers.put_nowait, (offer_id, body))
 
     def close(self) -> None:
         self._loop.close()

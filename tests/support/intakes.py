@@ -12,18 +12,23 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
 MANIFEST = build_manifest([("w", torch.zeros(8))], bucket_bytes=1000)
 
 
+def make_offers() -> Offers:
+    return Offers(together=False, timeout_s=300.0, call_timeout_s=2.0)
+
+
 def make_broadcaster(folder: Path) -> Broadcaster:
     transport = SharedMemorySender(MANIFEST, folder / "segments")
-    return Broadcaster(manifest=MANIFEST, transport=transport, timeout_s=300.0)
+    return Broadcaster(manifest=MANIFEST, transport=transport, offers=make_offers())
 
 
 def make_intake(
-    broadcaster: Broadcaster, *overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None
+    offers: Offers, *overrides: str, ledger: Ledger | None = None, stream: PromptStream | None = None
 ) -> Intake:
     """An intake over eight prompts, without evaluation."""
     source = Source("all", [Item("1+1=?", "2")] * 8)
@@ -32,6 +37,7 @@ def make_intake(
         ledger=ledger or Ledger(),
         stream=stream or PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
-        versions=broadcaster,
+        offers=offers,
         policy_version=0,
+        learner_id="learner",
     )

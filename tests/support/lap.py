@@ -30,6 +30,7 @@ from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks import load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
@@ -61,15 +62,17 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
         tokenizer = load_tokenizer(str(folder))
         chat, stops = ChatFormat(tokenizer, config.data), stop_token_ids(str(folder), tokenizer)
         transport = SharedMemorySender(rank.manifest, scratch / "segments")
-        broadcaster = Broadcaster(manifest=rank.manifest, transport=transport, timeout_s=60)
+        offers = Offers(together=False, timeout_s=60, call_timeout_s=1)
+        broadcaster = Broadcaster(manifest=rank.manifest, transport=transport, offers=offers)
         train = load_train(config.data, seed=0)
         intake = Intake(
             config,
             ledger=Ledger(),
             stream=PromptStream(train, Tokenizer(chat, config.data), seed=0, num_epochs=None),
             evaluation=Evaluation([], lambda _: None),
-            versions=broadcaster,
+            offers=offers,
             policy_version=0,
+            learner_id="learner",
         )
         train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
         service = IntakeService(
@@ -100,9 +103,7 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
 
 async def _work(config: Config, engine: EmbeddedEngine, chat: ChatFormat, stops: tuple[int, ...], port: int) -> None:
     rewards = await make_scoring(config)
-    channel = WorkerChannel(
-        f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=Limits(), max_unacked=64, keys=None
-    )
+    channel = WorkerChannel(f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=Limits(), keys=None)
     receiver = Receiver(
         worker_id="w",
         policy_version=lambda: engine.statistics().policy_version,
@@ -125,7 +126,7 @@ async def _work(config: Config, engine: EmbeddedEngine, chat: ChatFormat, stops:
         await worker.run()
     finally:
         await rewards.close()
-        await channel.close()
+        channel.close()
 
 
 @contextmanager

@@ -33,11 +33,11 @@ class _Bench:
             Prompt(0, 0, (1,), Item("?")), group_size=len(rewards), admission_version=0, deadline=9
         )
         for index, reward in enumerate(rewards):
-            self.ledger.lease((group.group_id, index), "rollout-0")
             completion = Completion(np.array([2]), np.array([-1.0], np.float32), np.array([0]), "stop")
-            finished = self.ledger.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
-            assert finished is not None
-            self.buffer.settle(finished)
+            sample = group.samples[index]
+            sample.lease(1, "rollout-0")
+            sample.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
+            self.buffer.settle(group)
         return group.group_id
 
     def dropped(self) -> dict[str, int]:

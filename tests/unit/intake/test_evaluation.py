@@ -16,6 +16,26 @@ from areal_rloo.wire.messages import Lease
 PROMPTS = [Prompt(0, index, (index + 1,), Item(f"{index}?")) for index in range(5)]
 
 
+def _leases(evaluation: Evaluation) -> list[Lease]:
+    """Lease everything that waits."""
+    leases = []
+    for group_id, prompt, indices in evaluation.take_waiting():
+        for index in indices:
+            sample = evaluation.sample((group_id, index))
+            assert sample is not None
+            sample.lease(1, "w")
+        version, seed = evaluation.policy_version, evaluation.seed(group_id)
+        leases.append(Lease(1, group_id, indices, prompt.tokens, prompt.item, version, seed))
+    return leases
+
+
+def _lose(evaluation: Evaluation, lease: Lease, index: int = 0) -> None:
+    sample = evaluation.sample((lease.group_id, index))
+    assert sample is not None
+    sample.lose(1, started=True)
+    evaluation.wait_again((lease.group_id, index))
+
+
 def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
     completion = Completion(np.zeros(2, np.int32), np.zeros(2, np.float32), np.full(2, version, np.int32), "stop")
     return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)
@@ -25,7 +45,7 @@ def test_accuracy_is_the_mean_reward_at_the_version_of_the_tokens() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(5)
-    leases = evaluation.take_leases()
+    leases = _leases(evaluation)
     assert [lease.prompt_tokens for lease in leases] == [prompt.tokens for prompt in PROMPTS[:4]]
     assert {lease.min_version for lease in leases} == {5}
     for lease, reward in zip(leases, (1.0, 0.0, 1.0, 1.0), strict=True):
@@ -39,13 +59,13 @@ def test_a_version_due_during_an_evaluation_waits_and_the_newest_wins() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(1)
-    first = evaluation.take_leases()
+    first = _leases(evaluation)
     evaluation.request(2)
     evaluation.request(3)
-    assert evaluation.take_leases() == []
+    assert _leases(evaluation) == []
     for lease in first:
         evaluation.finish([_finished(lease, 1.0, 1)])
-    second = evaluation.take_leases()
+    second = _leases(evaluation)
     assert {lease.min_version for lease in second} == {3}
     assert not {lease.group_id for lease in first} & {lease.group_id for lease in second}
     assert [lease.prompt_tokens for lease in second] == [prompt.tokens for prompt in PROMPTS[:4]]
@@ -53,15 +73,15 @@ def test_a_version_due_during_an_evaluation_waits_and_the_newest_wins() -> None:
     assert not evaluation.finished
 
 
-def test_evaluation_handles_lost_repeated_and_failed_samples() -> None:
+def test_evaluation_handles_lost_and_failed_samples() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(0)
-    leases = evaluation.take_leases()
-    evaluation.lose((leases[0].group_id, 0))
-    assert evaluation.take_leases()[0].group_id == leases[0].group_id
+    leases = _leases(evaluation)
+    _lose(evaluation, leases[0])
+    assert _leases(evaluation)[0].group_id == leases[0].group_id
     evaluation.fail((leases[0].group_id, 0))
-    for lease in (*leases[1:], leases[1]):
+    for lease in leases[1:]:
         evaluation.finish([_finished(lease, 1.0, 0)])
     assert [record.accuracy for record in records] == [0.75]
 
@@ -69,11 +89,11 @@ def test_evaluation_handles_lost_repeated_and_failed_samples() -> None:
 def test_a_lost_sample_that_arrives_late_is_not_leased_again() -> None:
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:2])], lambda record: None)
     evaluation.request(0)
-    first, second = evaluation.take_leases()
-    evaluation.lose((first.group_id, 0))
+    first, second = _leases(evaluation)
+    _lose(evaluation, first)
     evaluation.finish([_finished(first, 1.0, 0)])
-    evaluation.lose((first.group_id, 0))
-    assert evaluation.take_leases() == []
+    assert evaluation.sample((first.group_id, 0)) is None
+    assert _leases(evaluation) == []
     evaluation.finish([_finished(second, 1.0, 0)])
     assert evaluation.finished
 
@@ -95,7 +115,7 @@ def _measured(*samples: list[tuple[float, str | None]]) -> EvalRecord:
     num_samples = len(samples[0])
     evaluation = Evaluation([EvalSet("mine", PROMPTS[: len(samples)], num_samples)], records.append)
     evaluation.request(1)
-    for lease, outcomes in zip(evaluation.take_leases(), samples, strict=True):
+    for lease, outcomes in zip(_leases(evaluation), samples, strict=True):
         assert lease.sample_indices == tuple(range(num_samples))
         for index, (reward, answer) in enumerate(outcomes):
             evaluation.finish([_sampled(lease, index, reward, answer)])
@@ -154,11 +174,11 @@ def test_several_sets_are_evaluated_together_with_a_record_each() -> None:
         [EvalSet("a", PROMPTS[:1], 2), EvalSet("b", PROMPTS[1:4]), EvalSet("empty", [])], records.append
     )
     evaluation.request(2)
-    leases = evaluation.take_leases()
+    leases = _leases(evaluation)
     assert [lease.sample_indices for lease in leases] == [(0, 1), (0,), (0,), (0,)]
     assert len({lease.group_id for lease in leases}) == 4
-    evaluation.lose((leases[0].group_id, 1))
-    (again,) = evaluation.take_leases()
+    _lose(evaluation, leases[0], 1)
+    (again,) = _leases(evaluation)
     assert (again.group_id, again.sample_indices, again.seed) == (leases[0].group_id, (1,), leases[0].seed)
     evaluation.request(3)
     for lease in leases[1:]:
@@ -168,4 +188,4 @@ def test_several_sets_are_evaluated_together_with_a_record_each() -> None:
     evaluation.finish([_sampled(leases[0], 0, 1.0, None), _sampled(leases[0], 0, 1.0, None)])
     evaluation.fail((leases[0].group_id, 1))
     assert [(record.name, record.accuracy, record.num_prompts) for record in records] == [("b", 1.0, 3), ("a", 0.5, 1)]
-    assert {lease.min_version for lease in evaluation.take_leases()} == {3}
+    assert {lease.min_version for lease in _leases(evaluation)} == {3}

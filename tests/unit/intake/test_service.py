@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 import zmq
-from support.intakes import MANIFEST, make_broadcaster, make_intake
+from support.intakes import MANIFEST, make_broadcaster, make_intake, make_offers
 from support.patience import PATIENCE_S, eventually
 from torch import Tensor
 
@@ -18,13 +18,13 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService, LoopThread
 from areal_rloo.tasks import Item, Source
-from areal_rloo.weights.broadcast import Broadcaster
+from areal_rloo.weights.broadcast import Broadcaster, SendCall, SendNotice
 from areal_rloo.weights.manifest import SharedMemoryOffer
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Heartbeat, Hello, WorkerMessage
+from areal_rloo.wire.messages import Heartbeat, Hello, Work, WorkerMessage
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
@@ -83,44 +83,43 @@ def test_a_signal_after_the_close_is_ignored() -> None:
 
 def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
     class Crashing(Broadcaster):
-        async def run(self, send_notice: Callable[[str, int, bytes], None]) -> None:
+        async def run(self, send_call: SendCall, send_notice: SendNotice) -> None:
             raise KeyError("a bug")
 
     transport = SharedMemorySender(MANIFEST, tmp_path / "segments")
-    broadcaster = Crashing(manifest=MANIFEST, transport=transport, timeout_s=1.0)
-    service = IntakeService(make_intake(broadcaster), broadcaster, _channel, heartbeat_s=1)
+    broadcaster = Crashing(manifest=MANIFEST, transport=transport, offers=make_offers())
+    service = IntakeService(make_intake(broadcaster.offers), broadcaster, _channel, heartbeat_s=1)
     with pytest.raises(KeyError, match="a bug"):
         service.take_batch()
     assert service.statistics().num_workers == 0, "statistics outlive a failure"
     service.close()
 
 
-def test_a_failed_offer_is_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [WeightsError("no store"), OSError(24, "Too many open files"), KeyError("a bug")])
+def test_a_failed_offer_is_repeated(tmp_path: Path, error: Exception) -> None:
     class Flaky(SharedMemorySender):
         failures = 1
 
         async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
             if self.failures:
                 self.failures -= 1
-                raise WeightsError("no file descriptor is left")
+                raise error
             return await super().offer(buckets, worker_ids)
 
     notices: list[int] = []
-    broadcaster = Broadcaster(manifest=MANIFEST, transport=Flaky(MANIFEST, tmp_path / "segments"), timeout_s=60.0)
+    transport = Flaky(MANIFEST, tmp_path / "segments")
+    broadcaster = Broadcaster(manifest=MANIFEST, transport=transport, offers=make_offers())
     loop = LoopThread("broadcast")
-    loop.begin(broadcaster.run(lambda worker_id, version, body: notices.append(version)), lambda task: None)
+    running = broadcaster.run(lambda *call: None, lambda worker_id, offer_id, version, body: notices.append(version))
+    loop.begin(running, lambda task: None)
 
     async def publish() -> None:
         broadcaster.publish(1, await broadcaster.stage())
 
     loop.run(publish())
-    loop.call(broadcaster.join, "w", 0)
-
-    def is_offered() -> bool:
-        loop.call(broadcaster.heard, "w", 0)
-        return notices == [1]
-
-    eventually(is_offered, "the version was not offered again")
+    loop.call(broadcaster.offers.join, "w", 0)
+    loop.call(broadcaster.changed)
+    eventually(lambda: notices == [1], "the version was not offered again")
     assert loop.call(broadcaster.statistics).failures == 1
     loop.close()
     broadcaster.close()
@@ -133,7 +132,7 @@ def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:
     assert prompt is not None
     ledger.admit(prompt, group_size=2, admission_version=0, deadline=1)  # in flight until the drain
     broadcaster = make_broadcaster(tmp_path)
-    intake = make_intake(broadcaster, ledger=ledger, stream=stream)
+    intake = make_intake(broadcaster.offers, ledger=ledger, stream=stream)
     looks = 0
     take_batch = intake.take_batch
 
@@ -156,12 +155,12 @@ def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:
 
 def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) -> None:
     broadcaster = make_broadcaster(tmp_path)
-    intake = make_intake(broadcaster)
+    intake = make_intake(broadcaster.offers)
 
     def exits(now_s: float) -> list[Outgoing]:
         raise SystemExit(3)
 
-    intake.remove_silent = exits  # type: ignore[method-assign]
+    intake.tick = exits  # type: ignore[method-assign]
     service = IntakeService(intake, broadcaster, _channel, heartbeat_s=0.01)
     with pytest.raises(SystemExit):
         service.take_batch()
@@ -170,7 +169,7 @@ def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) ->
 
 def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> None:
     broadcaster = make_broadcaster(tmp_path)
-    intake = make_intake(broadcaster)
+    intake = make_intake(broadcaster.offers)
     handled = 0
     handle = intake.handle
 
@@ -185,7 +184,7 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
     peer = zmq.Context.instance().socket(zmq.DEALER)
     peer.set_hwm(2 * num)
     peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
-    frames = encode(Heartbeat("w", 0, 0.0, 0))
+    frames = encode(Heartbeat(None, 1, 0, b"", 0, 0, False, Work()))
     for _ in range(num):
         peer.send_multipart(frames)
     eventually(lambda: handled > 0, "no message came")
@@ -201,12 +200,12 @@ def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatc
     stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
     assert stream.take() is not None  # the only prompt is gone, and the stream does not know yet
     broadcaster = make_broadcaster(tmp_path)
-    service = IntakeService(make_intake(broadcaster, stream=stream), broadcaster, _channel, heartbeat_s=1000)
+    service = IntakeService(make_intake(broadcaster.offers, stream=stream), broadcaster, _channel, heartbeat_s=1000)
     waiting = threading.Thread(target=service.take_batch, daemon=True)
     waiting.start()
     peer = zmq.Context.instance().socket(zmq.DEALER)
     peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
-    peer.send_multipart(encode(Hello("w", "1", 4, 0, ())))
+    peer.send_multipart(encode(Hello("w", "1", 4, 0, None, 1, 0, (), Work())))
     waiting.join(60)
     assert not waiting.is_alive()
     peer.close(0)

@@ -23,7 +23,7 @@ from areal_rloo.intake.ledger import Ledger, by_sample
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
-from areal_rloo.wire.messages import Hello
+from areal_rloo.wire.messages import Duty, Hello, Work
 
 GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
 
@@ -56,8 +56,8 @@ class Simulation:
         self.workers = Fleet()
         self.engine_version: dict[str, int] = {}
         self.incarnation = 0
-        self.min_version: dict[SampleId, int] = {}
-        self.held: dict[str, dict[SampleId, list[int]]] = {}
+        self.min_version: dict[Duty, int] = {}
+        self.held: dict[str, dict[Duty, list[int]]] = {}
         self.trained: Counter[SampleId] = Counter()
         self.trained_prompts: Counter[int] = Counter()
         for index in range(NUM_WORKERS):
@@ -66,47 +66,52 @@ class Simulation:
     def join(self, worker_id: str) -> None:
         """A (new incarnation of a) worker says Hello with the initial weights and nothing in hand."""
         self.incarnation += 1
-        hello = Hello(worker_id, str(self.incarnation), 8, 0, ())
-        _, lost = self.workers.welcome(hello, worker_id, now_s=0.0, policy_version=self.version)
-        self.leasing.lose(lost)
+        before = self.workers.alive.get(worker_id)
+        if before is not None:
+            self.workers.remove(before)
+            self.leasing.lose(before.duties, started=True)
+        incarnation = str(self.incarnation)
+        hello = Hello(worker_id, incarnation, 8, 0, None, 1, 0, (), Work())
+        self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.version)
         self.engine_version[worker_id] = 0
         self.held[worker_id] = {}
         self.grant()
 
     def grant(self) -> None:
         for worker, leases in self.leasing.grants(list(self.workers.alive.values()), self.version):
-            for lease in leases.leases:
-                for index in lease.sample_indices:
-                    self.held[worker.worker_id][(lease.group_id, index)] = []
-                    self.min_version[(lease.group_id, index)] = lease.min_version
+            for lease in leases:
+                for duty in lease.duties:
+                    self.held[worker.worker_id][duty] = []
+                    self.min_version[duty] = lease.min_version
 
     def decode(self, worker_id: str) -> None:
         """A token for every sample this worker may work on."""
         version = self.engine_version[worker_id]
-        for sample_id, versions in self.held[worker_id].items():
-            if version >= self.min_version[sample_id]:
+        for duty, versions in self.held[worker_id].items():
+            if version >= self.min_version[duty]:
                 versions.append(version)
 
     def finish(self, worker_id: str, pick: int) -> None:
-        started = [sample_id for sample_id, versions in self.held[worker_id].items() if versions]
+        started = [duty for duty, versions in self.held[worker_id].items() if versions]
         if not started:
             return
-        sample_id = started[pick % len(started)]
-        versions = np.array(self.held[worker_id].pop(sample_id), dtype=np.int32)
+        duty = started[pick % len(started)]
+        versions = np.array(self.held[worker_id].pop(duty), dtype=np.int32)
         tokens = np.zeros(len(versions), dtype=np.int32)
         completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
-        self.workers.alive[worker_id].release(sample_id)
-        group = self.ledger.finish([Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
-        if group is not None:
-            self.buffer.settle(group)
+        self.workers.alive[worker_id].release(duty)
+        sample = self.ledger.sample(duty.sample_id)
+        assert sample is not None and sample.accepts(duty.lease_id)
+        sample.finish([Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
+        self.buffer.settle(self.ledger.groups[duty.group_id])
         self.grant()
 
     def fail(self, worker_id: str, pick: int) -> None:
         if self.held[worker_id]:
-            sample_id = list(self.held[worker_id])[pick % len(self.held[worker_id])]
-            del self.held[worker_id][sample_id]
-            self.workers.alive[worker_id].release(sample_id)
-            self.leasing.drop(sample_id, "reward_error")
+            duty = list(self.held[worker_id])[pick % len(self.held[worker_id])]
+            del self.held[worker_id][duty]
+            self.workers.alive[worker_id].release(duty)
+            self.leasing.drop(duty.sample_id, "reward_error")
             self.grant()
 
     def train(self) -> None:
@@ -265,16 +270,16 @@ def test_a_restored_ledger_leases_samples_in_flight_again() -> None:
     assert waiting == restored.counts().in_flight
 
 
-def test_a_repeated_trajectory_changes_nothing() -> None:
+def test_a_finished_sample_accepts_nothing_more() -> None:
     simulation = Simulation(max_staleness=1, stale_tokens="mask")
     simulation.decode("w0")
-    sample_id = next(iter(simulation.held["w0"]))
-    completion = Completion(*(np.zeros(1, dtype=d) for d in (np.int32, np.float32, np.int32)), "stop")
-    trajectory = Trajectory(*sample_id, np.ones(1, dtype=np.int32), completion, 1.0)
-    assert simulation.ledger.finish([trajectory]) is not None
-    before = simulation.ledger.counts()
-    assert simulation.ledger.finish([trajectory]) is None
-    assert simulation.ledger.counts() == before
+    duty = next(iter(simulation.held["w0"]))
+    simulation.finish("w0", 0)
+    sample = simulation.ledger.sample(duty.sample_id)
+    assert sample is not None and sample.trajectories
+    assert not sample.accepts(duty.lease_id)
+    assert not sample.accepts_failure(duty.lease_id)
+    assert not sample.lose(duty.lease_id, started=True)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
@@ -307,12 +312,13 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
     evaluation = Evaluation([], lambda record: None)
     leasing = Leasing(config=config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation)
     workers = Fleet()
-    worker, _ = workers.welcome(Hello("w", "1", 99, 0, ()), "w", now_s=0.0, policy_version=0)
+    hello = Hello("w", "1", 99, 0, None, 1, 0, (), Work())
+    worker = workers.welcome(hello, "w", now_s=0.0, policy_version=0)
     ((_, first),) = leasing.grants([worker], 5)
-    assert (len(first.leases), stream.exhausted) == (2, True)
+    assert (len(first), stream.exhausted) == (2, True)
     ledger.drop_group(0, "stale")
     stream.give_back(0, 0)
     ((_, second),) = leasing.grants([worker], 5)
-    assert [lease.item.text for lease in second.leases] == ["a"]
+    assert [lease.item.text for lease in second] == [first[0].item.text]
     assert leasing.grants([worker], 5) == []
     assert stream.exhausted

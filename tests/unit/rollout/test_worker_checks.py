@@ -8,7 +8,9 @@ from areal_rloo.errors import EpisodeError
 from areal_rloo.rollout.episode import Sample
 from areal_rloo.rollout.worker import checked_trajectories
 from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Finished, Results
 
 SAMPLE = Sample((3, 1), "train", Item("?"), (5,))
 
@@ -23,15 +25,16 @@ def _changed(**changes: object) -> Trajectory:
 
 
 def test_numpy_rewards_become_python_floats() -> None:
-    (checked,) = checked_trajectories(
+    (checked,), num_bytes = checked_trajectories(
         SAMPLE, [_changed(reward=np.float64(0.5), reward_parts={"a": np.float32(1)})], Limits()
     )
     assert (type(checked.reward), checked.reward, checked.reward_parts) == (float, 0.5, {"a": 1.0})
+    assert num_bytes >= sum(map(len, encode(Results("learner", 1, (Finished(1, (checked,)),)))))
 
 
 def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
     for num in (1, 2):
-        checked = checked_trajectories(SAMPLE, [_trajectory()] * num, Limits())
+        checked, _ = checked_trajectories(SAMPLE, [_trajectory()] * num, Limits())
         assert [(trajectory.sample_id, trajectory.reward) for trajectory in checked] == [((3, 1), 1.0)] * num
 
 

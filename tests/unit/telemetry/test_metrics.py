@@ -17,6 +17,7 @@ from support.metric_names import metric_names
 from areal_rloo.errors import DataError
 from areal_rloo.report.metrics_page import SERVED
 from areal_rloo.rewards.scoring import RewardStatistics
+from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured
 from areal_rloo.telemetry.metrics import (
     LearnerMetrics,
@@ -121,7 +122,7 @@ def test_a_counter_never_decreases_and_reaches_the_highest_total(totals: list[in
     registry = CollectorRegistry()
     now = 0
     watch(registry, RewardStatistics, lambda: _statistics(RewardStatistics, now))
-    watch(registry, ChannelStatistics, lambda: _statistics(ChannelStatistics, now))
+    watch(registry, ProtocolStatistics, lambda: _statistics(ProtocolStatistics, now))
     highest = 0
     for total in totals:
         now = total
@@ -133,9 +134,7 @@ def test_a_counter_never_decreases_and_reaches_the_highest_total(totals: list[in
 
 def test_watched_statistics_are_read_at_each_scrape() -> None:
     registry = CollectorRegistry()
-    statistics = ChannelStatistics(
-        messages_in=1, messages_out=0, bytes_in=0, bytes_out=0, refused=0, unroutable=0, unacknowledged=0, resent=0
-    )
+    statistics = ChannelStatistics(messages_in=1, messages_out=0, bytes_in=0, bytes_out=0, refused=0, unroutable=0)
     watch(registry, ChannelStatistics, lambda: statistics)
     assert value(registry, "wire_messages_in_total") == 1
     statistics = msgspec.structs.replace(statistics, messages_in=5)

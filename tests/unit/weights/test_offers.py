@@ -1,91 +1,213 @@
-"""Offers of a version that a worker refuses: repeated until the worker takes the weights."""
-
-import time
-from concurrent.futures import Future
-from pathlib import Path
+"""Which worker is offered which version, and when again; without transports and without a clock."""
 
 import pytest
-import torch
-from support.broadcasting import MANIFEST, Broadcasting, Receiving, fill_with
-from support.patience import eventually
 
-from areal_rloo.weights.shared_memory import SharedMemorySender
-
-pytestmark = pytest.mark.usefixtures("no_blocked_loop")
+from areal_rloo.weights.offers import Answered, Begin, Call, Offers, Over, Repeat
 
 
-def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
-    bodies: list[tuple[int, bytes]] = []
-    loaded: list[int] = []
-    failures: list[str] = []
-    broadcaster = Broadcasting(
-        manifest=MANIFEST,
-        transport=SharedMemorySender(MANIFEST, tmp_path / "segments"),
-        timeout_s=60.0,
-        send_notice=lambda worker_id, version, body: bodies.append((version, body)),
-    )
-
-    def load(version: int, weights: object) -> Future[int]:
-        loaded.append(version)
-        future: Future[int] = Future()
-        future.set_result(version)
-        return future
-
-    receiver = Receiving(
-        worker_id="a",
-        policy_version=lambda: max(loaded, default=0),
-        load_weights=load,
-        on_received=lambda version, total: broadcaster.acknowledge("a", version, total),
-        on_failed=lambda version, detail: failures.append(detail),
-        device=torch.device("cpu"),
-    )
-    broadcaster.publish(1, fill_with(1))
-    segment = next((tmp_path / "segments").iterdir())
-    broadcaster.join("a", 0)
-    eventually(lambda: bodies, "no offer came")
-    with segment.open("r+b") as file:
-        good = file.read(8)
-        file.seek(0)
-        file.write(b"damaged!")
-    receiver.offer(bodies.pop()[1])
-    eventually(lambda: failures, "the damage went unseen")
-    assert "expected" in failures[0]
-    assert loaded == []
-    with segment.open("r+b") as file:
-        file.write(good)
-    broadcaster.fail("a", 1, failures[0])
-    broadcaster.heard("a", 0)  # its next heartbeat
-    eventually(lambda: bodies, "no offer came")
-    receiver.offer(bodies.pop()[1])
-    eventually(lambda: broadcaster.statistics().versions == {"a": 1}, "the good bytes were not taken")
-    assert loaded == [1]
-    receiver.close()
-    broadcaster.close()
+def _offers(*workers: str, together: bool = False) -> Offers:
+    """Return offers at version 1, with workers at version 0."""
+    offers = Offers(together=together, timeout_s=10.0, call_timeout_s=2.0)
+    offers.publish(1)
+    for worker_id in workers:
+        offers.join(worker_id, 0)
+    return offers
 
 
-def test_offers_to_a_worker_that_keeps_failing_back_off(tmp_path: Path) -> None:
-    offers: list[int] = []
-    broadcaster = Broadcasting(
-        manifest=MANIFEST,
-        transport=SharedMemorySender(MANIFEST, tmp_path / "segments"),
-        timeout_s=60.0,
-        send_notice=lambda worker_id, version, body: offers.append(version),
-    )
-    broadcaster.publish(1, fill_with(1))
-    broadcaster.join("a", 0)
-    eventually(lambda: len(offers) == 1, "no offer came")
-    broadcaster.fail("a", 1, "no room")
-    broadcaster.heard("a", 0)
-    eventually(lambda: len(offers) == 2, "it was not offered again")
-    broadcaster.fail("a", 1, "no room")
-    for _ in range(20):
-        broadcaster.heard("a", 0)
-    time.sleep(0.2)
-    assert len(offers) == 2
+def _begun(offers: Offers, now_s: float = 0.0) -> list[Begin]:
+    """Begin the due offers as the broadcaster does over shared memory."""
+    found = [command for command in offers.poll(now_s) if isinstance(command, Begin)]
+    for begin in found:
+        offers.begun(begin.offer_id, 7)
+        offers.sent(begin.offer_id)
+    return found
 
-    def heartbeats_go_on() -> bool:
-        broadcaster.heard("a", 0)
-        return len(offers) == 3
 
-    eventually(heartbeats_go_on, "it was not offered again")
-    broadcaster.close()
+def _called(offers: Offers, now_s: float = 0.0) -> Call:
+    """Return the call of the due offer."""
+    (call,) = (command for command in offers.poll(now_s) if isinstance(command, Call))
+    return call
+
+
+def _heard(
+    offers: Offers,
+    worker_id: str,
+    version: int | None,
+    now_s: float,
+    *,
+    newest_offer: int = 99,
+    receiving: bool = False,
+) -> None:
+    offers.heard(worker_id, version, number=50, newest_offer=newest_offer, receiving=receiving, now_s=now_s)
+
+
+def test_every_worker_behind_gets_an_offer_of_its_own() -> None:
+    offers = _offers("a", "b")
+    assert [(begin.policy_version, begin.workers) for begin in _begun(offers)] == [(1, ("a",)), (1, ("b",))]
+    assert _begun(offers) == []
+
+
+def test_an_answer_ends_the_offer() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    offers.received("a", begin.offer_id, 7, number=1, now_s=0.1)
+    assert offers.poll(0.1) == [Answered(begin.offer_id, "a", taken=True), Over(begin.offer_id)]
+    assert offers.members["a"].policy_version == 1
+    assert _begun(offers, 100.0) == []
+
+
+def test_an_offer_lasts_until_the_transport_has_finished() -> None:
+    """The threads of a collective may still read the buckets."""
+    offers = _offers("a")
+    (begin,) = (command for command in offers.poll(0.0) if isinstance(command, Begin))
+    offers.begun(begin.offer_id, 7)
+    offers.received("a", begin.offer_id, 7, number=1, now_s=0.1)
+    assert offers.poll(0.1) == [Answered(begin.offer_id, "a", taken=True)]
+    offers.sent(begin.offer_id)
+    assert offers.poll(0.1) == [Over(begin.offer_id)]
+
+
+def test_a_wrong_checksum_is_a_failure() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    offers.received("a", begin.offer_id, 8, number=1, now_s=0.1)
+    assert offers.members["a"].policy_version == 0
+    assert offers.num_failures == 1
+
+
+def test_failures_back_off_and_a_success_ends_the_backoff() -> None:
+    offers = _offers("a")
+    times, now_s = [], 0.0
+    for _ in range(5):
+        while not (found := _begun(offers, now_s)):
+            now_s = offers.due_s()
+        times.append(now_s)
+        offers.failed("a", found[0].offer_id, "no", number=1, now_s=now_s)
+    assert times == [0.0, 0.0, 2.0, 8.0, 22.0]
+    (begin,) = _begun(offers, 1000.0)
+    offers.received("a", begin.offer_id, 7, number=2, now_s=1000.0)
+    offers.publish(2)
+    assert len(_begun(offers, 1000.0)) == 1
+
+
+def test_a_slow_worker_delays_no_other_over_shared_memory() -> None:
+    offers = _offers("slow", "quick")
+    for version in range(1, 6):
+        offers.publish(version)
+        begun = {begin.workers[0]: begin for begin in _begun(offers, float(version))}
+        assert set(begun) == ({"slow", "quick"} if version == 1 else {"quick"})
+        offers.received("quick", begun["quick"].offer_id, 7, number=version, now_s=float(version))
+    assert offers.num_left_out == 0
+
+
+def test_a_worker_gets_no_second_offer_while_it_receives() -> None:
+    offers = _offers("a")
+    _begun(offers)
+    assert _begun(offers, 10.0) == []
+    assert offers.num_left_out == 1
+    _heard(offers, "a", 0, 20.0, receiving=True)
+    assert _begun(offers, 20.0) == []
+    _heard(offers, "a", 0, 30.0)
+    assert len(_begun(offers, 30.0)) == 1
+
+
+def test_a_lost_notice_is_repeated() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    _heard(offers, "a", 0, 1.0, newest_offer=0)
+    assert offers.poll(1.0) == [], "the notice may still be on its way"
+    _heard(offers, "a", 0, 3.0, newest_offer=0)
+    assert offers.poll(3.0) == [Repeat(begin.offer_id, "a")]
+
+
+def test_an_engine_that_restarts_gets_the_newest_version_again() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    offers.received("a", begin.offer_id, 7, number=1, now_s=0.1)
+    _heard(offers, "a", None, 1.0)
+    assert "a" not in offers.members
+    _heard(offers, "a", 0, 2.0)
+    assert len(_begun(offers, 2.0)) == 1
+
+
+def test_a_heartbeat_from_before_the_swap_repeats_no_offer() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    offers.received("a", begin.offer_id, 7, number=60, now_s=0.1)
+    _heard(offers, "a", 0, 0.2)
+    assert _begun(offers, 0.2) == []
+
+
+def test_a_departed_worker_may_still_read_its_offer() -> None:
+    offers = _offers("a")
+    (begin,) = _begun(offers)
+    offers.leave("a")
+    assert offers.poll(0.1) == [Answered(begin.offer_id, "a", taken=False), Over(begin.offer_id)]
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_are_called_before_a_collective_begins() -> None:
+    offers = _offers("a", "b", together=True)
+    call = _called(offers)
+    assert call.workers == ("a", "b")
+    offers.ready("a", call.offer_id)
+    assert offers.poll(0.1) == []
+    offers.ready("b", call.offer_id)
+    assert offers.poll(0.2) == [Begin(call.offer_id, 1, ("a", "b"))]
+
+
+def test_a_vanished_worker_costs_the_timeout_of_a_call_alone() -> None:
+    """Not the timeout of a broadcast, in which all ranks would wait for the missing rank."""
+    offers = _offers("a", "gone", "gone too", together=True)
+    call = _called(offers)
+    offers.ready("a", call.offer_id)
+    assert offers.due_s() == 2.0
+    assert offers.poll(2.0) == [Begin(call.offer_id, 1, ("a",))]
+    assert offers.num_left_out == 2
+
+
+def test_a_worker_that_leaves_during_the_call_is_not_awaited() -> None:
+    offers = _offers("a", "b", together=True)
+    call = _called(offers)
+    offers.ready("a", call.offer_id)
+    offers.leave("b")
+    assert offers.poll(0.1) == [Begin(call.offer_id, 1, ("a",))]
+
+
+def test_up_to_date_workers_take_part_in_a_collective() -> None:
+    offers = _offers("a", together=True)
+    offers.join("b", 1)
+    assert _called(offers).workers == ("a", "b")
+
+
+def test_a_worker_that_hangs_in_collectives_delays_the_others_ever_less() -> None:
+    """The worker sends heartbeats, answers calls, and never takes a version."""
+    offers = _offers("a", "hangs", together=True)
+    now_s, delays = 0.0, 0
+    for version in range(1, 41):
+        offers.publish(version)
+        call = _called(offers, now_s)
+        for worker_id in call.workers:
+            offers.ready(worker_id, call.offer_id)
+        (begin,) = offers.poll(now_s)
+        assert isinstance(begin, Begin)
+        offers.begun(begin.offer_id, 7)
+        if "hangs" in begin.workers:
+            now_s += 10.0
+            delays += 1
+        offers.received("a", begin.offer_id, 7, number=version, now_s=now_s)
+        offers.poll(now_s)
+        offers.sent(begin.offer_id)
+        now_s += 1.0
+        _heard(offers, "hangs", 0, now_s)
+        assert offers.members["a"].policy_version == version
+    assert delays <= 5
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_no_worker_and_no_version_need_no_offer(together: bool) -> None:
+    assert Offers(together=together, timeout_s=1.0, call_timeout_s=1.0).poll(0.0) == []
+    assert _offers(together=together).poll(0.0) == []
+    assert _offers(together=together).due_s() == float("inf")

@@ -15,7 +15,7 @@ from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.codec import decode_worker, encode
 from areal_rloo.wire.columns import Limits, check_trajectories
-from areal_rloo.wire.messages import TrajectoryBatch
+from areal_rloo.wire.messages import Finished, Results
 
 LIMITS = Limits(max_message_bytes=2**20, max_trajectories=3, max_tokens=6)
 INFINITY = float("inf")
@@ -96,12 +96,14 @@ def _decoded(trajectories: list[Trajectory], limits: Limits = LIMITS) -> tuple[T
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            message = decode_worker(encode(TrajectoryBatch("", 0, tuple(trajectories))), limits)
+            finished = tuple(Finished(1, (trajectory,)) for trajectory in trajectories)
+            message = decode_worker(encode(Results("", 0, finished)), limits)
     except (DecodeError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    assert isinstance(message, TrajectoryBatch)
-    unchanged = all(_same(sent, got) for sent, got in zip(trajectories, message.trajectories, strict=True))
-    return message.trajectories if unchanged else None
+    assert isinstance(message, Results)
+    arrived = tuple(each.trajectories[0] for each in message.finished)
+    unchanged = all(_same(sent, got) for sent, got in zip(trajectories, arrived, strict=True))
+    return arrived if unchanged else None
 
 
 def _same(sent: Trajectory, got: Trajectory) -> bool:

@@ -1,6 +1,7 @@
 """The codec: messages round-trip, and bad bytes raise only the two wire errors."""
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -14,18 +15,26 @@ from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns
 from areal_rloo.wire.messages import (
     Abort,
+    Ack,
     Drain,
+    Duty,
+    Failed,
+    Finished,
+    Goodbye,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Lease,
     Leases,
-    SampleFailed,
-    TrajectoryAck,
-    TrajectoryBatch,
+    Results,
+    WeightsCall,
+    WeightsFailed,
     WeightsNotice,
+    WeightsReady,
     WeightsReceived,
     Welcome,
+    Work,
+    digest,
 )
 
 ITEM = Item((Message("user", "1+3=?"),), "#### 4", "mine", {"level": 3, "tags": ["a", None], "x": {"y": 0.5}})
@@ -67,6 +76,14 @@ def spans(draw: st.DrawFn, num: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
+FAILED = (Failed(2, 5, 1, "reward_error", "ValueError: no", "3+5=9"),)
+
+
+def _finished(batch: Sequence[Trajectory]) -> tuple[Finished, ...]:
+    """Give each trajectory a lease, from 3 on."""
+    return tuple(Finished(lease_id, (trajectory,)) for lease_id, trajectory in enumerate(batch, start=3))
+
+
 def _same(one: Trajectory, other: Trajectory) -> bool:
     arrays = [(one.prompt_tokens, other.prompt_tokens)] + [
         (getattr(one.completion, name), getattr(other.completion, name))
@@ -88,19 +105,29 @@ def _same(one: Trajectory, other: Trajectory) -> bool:
 
 @given(st.lists(trajectories(), max_size=5))
 def test_a_batch_of_trajectories_round_trips_bit_for_bit(batch: list[Trajectory]) -> None:
-    message = decode_worker(encode(TrajectoryBatch("rollout-0", 7, tuple(batch))), LIMITS)
-    assert isinstance(message, TrajectoryBatch)
-    assert (message.worker_id, message.batch_id) == ("rollout-0", 7)
-    assert all(_same(a, b) for a, b in zip(batch, message.trajectories, strict=True))
+    message = decode_worker(encode(Results("learner", 7, _finished(batch), FAILED)), LIMITS)
+    assert isinstance(message, Results)
+    assert (message.learner_id, message.number, message.failed) == ("learner", 7, FAILED)
+    assert [each.lease_id for each in message.finished] == [3 + index for index in range(len(batch))]
+    assert all(_same(a, b.trajectories[0]) for a, b in zip(batch, message.finished, strict=True))
+
+
+@given(trajectories(), st.integers(1, 4))
+def test_all_trajectories_of_a_duty_stay_together(trajectory: Trajectory, num: int) -> None:
+    message = decode_worker(encode(Results("learner", 7, (Finished(3, (trajectory,) * num),))), LIMITS)
+    assert isinstance(message, Results)
+    assert [len(each.trajectories) for each in message.finished] == [num]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Hello("rollout-0", "abc", 128, 3, ((1, 2), (-4, 0))),
-        Heartbeat("rollout-0", 3, 0.5, 12345),
-        SampleFailed("rollout-0", 5, 1, "reward_error", "ValueError: no", "3+5=9"),
-        WeightsReceived("rollout-0", 4, 2**62),
+        Hello("rollout-0", "abc", 128, 3, None, 1, 0, (Duty(3, 1, 2), Duty(4, -4, 0)), Work(0.5, 12345)),
+        Heartbeat("learner", 3, 9, b"12345678", None, 2, True, Work(0.5, 12345)),
+        WeightsReady("learner", 4),
+        WeightsReceived("learner", 3, 4, 2**62),
+        WeightsFailed("learner", 3, 4, "no"),
+        Goodbye(None, Work()),
     ],
 )
 def test_worker_messages_round_trip(message: msgspec.Struct) -> None:
@@ -110,12 +137,13 @@ def test_worker_messages_round_trip(message: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Welcome("learner", 3),
-        Leases(1, (Lease(5, (0, 1), (7, 8), ITEM, 3, 2**45), Lease(-1, (0,), (7,), Item("?"), 0, 0))),
-        TrajectoryAck((1, 2)),
-        HeartbeatReply("learner", 3, 9),
-        WeightsNotice(4, b"\x00\xff"),
-        Abort(((1, 2),)),
+        Welcome("learner", 3, 8),
+        Leases("learner", (Lease(1, 5, (0, 1), (7, 8), ITEM, 3, 2**45), Lease(2, -1, (0,), (7,), Item("?"), 0, 0))),
+        Ack(2),
+        HeartbeatReply("learner", 3, 9, 12, True),
+        WeightsCall("learner", 4),
+        WeightsNotice("learner", 4, 7, b"\x00\xff"),
+        Abort("learner", (Duty(3, 1, 2),)),
         Drain(),
     ],
 )
@@ -132,14 +160,14 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
 
 @given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_damaged_batch_raises_only_wire_errors(batch: list[Trajectory], number: int, place: int, flip: int) -> None:
-    frames = [bytearray(frame) for frame in encode(TrajectoryBatch("w", 1, tuple(batch)))]
+    frames = [bytearray(frame) for frame in encode(Results("learner", 1, _finished(batch), FAILED))]
     assume(len(frames[number]) > 0)
     frames[number][place % len(frames[number])] ^= flip
     try:
         message = decode_worker([bytes(frame) for frame in frames], LIMITS)
     except (DecodeError, WireVersionError):
         return
-    assert isinstance(message, TrajectoryBatch)  # the damage is in a value; the message is well-formed
+    assert isinstance(message, Results)  # the damage is in a value; the message is well-formed
 
 
 def _decode_two(changes: dict[str, object]) -> tuple[Trajectory, ...]:
@@ -237,9 +265,33 @@ def test_too_many_trajectories_and_missing_columns_are_refused() -> None:
         decode_columns([], [b""] * 2, LIMITS)
 
 
+@pytest.mark.parametrize("leases", [((3, 0), (4, 2)), ((3, 1),), ((3, 3),), ((3, 2),)])
+def test_a_duty_without_trajectories_or_of_two_samples_is_refused(leases: tuple[tuple[int, int], ...]) -> None:
+    arrays = (np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32))
+    batch = [Trajectory(1, index, np.ones(1, np.int32), Completion(*arrays, "stop"), 1.0) for index in (0, 1)]
+    header, *columns = encode(Results("learner", 1, _finished(batch)))
+    version, (*before, _, headers, failed) = _fields(header)
+    changed = msgspec.msgpack.encode((version, dict(zip(RESULTS, (*before, leases, headers, failed), strict=True))))
+    with pytest.raises(DecodeError, match="results: expected"):
+        decode_worker([changed, *columns], LIMITS)
+
+
+RESULTS = ("type", "learner_id", "number", "leases", "trajectories", "failed")
+
+
+def _fields(header: bytes) -> tuple[int, list[object]]:
+    version, fields = msgspec.msgpack.decode(header)
+    return version, [fields[name] for name in RESULTS]
+
+
+def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
+    one, other = Duty(3, 1, 2), Duty(4, -4, 0)
+    assert digest([one, other]) == digest({other, one}) != digest([one]) != digest([])
+
+
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 5, this process speaks 4; run the same"):
-        decode_worker([msgspec.msgpack.encode((5, {}))], LIMITS)
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 5; run the same"):
+        decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
 def test_a_too_large_message_is_refused() -> None:

@@ -1,0 +1,305 @@
+"""A rollout worker's end of the protocol: a state machine without sockets, clocks, threads and tasks.
+
+In: messages of the learner, results of duties, answers to offers of weights, time. Out: the duties to start and to
+cancel (from `handle`), and the messages to send (from `poll`). `worker.py` connects the machine to the wire and to the
+engine; tests drive it through any schedule. wire/messages.py describes the protocol.
+
+    lease ─► running ─► ready ─► sent ─► acknowledged: forgotten
+                │                  └── no answer before the reply to a later heartbeat: sent again
+                └─► aborted: forgotten
+
+The learner grants no more than the capacity, and counts a sample until its result arrives. So the outbox is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from areal_rloo.errors import WentBackError
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
+from areal_rloo.trajectory import Trajectory
+from areal_rloo.wire import messages as wire
+from areal_rloo.wire.messages import Duty
+
+logger = get_logger(__name__)
+
+_BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
+_RESULTS_IN_FLIGHT = 16  # messages not acknowledged; further results wait and leave together
+_HELLO_EVERY = 2  # heartbeats
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """The engine, as the learner hears of it."""
+
+    running_version: int  # of the weights, also while the engine starts
+    ready_version: int | None  # None while the engine can take no weights
+    work: wire.Work
+
+
+class ProtocolStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The outbox now, and counts since the start."""
+
+    metrics_prefix: ClassVar[str] = "wire_"
+
+    unacknowledged: Annotated[int, Metric("Samples finished and not acknowledged yet")]
+    resent: Annotated[int, Metric("Messages sent again because no acknowledgement came", kind="counter")]
+
+
+@dataclass(slots=True)
+class Orders:
+    """Follows from a message of the learner."""
+
+    start: list[wire.Lease] = field(default_factory=list)
+    cancel: list[Duty] = field(default_factory=list)
+    receive: wire.WeightsNotice | None = None
+    drain: bool = False
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message that must arrive. `mark` is the newest number when it was sent last; None: not sent yet."""
+
+    message: wire.NumberedMessage
+    duties: tuple[Duty, ...] = ()
+    mark: int | None = None
+
+
+class WorkerProtocol:
+    """The duties of a worker, its outbox, and what it knows of the learner."""
+
+    def __init__(
+        self, *, worker_id: str, incarnation: str, capacity_samples: int, heartbeat_s: float, max_batch_bytes: int
+    ) -> None:
+        """`max_batch_bytes`: soft limit of a message with several results."""
+        self._worker_id, self._incarnation, self._capacity_samples = worker_id, incarnation, capacity_samples
+        self._heartbeat_s, self._max_batch_bytes = heartbeat_s, max_batch_bytes
+        self._learner_id: str | None = None
+        self._began_version = self._newest_lease = self._newest_offer = 0  # of this learner
+        self._running: set[Duty] = set()
+        self._ready: deque[tuple[int, Duty, wire.Finished | wire.Failed]] = deque()  # with the size in bytes
+        self._outbox: dict[int, _Sent] = {}  # by number
+        self._num_results = 0  # messages with results in the outbox
+        self._receiving: wire.WeightsNotice | None = None  # the receiver works on this offer
+        self._call: int | None = None  # not answered yet
+        self._number = 0  # the last number used
+        self._heartbeat_due_s = 0.0
+        self._wants_hello, self._hello_number, self._hello_due_s = True, 0, 0.0
+        self._num_resent = 0
+
+    @property
+    def duties(self) -> list[Duty]:
+        """All duties without an acknowledged result."""
+        sent = [duty for kept in self._outbox.values() for duty in kept.duties]
+        return [*self._running, *(duty for _, duty, _ in self._ready), *sent]
+
+    def statistics(self) -> ProtocolStatistics:
+        unacknowledged = len(self._ready) + sum(len(kept.duties) for kept in self._outbox.values())
+        return ProtocolStatistics(unacknowledged=unacknowledged, resent=self._num_resent)
+
+    # -- events of this worker -----------------------------------------------------------------------------------------
+
+    def finish(self, duty: Duty, trajectories: Sequence[Trajectory], num_bytes: int) -> None:
+        """Record all trajectories of a duty, and their size in a message; ignore a cancelled duty."""
+        self._end(duty, wire.Finished(duty.lease_id, tuple(trajectories)), num_bytes)
+
+    def fail(self, failed: wire.Failed, num_bytes: int) -> None:
+        """Record that a duty will never be finished; ignore a cancelled duty."""
+        self._end(Duty(failed.lease_id, failed.group_id, failed.sample_index), failed, num_bytes)
+
+    def weights_received(self, notice: wire.WeightsNotice, checksum: int) -> None:
+        """Record that the engine runs the version of an offer.
+
+        Raises:
+            WentBackError: the offer is of an earlier learner, and the learner now began with an older version.
+        """
+        if notice.learner_id != self._learner_id:
+            self._check_history(notice.policy_version)
+        self._answer(notice, lambda number: wire.WeightsReceived(notice.learner_id, number, notice.offer_id, checksum))
+
+    def weights_failed(self, notice: wire.WeightsNotice, detail: str) -> None:
+        """Record that the engine does not run the version of an offer."""
+        self._answer(notice, lambda number: wire.WeightsFailed(notice.learner_id, number, notice.offer_id, detail))
+
+    # -- messages of the learner ---------------------------------------------------------------------------------------
+
+    def handle(self, message: wire.LearnerMessage, engine: EngineState) -> Orders:
+        """Apply a message; return what to start and to cancel.
+
+        Raises:
+            WentBackError: the learner restarted from a version older than this worker's weights.
+        """
+        orders = Orders()
+        match message:
+            case wire.Welcome():
+                self._meet(message, engine, orders)
+                self._wants_hello &= message.number != self._hello_number
+            case wire.HeartbeatReply():
+                self._meet(message, engine, orders)
+                self._compare(message)
+            case wire.Drain():
+                orders.drain = True
+            case wire.Refusal():
+                logger.error("the learner refuses a message: %s", message.detail)
+            case wire.Ack():
+                kept = self._outbox.pop(message.number, None)
+                self._num_results -= kept is not None and isinstance(kept.message, wire.Results)
+            case _ if message.learner_id != self._learner_id:
+                pass  # the ids are those of another learner
+            case wire.Leases():
+                orders.start = [lease for lease in message.leases if lease.lease_id > self._newest_lease]
+                for lease in orders.start:
+                    self._running.update(lease.duties)
+                    self._newest_lease = lease.lease_id
+            case wire.Abort():
+                orders.cancel = [duty for duty in message.duties if duty in self._running]
+                self._running.difference_update(orders.cancel)
+            case wire.WeightsCall() if message.offer_id > self._newest_offer:
+                self._call = message.offer_id
+            case wire.WeightsNotice() if message.offer_id > self._newest_offer:
+                self._newest_offer = message.offer_id
+                self._receiving = orders.receive = message
+        return orders
+
+    def _meet(self, message: wire.Welcome | wire.HeartbeatReply, engine: EngineState, orders: Orders) -> None:
+        """Compare the learner with the learner before; if it restarted, give up all duties, finished or not.
+
+        A restarted learner knows nothing of these duties, and group ids may name other prompts.
+        """
+        before, self._learner_id = self._learner_id, message.learner_id
+        if before == message.learner_id:
+            return
+        self._began_version = message.began_version
+        if before is not None:
+            self._check_history(engine.running_version)
+            logger.info("the learner restarted: give up %d duties of the learner before", len(self.duties))
+        orders.cancel = list(self._running)
+        self._running.clear()
+        self._ready.clear()
+        self._outbox.clear()
+        self._num_results = self._newest_lease = self._newest_offer = 0
+        self._call = None
+        self._wants_hello = True
+
+    def _check_history(self, policy_version: int) -> None:
+        """Check a version of an earlier learner."""
+        if policy_version > self._began_version:
+            raise WentBackError(
+                f"the learner went back to version {self._began_version}, but this worker has version "
+                f"{policy_version}; the two histories have diverged, so this worker restarts"
+            )
+
+    def _compare(self, reply: wire.HeartbeatReply) -> None:
+        """Notice what was lost: everything sent before the heartbeat has an answer before the reply."""
+        for kept in self._outbox.values():
+            if kept.mark is not None and kept.mark < reply.number:
+                kept.mark = None
+                self._num_resent += 1
+        if reply.newest_lease > self._newest_lease:
+            logger.warning("leases up to %d were lost, %d was the last to come", reply.newest_lease, self._newest_lease)
+            self._newest_lease = reply.newest_lease  # a lease that comes late is void: the Hello gives it back
+            self._wants_hello = True
+        self._wants_hello |= reply.say_hello
+
+    # -- messages to the learner ---------------------------------------------------------------------------------------
+
+    def poll(self, now_s: float, engine: EngineState) -> list[wire.WorkerMessage]:
+        """Return the messages due."""
+        messages: list[wire.WorkerMessage] = []
+        if self._wants_hello and now_s >= self._hello_due_s:
+            messages.append(self._hello(now_s, engine))
+        if self._learner_id is not None:
+            if self._call is not None and self._receiving is None:
+                messages.append(wire.WeightsReady(self._learner_id, self._call))
+                self._call = None
+            self._collect_results(self._learner_id)
+            for kept in self._outbox.values():
+                if kept.mark is None:
+                    kept.mark = self._number
+                    messages.append(kept.message)
+        if now_s >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now_s + self._heartbeat_s
+            messages.append(self._heartbeat(engine))
+        return messages
+
+    def due_s(self) -> float:
+        """Return when to poll next if nothing happens."""
+        return min(self._heartbeat_due_s, self._hello_due_s) if self._wants_hello else self._heartbeat_due_s
+
+    def goodbye(self, engine: EngineState) -> wire.Goodbye:
+        """Return the last message."""
+        return wire.Goodbye(self._learner_id, engine.work)
+
+    def _hello(self, now_s: float, engine: EngineState) -> wire.Hello:
+        self._hello_due_s = now_s + _HELLO_EVERY * self._heartbeat_s  # a Hello may be lost, or its Welcome
+        self._hello_number = self._next_number()
+        return wire.Hello(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            capacity_samples=self._capacity_samples,
+            policy_version=engine.ready_version,
+            learner_id=self._learner_id,
+            number=self._hello_number,
+            newest_lease=self._newest_lease,
+            duties=tuple(self.duties),
+            work=engine.work,
+        )
+
+    def _heartbeat(self, engine: EngineState) -> wire.Heartbeat:
+        return wire.Heartbeat(
+            learner_id=self._learner_id,
+            number=self._next_number(),
+            newest_lease=self._newest_lease,
+            # Results on the way are left out: the learner has them before this heartbeat, unless they are lost.
+            duties=wire.digest([*self._running, *(duty for _, duty, _ in self._ready)]),
+            policy_version=engine.ready_version,
+            newest_offer=self._newest_offer,
+            receiving=self._receiving is not None,
+            work=engine.work,
+        )
+
+    def _end(self, duty: Duty, result: wire.Finished | wire.Failed, num_bytes: int) -> None:
+        if duty in self._running:
+            self._running.discard(duty)
+            self._ready.append((num_bytes, duty, result))
+
+    def _answer(self, notice: wire.WeightsNotice, made: Callable[[int], wire.NumberedMessage]) -> None:
+        if notice is self._receiving:
+            self._receiving = None
+        if notice.learner_id != self._learner_id:
+            return  # no offer of this learner
+        number = self._next_number()
+        self._outbox[number] = _Sent(made(number))
+
+    def _collect_results(self, learner_id: str) -> None:
+        """Put ready results into the outbox, as many as fit into each message."""
+        while self._ready and self._num_results < _RESULTS_IN_FLIGHT:
+            finished: list[wire.Finished] = []
+            failed: list[wire.Failed] = []
+            duties: list[Duty] = []
+            num_bytes = num_trajectories = 0
+            while self._ready and num_trajectories < _BATCH_TRAJECTORIES:
+                num_bytes += self._ready[0][0]
+                if duties and num_bytes > self._max_batch_bytes:
+                    break
+                _, duty, result = self._ready.popleft()
+                duties.append(duty)
+                if isinstance(result, wire.Finished):
+                    finished.append(result)
+                    num_trajectories += len(result.trajectories)
+                else:
+                    failed.append(result)
+            number = self._next_number()
+            self._outbox[number] = _Sent(
+                wire.Results(learner_id, number, tuple(finished), tuple(failed)), tuple(duties)
+            )
+            self._num_results += 1
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number

@@ -1,0 +1,307 @@
+"""Decides which worker is offered which version of the weights, and when again; a state machine without I/O.
+
+In: versions, workers joining, leaving, answering and sending heartbeats, errors of the transport, time. Out: commands for
+`broadcast.py`, from `poll`. The intake reports the workers; tests drive any schedule.
+
+    behind ─► (called ─► ready) ─► offered ─► received                    up to date
+                  │         │         └─► failed, or no answer in time    behind again, after a backoff
+                  └─────────┴─► no answer in time
+
+Over shared memory, every worker takes a version alone: an offer is for a single worker, and a slow worker delays no
+other. A collective needs all ranks, so a slow worker delays all: the workers are called first, and the offer is for
+those that answer at once. A worker that hangs in a broadcast gets the next call after a backoff, which doubles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+_MOST_DOUBLINGS = 6  # of the backoff of a worker with repeated failures
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Ask these workers if they can take part in a broadcast."""
+
+    offer_id: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Offer a version to these workers, and send the weights."""
+
+    offer_id: int
+    policy_version: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Send the notice of an open offer to a worker again: the notice was lost."""
+
+    offer_id: int
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A worker has answered: `taken` if the worker has the version and reads no bucket any more."""
+
+    offer_id: int
+    worker_id: str
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """An offer has ended: the weights are sent, and every worker has answered or missed the deadline."""
+
+    offer_id: int
+
+
+Command = Call | Begin | Repeat | Answered | Over
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker whose engine takes weights."""
+
+    policy_version: int
+    offer_id: int | None = None  # of the offer without an answer yet, also after the deadline of the offer
+    answer_number: int = 0  # number of the message with the last answer
+    failures_in_a_row: int = 0
+    again_s: float = 0.0  # no offer before this time
+
+
+@dataclass(slots=True)
+class _Offer:
+    """An offer under way. A call becomes an offer when `called` is empty or its deadline has passed."""
+
+    offer_id: int
+    policy_version: int
+    deadline_s: float  # of the call, then of the offer
+    begun_s: float
+    workers: set[str]  # that take part
+    checksum: int | None = None
+    has_begun: bool = False
+    sent: bool = False  # the transport has finished
+    called: set[str] = field(default_factory=set)  # without an answer to the call
+    pending: set[str] = field(default_factory=set)  # without an answer to the offer
+
+
+class Offers:
+    """The members and the open offers."""
+
+    def __init__(self, *, together: bool, timeout_s: float, call_timeout_s: float) -> None:
+        """
+        Args:
+            together: True if all workers take part in every broadcast (a collective).
+            timeout_s: of an offer.
+            call_timeout_s: of a call.
+        """
+        self.members: dict[str, Member] = {}
+        self.newest_version = -1  # nothing is published yet
+        self.num_failures = self.num_left_out = 0
+        self._together, self._timeout_s, self._call_timeout_s = together, timeout_s, call_timeout_s
+        self._offers: dict[int, _Offer] = {}
+        self._commands: list[Command] = []
+        self._num_offers = 0
+
+    def publish(self, policy_version: int) -> None:
+        """Make this the version to offer."""
+        self.newest_version = policy_version
+
+    def join(self, worker_id: str, policy_version: int | None, *, number: int = 0) -> None:
+        """Record the version that a worker's engine runs; None: the engine takes no weights now, e.g. while it starts.
+
+        `number` orders the messages of a worker: a version told before the last answer to an offer is out of date.
+        """
+        member = self.members.get(worker_id)
+        if policy_version is None:
+            self.leave(worker_id)
+        elif member is None:
+            self.members[worker_id] = Member(policy_version)
+        elif number >= member.answer_number:
+            member.policy_version = policy_version
+
+    def heard(
+        self,
+        worker_id: str,
+        policy_version: int | None,
+        *,
+        number: int,
+        newest_offer: int,
+        receiving: bool,
+        now_s: float,
+    ) -> None:
+        """Record a heartbeat: the version of the engine, and the newest offer that the worker has seen."""
+        self.join(worker_id, policy_version, number=number)
+        member = self.members.get(worker_id)
+        if member is None or member.offer_id is None:
+            return
+        offer = self._offers.get(member.offer_id)
+        if offer is None:  # past its deadline
+            member.offer_id = member.offer_id if receiving else None
+        elif newest_offer < offer.offer_id and now_s - offer.begun_s > self._call_timeout_s:
+            self._commands.append(Repeat(offer.offer_id, worker_id))
+
+    def leave(self, worker_id: str) -> None:
+        """Forget a departed worker."""
+        if self.members.pop(worker_id, None) is not None:
+            self._give_up(worker_id)
+
+    def ready(self, worker_id: str, offer_id: int) -> None:
+        """Record the answer to a call; ignore a late answer."""
+        offer = self._offers.get(offer_id)
+        if offer is not None and worker_id in offer.called:
+            offer.called.discard(worker_id)
+            offer.workers.add(worker_id)
+
+    def begun(self, offer_id: int, checksum: int) -> None:
+        """Record the checksum of an offer with notices on their way: the workers must find the same."""
+        if (offer := self._offers.get(offer_id)) is not None:
+            offer.checksum = checksum
+
+    def received(self, worker_id: str, offer_id: int, checksum: int, *, number: int, now_s: float) -> None:
+        """Record that a worker runs the offered version, and the checksum of the received bytes."""
+        member, offer = self.members.get(worker_id), self._offers.get(offer_id)
+        if member is None or member.offer_id != offer_id:
+            return
+        if offer is not None and checksum != offer.checksum:
+            detail = f"expected the checksum {offer.checksum}, got {checksum}"
+            self.failed(worker_id, offer_id, detail, number=number, now_s=now_s)
+            return
+        if offer is not None:
+            member.policy_version = max(member.policy_version, offer.policy_version)
+        member.failures_in_a_row = 0
+        self._answered(member, worker_id, number, taken=True)
+
+    def failed(self, worker_id: str, offer_id: int, detail: str, *, number: int, now_s: float) -> None:
+        """Record that a worker did not receive the offered version; offer again after a backoff."""
+        member = self.members.get(worker_id)
+        if member is None or member.offer_id != offer_id:
+            return
+        logger.warning("%s could not take offer %d of the weights: %s", worker_id, offer_id, detail)
+        self.num_failures += 1
+        # The cause may take a moment to go away, and in a collective a retry costs all workers.
+        self._back_off(member, now_s, first_s=0.0)
+        self._answered(member, worker_id, number, taken=False)
+
+    def broken(self, offer_id: int, detail: str, now_s: float) -> None:
+        """Record that the transport could not make an offer."""
+        offer = self._offers.get(offer_id)
+        for worker_id in sorted(offer.pending) if offer is not None else ():
+            self.failed(worker_id, offer_id, detail, number=0, now_s=now_s)
+
+    def sent(self, offer_id: int) -> None:
+        """Record that the transport has finished an offer, with or without success."""
+        offer = self._offers[offer_id]
+        offer.sent = True
+        self._end_if_over(offer)
+
+    def poll(self, now_s: float) -> list[Command]:
+        """End overdue offers, begin the offers due, and return the commands since the last call."""
+        for offer in list(self._offers.values()):
+            self._look_at(offer, now_s)
+        behind = [name for name, member in self.members.items() if self._is_due(member, now_s)]
+        if behind and self._together and not self._offers:
+            self._call(now_s)
+        elif not self._together:
+            for worker_id in behind:
+                self._begin(self._made({worker_id}, now_s), now_s)
+        commands, self._commands = self._commands, []
+        return commands
+
+    def due_s(self) -> float:
+        """Return the time of the next change without an event."""
+        times = [offer.deadline_s for offer in self._offers.values()]
+        if not self._together or not self._offers:
+            times += [m.again_s for m in self.members.values() if m.offer_id is None and self._is_behind(m)]
+        return min(times, default=math.inf)
+
+    def _look_at(self, offer: _Offer, now_s: float) -> None:
+        overdue = now_s >= offer.deadline_s
+        if offer.has_begun:
+            if overdue:
+                self._time_out(offer, offer.pending, now_s)
+                offer.pending.clear()
+                offer.deadline_s = math.inf  # the transport may still be busy
+                self._end_if_over(offer)
+        elif overdue or not offer.called:
+            self._time_out(offer, offer.called, now_s)
+            if offer.workers:
+                self._begin(offer, now_s)
+            else:
+                del self._offers[offer.offer_id]
+
+    def _call(self, now_s: float) -> None:
+        free = {n for n, member in self.members.items() if member.offer_id is None and now_s >= member.again_s}
+        offer = self._made(set(), now_s)
+        offer.called, offer.deadline_s = free, now_s + self._call_timeout_s
+        self._offers[offer.offer_id] = offer
+        self._commands.append(Call(offer.offer_id, tuple(sorted(free))))
+
+    def _begin(self, offer: _Offer, now_s: float) -> None:
+        self._offers[offer.offer_id] = offer
+        offer.has_begun, offer.called = True, set()
+        offer.policy_version, offer.begun_s, offer.deadline_s = self.newest_version, now_s, now_s + self._timeout_s
+        offer.pending = set(offer.workers)
+        for worker_id in offer.workers:
+            self.members[worker_id].offer_id = offer.offer_id
+        self._commands.append(Begin(offer.offer_id, offer.policy_version, tuple(sorted(offer.workers))))
+
+    def _made(self, workers: set[str], now_s: float) -> _Offer:
+        self._num_offers += 1
+        return _Offer(self._num_offers, self.newest_version, now_s + self._timeout_s, now_s, workers)
+
+    def _time_out(self, offer: _Offer, workers: Iterable[str], now_s: float) -> None:
+        for worker_id in sorted(workers):
+            logger.warning("no answer from %s to offer %d of the weights in time", worker_id, offer.offer_id)
+            self.num_left_out += 1
+            member = self.members.get(worker_id)
+            if member is not None:
+                self._back_off(member, now_s, first_s=self._call_timeout_s)
+            if offer.has_begun:
+                self._commands.append(Answered(offer.offer_id, worker_id, taken=False))
+
+    def _answered(self, member: Member, worker_id: str, number: int, *, taken: bool) -> None:
+        assert member.offer_id is not None, "only an offer is answered"
+        member.answer_number = max(member.answer_number, number)
+        offer_id, member.offer_id = member.offer_id, None
+        self._settle(offer_id, worker_id, taken=taken)
+
+    def _give_up(self, worker_id: str) -> None:
+        for offer in list(self._offers.values()):
+            offer.called.discard(worker_id)
+            offer.workers.discard(worker_id)
+            self._settle(offer.offer_id, worker_id, taken=False)
+
+    def _settle(self, offer_id: int, worker_id: str, *, taken: bool) -> None:
+        offer = self._offers.get(offer_id)
+        if offer is None or worker_id not in offer.pending:
+            return
+        offer.pending.discard(worker_id)
+        self._commands.append(Answered(offer_id, worker_id, taken=taken))
+        self._end_if_over(offer)
+
+    def _end_if_over(self, offer: _Offer) -> None:
+        if offer.sent and not offer.pending:
+            del self._offers[offer.offer_id]
+            self._commands.append(Over(offer.offer_id))
+
+    def _back_off(self, member: Member, now_s: float, *, first_s: float) -> None:
+        member.again_s = now_s + first_s + self._call_timeout_s * (2.0**member.failures_in_a_row - 1)
+        member.failures_in_a_row = min(member.failures_in_a_row + 1, _MOST_DOUBLINGS)
+
+    def _is_behind(self, member: Member) -> bool:
+        return member.policy_version < self.newest_version
+
+    def _is_due(self, member: Member, now_s: float) -> bool:
+        return member.offer_id is None and now_s >= member.again_s and self._is_behind(member)

@@ -1,0 +1,243 @@
+"""Every mend of the protocol, taken out: the search must find a schedule that fails without it.
+
+A mutation replaces one method or function of the real parts by one with the defect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.leasing import Leasing
+from areal_rloo.intake.ledger import Sample
+from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
+from areal_rloo.weights.offers import Offers
+from areal_rloo.wire import messages as wire
+
+
+def _a_lost_failure_is_not_noticed() -> Any:
+    """A failure is sent once, and neither an outbox nor a digest notices the loss."""
+    poll = WorkerProtocol.poll
+
+    def mutated(self: WorkerProtocol, now_s: float, engine: EngineState) -> list[wire.WorkerMessage]:
+        messages = poll(self, now_s, engine)
+        for message in messages:
+            if isinstance(message, wire.Results) and message.failed and not message.finished:
+                self._outbox.pop(message.number, None)
+                self._num_results -= 1
+        return messages
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(WorkerProtocol, "poll", mutated))
+    stack.enter_context(_digests_are_not_compared())
+    return stack
+
+
+def _results_are_not_sent_again() -> Any:
+    compare = WorkerProtocol._compare
+
+    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply) -> None:
+        outbox, self._outbox = self._outbox, {}
+        compare(self, reply)
+        self._outbox = outbox
+
+    return patch.object(WorkerProtocol, "_compare", mutated)
+
+
+def _a_late_failure_drops_the_sample() -> Any:
+    return patch.object(Sample, "accepts_failure", lambda self, lease_id: not self.trajectories)
+
+
+def _a_result_of_any_lease_counts() -> Any:
+    return patch.object(Sample, "accepts", lambda self, lease_id: True)
+
+
+def _a_failure_drops_a_sample_in_any_state() -> Any:
+    return patch.object(Sample, "accepts_failure", lambda self, lease_id: True)
+
+
+def _messages_for_an_earlier_learner_count() -> Any:
+    handle = Intake.handle
+
+    def mutated(self: Intake, peer: str, message: Any, now_s: float) -> Any:
+        if isinstance(message, wire.Results):
+            message = wire.Results(self.learner_id, message.number, message.finished, message.failed)
+        return handle(self, peer, message, now_s)
+
+    return patch.object(Intake, "handle", mutated)
+
+
+def _leases_of_an_earlier_learner_start() -> Any:
+    handle = WorkerProtocol.handle
+
+    def mutated(self: WorkerProtocol, message: Any, engine: EngineState) -> Orders:
+        if isinstance(message, wire.Leases) and self._learner_id is not None:
+            message = wire.Leases(self._learner_id, message.leases)
+        return handle(self, message, engine)
+
+    return patch.object(WorkerProtocol, "handle", mutated)
+
+
+def _lease_ids_begin_again_at_every_hello() -> Any:
+    """Then two ends that lost different leases can agree on a number by chance."""
+    welcome = Fleet.welcome
+
+    def mutated(self: Fleet, hello: wire.Hello, peer: str, **values: Any) -> Worker:
+        worker = welcome(self, hello, peer, **values)
+        worker.newest_lease = 0
+        return worker
+
+    def differs(self: Worker, heartbeat: wire.Heartbeat) -> bool:
+        return False
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(Fleet, "welcome", mutated))
+    stack.enter_context(patch.object(Worker, "differs", differs))
+    return stack
+
+
+def _digests_are_not_compared() -> Any:
+    return patch.object(Worker, "differs", lambda self, heartbeat: False)
+
+
+def _lost_leases_are_not_noticed() -> Any:
+    compare = WorkerProtocol._compare
+
+    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply) -> None:
+        compare(self, wire.HeartbeatReply(reply.learner_id, reply.number, reply.began_version, 0, reply.say_hello))
+
+    return patch.object(WorkerProtocol, "_compare", mutated)
+
+
+def _late_leases_start() -> Any:
+    """A worker starts a lease although it has told the learner that the lease was lost, or has it already."""
+    handle = WorkerProtocol.handle
+
+    def mutated(self: WorkerProtocol, message: Any, engine: EngineState) -> Orders:
+        newest = self._newest_lease
+        if isinstance(message, wire.Leases):
+            self._newest_lease = 0
+        orders = handle(self, message, engine)
+        self._newest_lease = max(newest, self._newest_lease)
+        return orders
+
+    return patch.object(WorkerProtocol, "handle", mutated)
+
+
+def _a_goodbye_removes_the_worker_of_its_name() -> Any:
+    apply = Intake._apply
+
+    def mutated(self: Intake, peer: str, message: Any, now_s: float) -> Any:
+        worker = self.fleet.alive.get(peer.partition("#")[0])
+        if isinstance(message, wire.Goodbye) and worker is not None:
+            self.fleet.remove(worker)
+            self._offers.leave(worker.worker_id)
+            return []
+        return apply(self, peer, message, now_s)
+
+    return patch.object(Intake, "_apply", mutated)
+
+
+def _samples_of_a_silent_worker_stay() -> Any:
+    lose = Leasing.lose
+
+    def mutated(self: Leasing, lost: Any, *, started: bool) -> None:
+        lose(self, () if started else lost, started=started)
+
+    return patch.object(Leasing, "lose", mutated)
+
+
+def _silence_is_no_death() -> Any:
+    return patch.object(Worker, "silent_until_s", lambda self, settings: float("inf"))
+
+
+def _a_worker_without_progress_keeps_its_samples() -> Any:
+    def mutated(self: Intake, worker: Worker, now_s: float) -> Any:
+        worker.progress_s = now_s
+        from areal_rloo.intake.intake import Outgoing
+
+        return Outgoing(worker.peer, wire.Ack(0))
+
+    return patch.object(Intake, "_take_duties", mutated)
+
+
+def _diverged_weights_are_kept() -> Any:
+    return patch.object(WorkerProtocol, "_check_history", lambda self, policy_version: None)
+
+
+def _the_present_version_is_compared() -> Any:
+    """A learner tells its present version instead of the version with which it began."""
+    welcome, beat = Intake._welcome, Intake._answer_heartbeat
+
+    def present(make: Callable[..., Any]) -> Callable[..., Any]:
+        def mutated(self: Intake, *arguments: Any) -> Any:
+            began, self._began_version = self._began_version, self._policy_version
+            try:
+                return make(self, *arguments)
+            finally:
+                self._began_version = began
+
+        return mutated
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(Intake, "_welcome", present(welcome)))
+    stack.enter_context(patch.object(Intake, "_answer_heartbeat", present(beat)))
+    return stack
+
+
+def _a_failed_offer_is_not_repeated() -> Any:
+    def mutated(self: Offers, member: Any, now_s: float, *, first_s: float) -> None:
+        member.again_s = float("inf")
+
+    return patch.object(Offers, "_back_off", mutated)
+
+
+def _an_error_of_the_transport_ends_the_offers() -> Any:
+    """Its thread dies, and nobody notices."""
+
+    def mutated(self: Offers, offer_id: int, detail: str, now_s: float) -> None:
+        self.poll = lambda now_s: []  # type: ignore[method-assign]
+
+    return patch.object(Offers, "broken", mutated)
+
+
+def _a_lost_notice_is_not_repeated() -> Any:
+    """Neither at a heartbeat nor after the deadline of the offer."""
+
+    def mutated(self: Offers, worker_id: str, policy_version: int | None, *, number: int, **values: Any) -> None:
+        self.join(worker_id, policy_version, number=number)
+
+    return patch.object(Offers, "heard", mutated)
+
+
+def _an_adopted_sample_is_leased_to_another_too() -> Any:
+    def mutated(self: Sample, lease_id: int, worker_id: str) -> bool:
+        return self.accepts_failure(lease_id)
+
+    return patch.object(Sample, "adopts", mutated)
+
+
+def _every_duty_told_is_adopted() -> Any:
+    def mutated(self: Intake, worker: Worker, duty: wire.Duty) -> bool:
+        worker.hold(duty)
+        return True
+
+    return patch.object(Intake, "_adopt", mutated)
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    name.removeprefix("_"): made
+    for name, made in list(globals().items())
+    if name.startswith("_") and callable(made) and getattr(made, "__module__", "") == __name__
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Take out the mend of this name."""
+    with MUTATIONS[name]():
+        yield

@@ -1,0 +1,62 @@
+"""Search schedules of messages, crashes and faults for one that breaks the protocol; and check that the search can find.
+
+`python -m simulation.search` (in tests/) searches many more.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from simulation.mutations import MUTATIONS, mutated
+from simulation.search import failure_of, first_failure, shortened, story_of
+from simulation.simulated_run import CONFIGS
+from simulation.world import Schedule
+
+NUM_SCHEDULES = 2000
+MOST_SCHEDULES = 10_000  # until a mutation must be found
+PARTS = 4
+
+
+@pytest.fixture(autouse=True)
+def silenced() -> Iterator[None]:
+    """The parts log thousands of warnings."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def _drawn(seed: int) -> Schedule:
+    return Schedule.drawn(seed, len(CONFIGS))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_schedule_breaks_an_invariant_and_every_run_ends(part: int) -> None:
+    found = first_failure(range(part, NUM_SCHEDULES, PARTS))
+    assert found is None, "\n".join(story_of(_drawn(found[0])))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_search_finds_every_mend_that_is_taken_out(name: str) -> None:
+    with mutated(name):
+        assert first_failure(range(MOST_SCHEDULES)) is not None
+
+
+def test_the_search_finds_a_defect_and_tells_its_shortened_story() -> None:
+    with mutated("results_are_not_sent_again"):
+        found = first_failure(range(MOST_SCHEDULES))
+        assert found is not None
+        schedule = shortened(_drawn(found[0]))
+        story = list(story_of(_drawn(found[0])))
+        for fault in schedule.faults:
+            assert failure_of(schedule.without([fault])) is None, "a fault that the failure does not need"
+            assert str(fault) in story
+    assert "the run stands still" in story[-1]
+    assert failure_of(_drawn(found[0])) is None
+
+
+def test_a_schedule_runs_the_same_way_again() -> None:
+    with mutated("results_are_not_sent_again"):
+        found = first_failure(range(MOST_SCHEDULES))
+        assert found is not None
+        assert list(story_of(_drawn(found[0]))) == list(story_of(_drawn(found[0])))

@@ -1,0 +1,293 @@
+"""The worker's end of the protocol as a state machine; no sockets, no tasks."""
+
+import numpy as np
+import pytest
+from support.workers import ENGINE, make_protocol
+
+from areal_rloo.errors import WentBackError
+from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
+from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.wire.messages import (
+    Abort,
+    Ack,
+    Drain,
+    Duty,
+    Failed,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Lease,
+    Leases,
+    Results,
+    WeightsCall,
+    WeightsFailed,
+    WeightsNotice,
+    WeightsReady,
+    WeightsReceived,
+    Welcome,
+    Work,
+    WorkerMessage,
+    digest,
+)
+
+LEARNER = "learner"
+
+
+def _lease(lease_id: int, group_id: int = 0, num: int = 2) -> Lease:
+    return Lease(lease_id, group_id, tuple(range(num)), (1, 2), Item("?"), 0, 0)
+
+
+def _leases(*lease_ids: int, learner_id: str = LEARNER) -> Leases:
+    return Leases(learner_id, tuple(_lease(lease_id, group_id=lease_id) for lease_id in lease_ids))
+
+
+def _trajectory(duty: Duty) -> Trajectory:
+    completion = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "stop")
+    return Trajectory(*duty.sample_id, np.ones(2, np.int32), completion, 1.0)
+
+
+def _finish(protocol: WorkerProtocol, *duties: Duty, num_bytes: int = 100) -> None:
+    for duty in duties:
+        protocol.finish(duty, [_trajectory(duty)], num_bytes)
+
+
+def _of(messages: list[WorkerMessage], kind: type[WorkerMessage]) -> list[WorkerMessage]:
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def _met(**options: int) -> WorkerProtocol:
+    """Return a worker that has been welcomed, at time 0."""
+    protocol = make_protocol(heartbeat_s=1.0, **options)
+    hello, beat = protocol.poll(0.0, ENGINE)
+    assert isinstance(hello, Hello) and isinstance(beat, Heartbeat)
+    protocol.handle(Welcome(LEARNER, hello.number, 0), ENGINE)
+    return protocol
+
+
+def _beat(protocol: WorkerProtocol, now_s: float) -> Heartbeat:
+    (beat,) = _of(protocol.poll(now_s, ENGINE), Heartbeat)
+    assert isinstance(beat, Heartbeat)
+    return beat
+
+
+def _reply(
+    beat: Heartbeat, *, newest_lease: int = 0, say_hello: bool = False, learner_id: str = LEARNER, began: int = 0
+) -> HeartbeatReply:
+    return HeartbeatReply(learner_id, beat.number, began, newest_lease, say_hello)
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_starts_once_and_only_from_the_known_learner() -> None:
+    protocol = make_protocol()
+    assert protocol.handle(_leases(1), ENGINE).start == []
+    protocol = _met()
+    assert protocol.handle(_leases(1, learner_id="before"), ENGINE).start == []
+    assert [lease.lease_id for lease in protocol.handle(_leases(1, 2), ENGINE).start] == [1, 2]
+    assert protocol.handle(_leases(1, 2), ENGINE).start == []
+
+
+def test_a_lease_that_comes_after_a_later_lease_is_void() -> None:
+    """The heartbeat has told the learner, who has leased the samples again."""
+    protocol = _met()
+    protocol.handle(_leases(2), ENGINE)
+    beat = _beat(protocol, 1.0)
+    assert (beat.newest_lease, beat.duties) == (2, digest(_lease(2, 2).duties))
+    assert protocol.handle(_leases(1), ENGINE).start == []
+
+
+def test_a_lost_lease_is_given_back_with_a_hello() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1), ENGINE)
+    protocol.handle(_reply(_beat(protocol, 1.0), newest_lease=3), ENGINE)
+    (hello,) = _of(protocol.poll(2.0, ENGINE), Hello)
+    assert isinstance(hello, Hello)
+    assert (hello.newest_lease, set(hello.duties)) == (3, set(_lease(1, 1).duties))
+    assert protocol.handle(_leases(3), ENGINE).start == [], "it comes late, and is void"
+
+
+def test_a_hello_is_repeated_until_its_welcome_comes() -> None:
+    protocol = make_protocol(heartbeat_s=1.0)
+    numbers = []
+    for now_s in (0.0, 0.5, 2.0, 4.0):
+        numbers += [message.number for message in protocol.poll(now_s, ENGINE) if isinstance(message, Hello)]
+    assert len(numbers) == 3
+    protocol.handle(Welcome(LEARNER, numbers[0], 0), ENGINE)
+    assert len(_of(protocol.poll(6.0, ENGINE), Hello)) == 1, "this Welcome answers an earlier Hello"
+    protocol.handle(Welcome(LEARNER, numbers[-1] + 3, 0), ENGINE)
+
+
+def test_an_abort_cancels_running_duties_alone() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1), ENGINE)
+    first, second = _lease(1, 1).duties
+    _finish(protocol, first)
+    orders = protocol.handle(Abort(LEARNER, (first, second, Duty(9, 9, 9))), ENGINE)
+    assert orders.cancel == [second]
+    _finish(protocol, second)
+    (results,) = _of(protocol.poll(0.1, ENGINE), Results)
+    assert isinstance(results, Results)
+    assert [each.trajectories[0].sample_id for each in results.finished] == [first.sample_id]
+
+
+def test_a_drain_is_passed_on() -> None:
+    assert _met().handle(Drain(), ENGINE).drain
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_and_failures_that_are_ready_share_a_message() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1, 2), ENGINE)
+    first, second, third, fourth = [*_lease(1, 1).duties, *_lease(2, 2).duties]
+    _finish(protocol, first, third)
+    protocol.fail(Failed(*second, "reward_error", "no", ""), 100)
+    (results,) = _of(protocol.poll(0.1, ENGINE), Results)
+    assert isinstance(results, Results)
+    assert [each.lease_id for each in results.finished] == [1, 2]
+    assert [Duty(each.lease_id, each.group_id, each.sample_index) for each in results.failed] == [second]
+    assert protocol.statistics().unacknowledged == 3
+    protocol.handle(Ack(results.number), ENGINE)
+    assert protocol.statistics().unacknowledged == 0
+    assert protocol.duties == [fourth]
+
+
+def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
+    protocol = _met(capacity_samples=100)
+    lease = _lease(1, 1, num=40)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    sizes, numbers = [], []
+    for duty in lease.duties:
+        _finish(protocol, duty)
+        for results in protocol.poll(0.1, ENGINE):
+            assert isinstance(results, Results)
+            sizes.append(len(results.finished))
+            numbers.append(results.number)
+    assert sizes == [1] * 16
+    protocol.handle(Ack(numbers[0]), ENGINE)
+    (rest,) = protocol.poll(0.1, ENGINE)
+    assert isinstance(rest, Results)
+    assert len(rest.finished) == 24
+
+
+def test_a_message_keeps_to_the_limit_of_bytes() -> None:
+    protocol = _met(max_batch_bytes=1000)
+    lease = _lease(1, 1, num=8)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    _finish(protocol, *lease.duties[:6], num_bytes=400)
+    _finish(protocol, *lease.duties[6:], num_bytes=5000)
+    messages = protocol.poll(0.1, ENGINE)
+    assert [len(message.finished) for message in messages if isinstance(message, Results)] == [2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_lost_result_is_sent_again_after_the_next_heartbeat(busy: bool) -> None:
+    """Also if the worker goes on sending: no silence is needed."""
+    protocol = _met(capacity_samples=100)
+    lease = _lease(1, 1, num=10)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol.fail(Failed(*lease.duties[0], "reward_error", "no", ""), 100)
+    (lost,) = _of(protocol.poll(0.1, ENGINE), Results)
+    beat = _beat(protocol, 1.0)
+    if busy:
+        _finish(protocol, *lease.duties[1:4])
+        (later,) = _of(protocol.poll(1.05, ENGINE), Results)
+    protocol.handle(_reply(beat, newest_lease=1), ENGINE)
+    assert protocol.poll(1.1, ENGINE) == [lost], "messages sent after the heartbeat may still be on their way"
+    assert protocol.poll(1.2, ENGINE) == []
+    protocol.handle(_reply(_beat(protocol, 2.1), newest_lease=1), ENGINE)
+    again = _of(protocol.poll(2.2, ENGINE), Results)
+    assert again == [lost, later] if busy else [lost]
+
+
+def test_results_on_their_way_do_not_change_the_digest() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1), ENGINE)
+    first, second = _lease(1, 1).duties
+    _finish(protocol, first)
+    assert _of(protocol.poll(0.5, ENGINE), Results)
+    assert _beat(protocol, 1.0).duties == digest([second])
+    protocol.handle(_reply(_beat(protocol, 2.0), newest_lease=1, say_hello=True), ENGINE)
+    (hello,) = _of(protocol.poll(2.1, ENGINE), Hello)
+    assert isinstance(hello, Hello)
+    assert set(hello.duties) == {first, second}
+
+
+# -- another learner ---------------------------------------------------------------------------------------------------
+
+
+def test_another_learner_gets_no_old_samples_and_a_hello() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1), ENGINE)
+    first, second = _lease(1, 1).duties
+    _finish(protocol, first)
+    protocol.poll(0.5, ENGINE)
+    orders = protocol.handle(_reply(_beat(protocol, 2.0), learner_id="another"), ENGINE)
+    assert orders.cancel == [second]
+    (hello,) = protocol.poll(2.1, ENGINE)
+    assert isinstance(hello, Hello)
+    assert (hello.learner_id, hello.newest_lease, hello.duties) == ("another", 0, ())
+    protocol.handle(Welcome("another", hello.number, 0), ENGINE)
+    assert [lease.lease_id for lease in protocol.handle(_leases(1, learner_id="another"), ENGINE).start] == [1]
+
+
+@pytest.mark.parametrize("through_heartbeat", [False, True])
+def test_a_learner_that_began_with_an_older_version_ends_the_worker(through_heartbeat: bool) -> None:
+    """Also if the learner has caught up since: its version 57 has other weights than this worker's version 57."""
+    protocol, engine = _met(), EngineState(57, 57, Work())
+    began_at_50 = _reply(_beat(protocol, 2.0), learner_id="another", began=50)
+    with pytest.raises(WentBackError, match="went back to version 50"):
+        protocol.handle(began_at_50 if through_heartbeat else Welcome("another", 1, 50), engine)
+
+
+def test_a_learner_that_began_with_this_version_changes_nothing() -> None:
+    protocol, engine = _met(), EngineState(57, 57, Work())
+    protocol.handle(Welcome("another", 1, 57), engine)
+
+
+def test_weights_of_an_earlier_learner_that_arrive_late_end_the_worker() -> None:
+    protocol = _met()
+    notice = WeightsNotice(LEARNER, 1, 51, b"")
+    assert protocol.handle(notice, ENGINE).receive is notice
+    protocol.handle(Welcome("another", 1, 50), ENGINE)
+    with pytest.raises(WentBackError, match="went back to version 50"):
+        protocol.weights_received(notice, 7)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_received_once_and_answered_until_acknowledged() -> None:
+    protocol = _met()
+    notice = WeightsNotice(LEARNER, 1, 5, b"")
+    assert protocol.handle(notice, ENGINE).receive is notice
+    assert protocol.handle(notice, ENGINE).receive is None
+    beat = _beat(protocol, 1.0)
+    assert (beat.newest_offer, beat.receiving) == (1, True)
+    protocol.weights_received(notice, 7)
+    (answer,) = protocol.poll(1.1, ENGINE)
+    assert isinstance(answer, WeightsReceived)
+    assert (answer.offer_id, answer.checksum) == (1, 7)
+    beat = _beat(protocol, 2.0)
+    assert not beat.receiving
+    protocol.handle(_reply(beat), ENGINE)
+    assert protocol.poll(2.1, ENGINE) == [answer]
+    protocol.handle(Ack(answer.number), ENGINE)
+    protocol.handle(_reply(_beat(protocol, 3.0)), ENGINE)
+    assert protocol.poll(3.1, ENGINE) == []
+
+
+def test_a_call_is_answered_when_nothing_is_being_received() -> None:
+    protocol = _met()
+    notice = WeightsNotice(LEARNER, 1, 5, b"")
+    protocol.handle(notice, ENGINE)
+    protocol.handle(WeightsCall(LEARNER, 2), ENGINE)
+    assert protocol.poll(0.1, ENGINE) == []
+    protocol.weights_failed(notice, "no")
+    ready, failed = protocol.poll(0.2, ENGINE)
+    assert ready == WeightsReady(LEARNER, 2)
+    assert isinstance(failed, WeightsFailed)
+    protocol.handle(WeightsCall(LEARNER, 1), ENGINE)
+    assert protocol.poll(0.3, ENGINE) == [], "an old call"
