@@ -20,7 +20,8 @@ from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
-from areal_rloo.launcher.run_folder import has_begun, second_run, segment_folder, write_beginning
+from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint, second_run, segment_folder, write_beginning
+from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
@@ -170,6 +171,9 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
     """
     wire_port, meeting_port = ports
     write_beginning(folder, config, placement.hosts)
+    num_steps = config.learner.num_train_steps
+    if resume and standing(folder_of(folder)).newest_version == num_steps:
+        _say(f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps={num_steps}")
     wire_port = config.wire.port or wire_port
     return JobRequest(config, placement, folder, wire_port, meeting_port, segment_folder(folder), resume)
 
