@@ -1,15 +1,12 @@
 """Files of records: whole lines after a kill and on a full disk, and the records up to a checkpoint."""
 
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.full_disk import disk_of
 
 from areal_rloo.errors import CheckpointError
 from areal_rloo.telemetry.record_file import RecordFile, cut_records
@@ -17,19 +14,6 @@ from areal_rloo.telemetry.record_file import RecordFile, cut_records
 
 def _lines(*versions: int) -> bytes:
     return b"".join(msgspec.json.encode({"number": n, "policy_version": v}) + b"\n" for n, v in enumerate(versions))
-
-
-@contextmanager
-def _disk_of(num_bytes: int) -> Iterator[None]:
-    """Refuse to let a file grow beyond this size, as a full disk does."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -56,7 +40,7 @@ def test_on_a_full_disk_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -
     path = tmp_path / "records"
     file = RecordFile(path)
     file.append(b"first\n")
-    with _disk_of(10):
+    with disk_of(10):
         for _ in range(3):
             with pytest.raises(OSError, match="File too large"):
                 file.append(b"longer than the disk\n")
@@ -93,7 +77,7 @@ def test_a_cut_removes_the_records_after_the_checkpoint(
 def test_a_cut_at_the_end_needs_no_room_on_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "records"
     path.write_bytes(_lines(1, 2, 3))
-    with _disk_of(0):
+    with disk_of(0):
         cut_records(path, 2)
     assert path.read_bytes() == _lines(1, 2)
 
@@ -102,7 +86,7 @@ def test_a_cut_that_the_disk_refuses_changes_nothing_and_says_so(tmp_path: Path)
     path = tmp_path / "records"
     path.write_bytes(_lines(1, 3, 2))
     with (
-        _disk_of(10),
+        disk_of(10),
         pytest.raises(CheckpointError, match=r"records after version 2 .* free some disk, then --resume"),
     ):
         cut_records(path, 2)
