@@ -46,8 +46,7 @@ class Learner:
     def run(self) -> str:
         """Train to the end; return the reason of the end.
 
-        Raises TrainingError if too many steps in a row were not finite, and UnsavedError if the last checkpoint could
-        not be written.
+        Raises TrainingError if too many steps in a row were not finite, UnsavedError if the last checkpoint failed.
         """
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()
@@ -123,10 +122,8 @@ class Learner:
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )
-        every = self.config.checkpoint.every_n_steps
-        # The first step has its checkpoint, too: too little memory or disk for checkpoints shows in minutes, not hours.
-        due = every > 0 and (self.policy_version % every == 0 or self.policy_version == 1)
-        if due and not last:
+        every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
+        if every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1):
             self.save_checkpoint()
 
     def _take_drops(self) -> list[Drop]:

@@ -29,8 +29,6 @@ def make(name):
 """
 DIES_SAVING = "make('.unfinished-step-000001'); os.kill(os.getpid(), 9)"
 
-Begin = Callable[..., LearnerRanks]
-
 
 class _Run:
     """The ranks of a learner in a folder, and everything that the launcher said."""

@@ -40,7 +40,7 @@ def test_keys_of_a_killed_launcher_are_made_whole_by_the_next(tmp_path: Path, nu
     assert not left.exists()
 
 
-def test_latest_points_to_a_run_after_a_launcher_with_the_same_pid_was_killed(tmp_path: Path) -> None:
+def test_latest_points_here_after_a_kill_of_the_same_pid(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder.parent / f".latest-{os.getpid()}").symlink_to("other")
