@@ -251,11 +251,6 @@ def _newest_checkpoint(checkpoints: Checkpoints, config: Config) -> tuple[Path, 
             f"run.seed: expected {state.seed}, the seed of {path}, got {config.run.seed}; another seed gives another "
             "order of prompts"
         )
-    if state.policy_version > config.learner.num_train_steps:
-        raise CheckpointError(
-            f"learner.num_train_steps: expected at least {state.policy_version}, the train steps of {path}, got "
-            f"{config.learner.num_train_steps}; nothing is left to train: raise it to train on"
-        )
     logger.info("resuming from %s at version %d", path, state.policy_version)
     return restored
 

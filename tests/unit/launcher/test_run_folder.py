@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.config import load_config
+from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import newest_checkpoint, write_beginning
 from areal_rloo.launcher.start import begin
@@ -58,3 +59,13 @@ def test_a_resume_of_a_complete_run_says_that_nothing_is_left_to_train(
     begin(config, Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
     words = "nothing is left to train: step-000100 has all learner.num_train_steps=100"
     assert (words in capsys.readouterr().err) == said
+
+
+def test_a_resume_with_fewer_steps_than_trained_is_refused_unwritten(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000101").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text("of the complete run")
+    config = load_config("quickstart.yaml", ["learner.num_train_steps=100"])
+    words = r"learner\.num_train_steps: expected at least 101, the train steps of step-000101, got 100; raise it"
+    with pytest.raises(CheckpointError, match=words):
+        begin(config, Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json"}

@@ -12,7 +12,6 @@ from support.checkpoints import save, stream, trained
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
-from areal_rloo.learner.__main__ import _newest_checkpoint
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import (
     Checkpoints,
@@ -172,20 +171,6 @@ def test_a_fresh_run_sets_checkpoints_of_an_earlier_run_aside(tmp_path: Path, ti
     checkpoints.begin()
     save(checkpoints, tiny_folders["qwen2"], 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set-aside-step-000050", "step-000002"]
-
-
-@pytest.mark.parametrize(("num_train_steps", "refused"), [(2, True), (3, False), (4, False)])
-def test_fewer_train_steps_than_the_checkpoint_has_are_refused(
-    tmp_path: Path, tiny_folders: dict[str, Path], num_train_steps: int, refused: bool
-) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    save(checkpoints, tiny_folders["qwen2"], 3)
-    config = load_config("quickstart.yaml", ["run.seed=0", f"learner.num_train_steps={num_train_steps}"])
-    if not refused:
-        assert _newest_checkpoint(checkpoints, config) is not None
-        return
-    with pytest.raises(CheckpointError, match=r"learner\.num_train_steps: expected at least 3, .* got 2; nothing is"):
-        _newest_checkpoint(checkpoints, config)
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint_complete(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
