@@ -19,6 +19,7 @@ ArealRlooError
 │   ├── RewardError          a completion without a reward
 │   └── EpisodeError         an episode that cannot continue
 └── TrainingError        training that cannot continue (see `learner.max_skipped_steps`)
+    └── UnsavedError         a last checkpoint that the disk refused
 
 `described` turns an exception of the user's code into the detail of a `SampleError`.
 """
@@ -29,14 +30,19 @@ _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 
 EXIT_RANK_LOST = 3  # exit code of a learner rank that ended because another rank ended
 EXIT_WENT_BACK = 4  # exit code of a rollout worker that ended because the learner restarted from an older version
+EXIT_UNSAVED = 5  # exit code of a learner whose last checkpoint the disk refused; a restart would end in the same way
 
 
 class ArealRlooError(Exception):
-    """Root of the tree."""
+    """Root of the tree. `exit_code`: of a process that ends with this error."""
+
+    exit_code = 1
 
 
 class UserError(ArealRlooError):
     """The user can fix this error. Programs print a single line `error: ...` and exit with code 2."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -123,6 +129,12 @@ class EpisodeError(SampleError):
 
 class TrainingError(ArealRlooError):
     """Training cannot continue."""
+
+
+class UnsavedError(TrainingError):
+    """The disk refused the last checkpoint of the run."""
+
+    exit_code = EXIT_UNSAVED
 
 
 def first_line(error: BaseException) -> str:

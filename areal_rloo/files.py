@@ -29,7 +29,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Give a new file to write into, and move it to `path` at the end of the block unless the block raises."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = _unfinished(path)
     try:
         with unfinished.open("wb") as file:
             yield file
@@ -40,6 +40,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove the new content that a killed `replacing` left; call only if no process writes this file."""
+    _unfinished(path).unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def move_into_place(unfinished: Path, final: Path) -> None:

@@ -89,7 +89,7 @@ class WireConfig(Section, frozen=True):
 
 
 class CheckpointConfig(Section, frozen=True):
-    every_n_steps: Natural = 50  # 0: only at the end and on drain
+    every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
     keep: PositiveInt = 2
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_rloo.files import write_atomically
 from areal_rloo.inspect.select import PART, value_of
 from areal_rloo.inspect.shown import NUM_COLORS, document, kept_ends, number, shortened, signed, visible, visible_line
 from areal_rloo.telemetry.trajectories import Token, TrajectoryRecord
@@ -90,7 +91,7 @@ def write_page(folder: Path, records: Iterable[TrajectoryRecord]) -> Path:
     meta = f'<meta http-equiv=Content-Security-Policy content="{policy}">'
     text = document(f"{title}: trajectories", "\n".join(body), style=_STYLE + _COLORS, head=meta)
     target = folder / PAGE_NAME
-    target.write_text(text, encoding="utf-8")
+    write_atomically(target, text.encode())
     return target
 
 

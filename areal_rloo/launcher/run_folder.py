@@ -18,8 +18,9 @@ import msgspec
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import CheckpointError, PreflightError
-from areal_rloo.files import move_into_place, write_atomically
+from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
+from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -75,7 +76,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
     (folder / "summary.json").unlink(missing_ok=True)
     if config.curve and not (folder / "keys").exists():  # processes of an earlier start may still use the keys
-        make_keys(folder / "keys")
+        _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {
         "python": sys.version,
@@ -84,7 +85,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
-    (folder / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(environment), indent=2))
+    write_atomically(folder / "environment.json", msgspec.json.format(msgspec.json.encode(environment), indent=2))
     point_latest(folder)
 
 
@@ -93,13 +94,14 @@ def point_latest(folder: Path) -> None:
     if folder.parent.name == _LATEST.parent.name:
         fresh = folder.with_name(f".latest-{os.getpid()}")
         with contextlib.suppress(OSError):  # a file system without links
+            fresh.unlink(missing_ok=True)  # of a killed launcher with the same process id
             fresh.symlink_to(folder.name)
             move_into_place(fresh, folder.with_name(_LATEST.name))
 
 
 def newest_checkpoint(folder: Path) -> str | None:
     """Give the name of the newest checkpoint of a run, or None."""
-    return max((path.name for path in (folder / "checkpoints").glob("step-*")), default=None)
+    return next((path.name for path in reversed(list_checkpoints(folder_of(folder)).values())), None)
 
 
 def is_finished(folder: Path) -> bool:
@@ -119,6 +121,15 @@ def segment_folder(folder: Path) -> Path:
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"areal_rloo-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+def _make_keys(folder: Path) -> None:
+    """Make the folder of the keys whole: a killed launcher must not leave a part of the keys."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    make_keys(unfinished)
+    for path in unfinished.iterdir():
+        flush_to_disk(path)
+    move_into_place(unfinished, folder)
 
 
 def _version(package: str) -> str | None:

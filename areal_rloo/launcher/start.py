@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
-from areal_rloo.errors import ConfigError, PreflightError, UserError
+from areal_rloo.errors import CheckpointError, ConfigError, PreflightError, UserError
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
-from areal_rloo.launcher.run_folder import has_begun, second_run, segment_folder, write_beginning
+from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint, second_run, segment_folder, write_beginning
+from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
@@ -167,11 +168,27 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
     """Write the input files of the processes into the locked folder, and describe the run.
 
     `ports` are two free ports of the learner's host, for the wire and for the meeting of ranks.
+
+    Raises:
+        CheckpointError: the newest checkpoint has more train steps than the config; nothing was written.
     """
     wire_port, meeting_port = ports
+    if resume:
+        _compare_steps(folder, config.learner.num_train_steps)
     write_beginning(folder, config, placement.hosts)
     wire_port = config.wire.port or wire_port
     return JobRequest(config, placement, folder, wire_port, meeting_port, segment_folder(folder), resume)
+
+
+def _compare_steps(folder: Path, num_steps: int) -> None:
+    newest = standing(folder_of(folder)).newest_version
+    if newest > num_steps:
+        raise CheckpointError(
+            f"learner.num_train_steps: expected at least {newest}, the train steps of {newest_checkpoint(folder)}, got "
+            f"{num_steps}; raise it to train on"
+        )
+    if newest == num_steps:
+        _say(f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps={num_steps}")
 
 
 def _say(line: str) -> None:

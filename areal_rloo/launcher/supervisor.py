@@ -15,9 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-from areal_rloo.errors import EXIT_RANK_LOST, EXIT_WENT_BACK
+from areal_rloo.errors import EXIT_RANK_LOST, EXIT_UNSAVED, EXIT_WENT_BACK
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.run_folder import newest_checkpoint
+from areal_rloo.learner.checkpoint_folder import (
+    Standing,
+    folder_of,
+    remove_unfinished,
+    standing,
+    unfinished_checkpoints,
+)
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.waiting import wait_until
@@ -28,6 +35,12 @@ _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
 _CLEAN_BACKOFF_S = 10.0
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 5.0
+_KILLED = 128 + signal.SIGKILL
+_KILLED_WHILE_SAVING = (
+    " The learner was killed while it wrote {checkpoint}: probably the kernel needed memory (see `dmesg`), because a "
+    "checkpoint is copied to CPU memory first. Give the learner's host more memory, or set "
+    "learner.optimizer.state_dtype=bfloat16 or learner.lora for a smaller copy."
+)
 
 
 class Handle(Protocol):
@@ -161,7 +174,9 @@ class LearnerRanks:
         self._folder = folder
         self._progress = progress
         self._num_restarts = 0
-        self._began_from: str | None = None
+        self._began_from: Standing | None = None
+        self._was_killed_saving = False  # since the last checkpoint
+        self._is_killed_here = False
         self._leader, *self._followers = (spec.name for spec in plan.learner)
 
     def start(self) -> None:
@@ -180,6 +195,7 @@ class LearnerRanks:
         code = self._supervisor.exit_code(self._leader)
         if code is not None:
             self._supervisor.wait(self._followers, _GRACE_S)
+        code = 1 if code == EXIT_UNSAVED else code
         if code in (None, 0, 2):
             return code
         for name in self._followers:
@@ -194,25 +210,34 @@ class LearnerRanks:
         self._supervisor.signal(self._leader, signal.SIGTERM)
 
     def kill(self) -> None:
+        self._is_killed_here = True
         self._supervisor.kill(self._leader)
 
     def last_words(self, code: int) -> str:
-        return f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
+        """Describe the end of the learner: the exit code, the last line of output, and a probable cause."""
+        words = f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
+        unsaved = self._killed_while_saving()
+        return words if unsaved is None else words + _KILLED_WHILE_SAVING.format(checkpoint=unsaved)
 
     def restart(self, code: int) -> bool:
         """Restart all ranks from the newest checkpoint, while the workers go on.
 
-        Give False if no restart is left since the last checkpoint.
+        Give False if no restart is left since the last checkpoint, or if a restart would end in the same way: the disk
+        refused the last checkpoint, or the learner was killed while writing a checkpoint for the second time.
         """
-        checkpoint = newest_checkpoint(self._folder)
-        self._num_restarts = self._num_restarts if checkpoint == self._began_from else 0
-        if self._num_restarts >= self._max_restarts:
+        reached, killed = standing(folder_of(self._folder)), self._killed_while_saving() is not None
+        if reached != self._began_from:
+            self._num_restarts, self._was_killed_saving = 0, False
+        repeats = self._supervisor.exit_code(self._leader) == EXIT_UNSAVED or (killed and self._was_killed_saving)
+        if repeats or self._num_restarts >= self._max_restarts:
             return False
         self._num_restarts += 1
-        self._began_from = checkpoint
+        self._began_from, self._was_killed_saving = reached, killed or self._was_killed_saving
+        self._progress.warn(self.last_words(code))
         for spec in self._specs:
             self._supervisor.kill(spec.name)
-        self._progress.warn(self.last_words(code))
+        remove_unfinished(folder_of(self._folder))  # so that the next end is not explained by this checkpoint
+        checkpoint = newest_checkpoint(self._folder)
         self._progress.warn(
             f"the learner restarts from {checkpoint or 'the beginning, since there is no checkpoint yet'} "
             f"(restart {self._num_restarts} of {self._max_restarts})"
@@ -223,3 +248,11 @@ class LearnerRanks:
         )
         self.start()
         return True
+
+    def _killed_while_saving(self) -> str | None:
+        """Name the checkpoint that was being written when a rank got a SIGKILL from outside; None otherwise."""
+        codes = [self._supervisor.exit_code(spec.name) for spec in self._specs]
+        of_followers = [code for code in codes[1:] if code not in (None, 0, EXIT_RANK_LOST)]
+        if self._is_killed_here or _KILLED not in (of_followers or codes[:1]):  # a lost follower has rank 0 killed
+            return None
+        return next((path.name for path in unfinished_checkpoints(folder_of(self._folder))), None)

@@ -1,6 +1,7 @@
 """`python -m areal_rloo.learner`: build the learner of a run folder and run it. A launcher starts this.
 
-Exit codes: 0 done or drained, 2 a mistake the user can mend, 3 another rank of the learner ended, 1 anything else.
+Exit codes: 0 done or drained, 2 a mistake the user can mend, 3 another rank of the learner ended, 5 the disk refused
+the last checkpoint, 1 anything else.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
@@ -30,6 +30,7 @@ from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
+from areal_rloo.learner.checkpoint_folder import folder_of
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.loop import Learner
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
@@ -44,8 +45,9 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
+from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord, Record
-from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
+from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.offers import Offers
@@ -57,6 +59,7 @@ from areal_rloo.wire.security import load_keys
 logger = get_logger(__name__)
 
 _LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
+_SUMMARY = "summary.json"
 _DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
 
@@ -126,7 +129,10 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
     """Build all parts of the learner on rank 0, and start the intake."""
     folder = arguments.run_folder
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
+    remove_unfinished(folder / _SUMMARY)
+    checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
+    if not arguments.resume:
+        checkpoints.begin()
     restored = _newest_checkpoint(checkpoints, config) if arguments.resume else None
     tokenizer = load_tokenizer(arguments.model_path)
     model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
@@ -142,7 +148,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         ledger, totals, policy_version = restore_ledger(state, stream), state.totals, state.policy_version
         train_step.kl_coefficient = state.kl_coefficient
     registry = CollectorRegistry()
-    records = _open_records(folder, policy_version, fresh=restored is None)
+    records = _open_records(folder, -1 if restored is None else policy_version)
     reporter = Reporter(
         file=MetricsFile(folder / "metrics.jsonl"),
         metrics=LearnerMetrics(registry),
@@ -177,7 +183,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         intake=service,
         broadcaster=broadcaster,
         reporter=reporter,
-        recorder=_recorder(config, folder, tokenizer, policy_version, fresh=restored is None),
+        recorder=_recorder(config, folder, tokenizer, policy_version),
         checkpoints=checkpoints,
         policy_version=policy_version,
     )
@@ -202,7 +208,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
         learner.close()
         try:
             learner.reporter.write_summary(
-                arguments.run_folder / "summary.json",
+                arguments.run_folder / _SUMMARY,
                 learner.intake.statistics(),
                 policy_version=learner.policy_version,
                 warm_start_s=arguments.warm_start_s,
@@ -253,24 +259,17 @@ def _newest_checkpoint(checkpoints: Checkpoints, config: Config) -> tuple[Path, 
     return restored
 
 
-def _open_records(folder: Path, policy_version: int, *, fresh: bool) -> list[Record]:
-    """Prepare metrics.jsonl and give the records; on a resume, remove the records after the checkpoint."""
+def _open_records(folder: Path, policy_version: int) -> list[Record]:
+    """Remove the records after the checkpoint from metrics.jsonl, and give the others."""
     path = folder / "metrics.jsonl"
-    records = [] if fresh else [r for r in read_records(path) if r.policy_version <= policy_version]
-    write_atomically(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    return records
+    cut_records(path, policy_version)
+    return read_records(path)
 
 
-def _recorder(
-    config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int, *, fresh: bool
-) -> Recorder:
-    """Open trajectories.jsonl; on a resume, remove the records after the checkpoint."""
-    path = folder / FILE_NAME
-    if fresh:
-        path.unlink(missing_ok=True)
-    else:
-        cut_trajectories(path, policy_version - 1)  # records carry the version before their step
-    return Recorder(path, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
+def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:
+    """Remove the records after the checkpoint from trajectories.jsonl, and open the file."""
+    cut_records(folder / FILE_NAME, policy_version - 1)  # records carry the version before their step
+    return Recorder(folder / FILE_NAME, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
 
 
 def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:

@@ -3,7 +3,7 @@
     checkpoints/step-000025/    shards/ (weights, optimizer and random states, of all ranks)   state.msgpack
                                 model/ (Hugging Face format)   checksums.json
 
-A checkpoint is written into a hidden folder, flushed to disk, and renamed, so every folder named step-* is complete.
+A checkpoint is written into a hidden folder, flushed to disk, and renamed (`checkpoint_folder` has all names).
 Ledger, prompt stream and buffered trajectories are included, so no prompt is skipped or trained twice. Any number of
 ranks can read the shards. The training thread copies the state; a writer thread writes the files.
 """
@@ -22,9 +22,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.errors import CheckpointError
-from areal_rloo.files import flush_to_disk, move_into_place
+from areal_rloo.files import flush_to_disk
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
+from areal_rloo.learner.checkpoint_folder import (
+    checkpoint_path,
+    finish,
+    list_checkpoints,
+    prune,
+    recover,
+    set_aside,
+    unfinished_path,
+)
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
@@ -86,7 +95,10 @@ def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
 
 
 class Checkpoints:
-    """The checkpoints of a run. A thread writes a single checkpoint at a time while training continues."""
+    """The checkpoints of a run. A thread writes a single checkpoint at a time while training continues.
+
+    Call `begin` or `load_newest` before the first `save`, while no other learner uses the folder.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder = folder  # contains all checkpoints
@@ -102,10 +114,9 @@ class Checkpoints:
         If writing fails, the failure is logged and counted, and training continues.
         """
         self.wait()
-        target = self.folder / f"step-{state.policy_version:06d}"
-        unfinished = self.folder / f".unfinished-{state.policy_version:06d}"
+        target = checkpoint_path(self.folder, state.policy_version)
+        unfinished = unfinished_path(target)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             (unfinished / "shards").mkdir(parents=True)
         except OSError as error:
@@ -119,14 +130,13 @@ class Checkpoints:
                 write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
                 (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
                 _seal(unfinished)
-                self._replace(target, unfinished)
+                finish(target)
             except Exception as error:  # noqa: BLE001 - a full disk raises many classes; training continues after any
                 self._failed(target, error)
                 shutil.rmtree(unfinished, ignore_errors=True)
                 return
             self._newest_is_whole = True
-            for outdated in self._whole()[: -self._keep]:
-                shutil.rmtree(outdated, ignore_errors=True)
+            prune(target, keep=self._keep)
 
         self._writing = self._writer.submit(write)
 
@@ -136,36 +146,40 @@ class Checkpoints:
             self._writing.result()
         return self._newest_is_whole
 
-    def _replace(self, target: Path, unfinished: Path) -> None:
-        """Rename a checkpoint to the final name; an existing folder is kept aside until then."""
-        aside = self.folder / f".replaced-{target.name}"
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            target.rename(aside)
-        move_into_place(unfinished, target)
-        shutil.rmtree(aside, ignore_errors=True)
-
     def _failed(self, target: Path, error: Exception) -> None:
         self._newest_is_whole = False
         self.num_failed += 1
         logger.error("checkpoint %s could not be written: %s; training continues, free some disk", target, error)
 
-    def load_newest(self) -> tuple[Path, LearnerState] | None:
-        """Load the newest checkpoint with correct checksums, or None; raises CheckpointError if all are damaged."""
-        for aside in self.folder.glob(".replaced-*"):  # the replacing write did not finish
-            target = self.folder / aside.name.removeprefix(".replaced-")
-            if not target.exists():
-                aside.rename(target)
-        for folder in reversed(self._whole()):
-            if _holds(folder):
-                return folder, read_state(folder)
-            logger.error("checkpoint %s is damaged; trying the previous checkpoint", folder)
-        if self._whole():
-            raise CheckpointError(f"{self.folder}: every checkpoint is damaged; start again without --resume")
-        return None
+    def begin(self) -> None:
+        """Set aside the checkpoints of an earlier run: the first checkpoint of this run begins another history."""
+        recover(self.folder)
+        for path in list_checkpoints(self.folder).values():
+            set_aside(path)
 
-    def _whole(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+    def load_newest(self) -> tuple[Path, LearnerState] | None:
+        """Load the newest checkpoint with correct checksums; None without any checkpoint.
+
+        Sets aside the damaged checkpoints of later versions: the run leaves their history.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, or the newest undamaged checkpoint has another format.
+        """
+        recover(self.folder)
+        damaged: list[Path] = []
+        for path in reversed(list_checkpoints(self.folder).values()):
+            if _holds(path):
+                state = read_state(path)
+                for later in damaged:
+                    set_aside(later)
+                return path, state
+            logger.error("checkpoint %s is damaged; trying the previous checkpoint", path)
+            damaged.append(path)
+        if damaged:
+            raise CheckpointError(
+                f"{damaged[0].parent}: every checkpoint is damaged; start again with another run.folder"
+            )
+        return None
 
 
 def read_state(folder: Path) -> LearnerState:
@@ -175,7 +189,7 @@ def read_state(folder: Path) -> LearnerState:
     if found != _FORMAT:
         raise CheckpointError(
             f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
-            "checkpoint, or start again without --resume"
+            "checkpoint, or start again with another run.folder"
         )
     return msgspec.msgpack.decode(encoded, type=LearnerState)
 

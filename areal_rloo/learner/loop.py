@@ -14,7 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
-from areal_rloo.errors import TrainingError
+from areal_rloo.errors import TrainingError, UnsavedError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, capture
@@ -46,7 +46,7 @@ class Learner:
     def run(self) -> str:
         """Train to the end; return the reason of the end.
 
-        Raises TrainingError if too many steps in a row were not finite, or the last checkpoint could not be written.
+        Raises TrainingError if too many steps in a row were not finite, UnsavedError if the last checkpoint failed.
         """
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()
@@ -66,7 +66,7 @@ class Learner:
         self.reporter.update_totals(self.intake.statistics())
         self.save_checkpoint()
         if not self.checkpoints.wait():
-            raise TrainingError(
+            raise UnsavedError(
                 f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
                 "whole checkpoint are lost; free some disk, then --resume goes on from there"
             )
@@ -122,8 +122,8 @@ class Learner:
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )
-        every = self.config.checkpoint.every_n_steps
-        if every > 0 and self.policy_version % every == 0 and not last:
+        every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
+        if every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1):
             self.save_checkpoint()
 
     def _take_drops(self) -> list[Drop]:

@@ -54,7 +54,7 @@ class Reporter:
     def start_clock(self) -> None:
         """Start to measure `wall_s` and the rates of the first record: the learner is ready to train."""
         self._started_s = self._record_s = time.monotonic()
-        self._record_tokens = 0
+        self._record_tokens = self.totals.generated_tokens
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write an evaluation, without waiting for the disk."""

@@ -19,7 +19,7 @@ import msgspec
 
 from areal_rloo.config import Config, TinyModelConfig, import_entry, load_config
 from areal_rloo.errors import UserError
-from areal_rloo.files import move_into_place, write_atomically
+from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 
 logger = get_logger(__name__)
@@ -80,6 +80,8 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
     accuracy = None if start is None else train_on_demonstrations(model, start, seed=recipe.seed)
     folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
     save_tiny_model(model, folder)
+    for path in (*folder.rglob("*"), folder):
+        flush_to_disk(path)
     return folder, accuracy
 
 

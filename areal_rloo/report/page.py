@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.errors import DataError
+from areal_rloo.files import write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
@@ -52,7 +53,7 @@ def write_report(folder: Path) -> Path:
         raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
     target = folder / "report.html"
     try:
-        target.write_text(_page(folder), encoding="utf-8")
+        write_atomically(target, _page(folder).encode())
         if (folder / FILE_NAME).is_file():
             write_page(folder, read_trajectories(folder / FILE_NAME))
     except (OSError, ValueError) as error:

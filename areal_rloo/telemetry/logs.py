@@ -42,15 +42,15 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:
-    """Run a process. Write our own errors to the log, and a single line to stderr; exit code 2 for a user's mistake."""
+    """Run a process. Write our own errors to the log, and a single line to stderr."""
     logger = get_logger(__name__)
     try:
         return run()
     except UserError as error:
         logger.error("%s", error)
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - users read this line
-        return 2
+        return error.exit_code
     except ArealRlooError as error:
         logger.exception("stopped by an error")
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+        return error.exit_code

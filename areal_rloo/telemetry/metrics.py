@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Measured, Metric, Samples, Values, declared_metrics, read_samples
+from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 logger = get_logger(__name__)
@@ -70,14 +71,14 @@ def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl, each a flushed line; a killed writer loses one record at most."""
+    """Appends records to metrics.jsonl, each a line; a killed writer loses one record at most."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = RecordFile(path)
 
     def append(self, record: Record) -> None:
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
+        """Append a record, or raise OSError and leave the file as it was."""
+        self._file.append(msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:
         self._file.close()

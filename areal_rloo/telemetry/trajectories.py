@@ -6,9 +6,7 @@ may have gigabytes, so every function here reads line by line.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.errors import DataError
-from areal_rloo.files import replacing
+from areal_rloo.telemetry.record_file import RecordFile
 
 FILE_NAME = "trajectories.jsonl"  # in the run folder
 
@@ -106,39 +104,17 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TrajectoryFile:
     """Appends to a trajectories.jsonl: a line per record, the lines of a step at once.
 
-    If the disk is full, the file is cut back to the last whole step, and the OSError goes to the caller.
+    If the disk is full, none of the lines of a step is written, and the OSError goes to the caller.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = RecordFile(path)
 
     def append(self, records: Iterable[TrajectoryRecord]) -> None:
-        start = self._file.seek(0, os.SEEK_END)
-        rest = memoryview(b"".join(_line(record) for record in records))
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(start)
-            raise
+        self._file.append(b"".join(_line(record) for record in records))
 
     def close(self) -> None:
         self._file.close()
-
-
-def cut_trajectories(path: Path, policy_version: int) -> None:
-    """Keep the records up to and including `policy_version`; a resumed run repeats the later steps.
-
-    Removes lines that a killed writer cut, too. Replaces the file atomically. Records of other versions of areal_rloo
-    stay as they are.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as source, replacing(path) as target:
-        for line in source:
-            if line.endswith(b"\n") and _policy_version(line) <= policy_version:
-                target.write(line)
 
 
 def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
@@ -162,17 +138,6 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
                     raise DataError(f"{path}:{number}: expected a record in JSON: {error}; {advice}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-class _Beginning(msgspec.Struct):
-    policy_version: int
-
-
-def _policy_version(line: bytes) -> float:
-    try:
-        return msgspec.json.decode(line, type=_Beginning).policy_version
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return math.inf
 
 
 def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.patience import eventually
-from support.processes import children_with
+from support.processes import children_with, command_of
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [
@@ -22,13 +22,13 @@ COMMAND = [
     *("learner.groups_per_step=4", "learner.num_train_steps=100000", "checkpoint.every_n_steps=10"),
     *("launcher.min_free_disk_bytes=1000000", "telemetry.progress=false"),
 ]
-# As soon as there are metrics, the disk is filled; it has room again when the file `free` is there.
+# As soon as there is a checkpoint, the disk is filled; it has room again when the file `free` is there.
 IN_A_NAMESPACE = """
 mount -t tmpfs -o size=48m tmpfs disk || exit 77
-( until [ -s disk/run/metrics.jsonl ]; do sleep 0.1; done
+( until ls -d disk/run/checkpoints/step-* >/dev/null 2>&1; do sleep 0.1; done
   cat /dev/zero > disk/filler 2>/dev/null
   touch full
-  until [ -e free ]; do sleep 0.1; done
+  until [ -e free ]; do sleep 0.1; cat /dev/zero >> disk/filler 2>/dev/null; done
   rm disk/filler ) &
 "$@" run.folder=$PWD/disk/run
 code=$?
@@ -51,19 +51,29 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
         said = run.stderr.readline()
         if run.poll() == 77 or "unshare" in said or "mount" in said:
             pytest.skip(f"no file system of one's own can be mounted here: {said.strip()}")
-        assert "bytes free, fewer than launcher.min_free_disk_bytes=1000000: training goes on" in said
+        while "bytes free, fewer than launcher.min_free_disk_bytes=1000000: training goes on" not in said:
+            said = run.stderr.readline()
+            assert said, "the run has ended"
         eventually((tmp_path / "full").exists, "the disk is not full")
         time.sleep(8)  # steps, and checkpoints that fail: the summary counts them
         assert run.poll() is None
+        (learner,) = children_with("areal_rloo.learner", _launcher(run))
+        learner.kill()
+        while "the learner restarts from step-" not in said:
+            said = run.stderr.readline()
+            assert said, "the run has ended"
+        time.sleep(15)  # a start and steps
+        assert run.poll() is None
         (tmp_path / "free").touch()
         time.sleep(5)
-        _interrupt(run)
+        _launcher(run).send_signal(signal.SIGINT)
         _, rest = run.communicate(timeout=200)
     finally:
         for process in (*psutil.Process(run.pid).children(recursive=True), run) if run.poll() is None else ():
             process.kill()
         run.stderr.close()
     assert run.returncode == 0, rest
+    assert "the learner restarts" not in rest, "a full disk is no reason to end"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["exit_reason"] == "drained"
     assert summary["failed_checkpoints"] > 0
@@ -72,7 +82,8 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
 
 
-def _interrupt(run: "subprocess.Popen[str]") -> None:
-    """Send Ctrl-C to the launcher, a child of the shell."""
-    (launcher,) = children_with("areal_rloo.launcher.local", psutil.Process(run.pid))
-    launcher.send_signal(signal.SIGINT)
+def _launcher(run: "subprocess.Popen[str]") -> psutil.Process:
+    """Return the launcher, a child of the shell."""
+    found = children_with("areal_rloo.launcher.local", psutil.Process(run.pid))
+    (launcher,) = (process for process in found if command_of(process)[1] == "-m")  # not the part of the script in `&`
+    return launcher

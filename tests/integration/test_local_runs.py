@@ -176,15 +176,16 @@ def test_resume_after_a_killed_learner_restores_kl_and_reference(
 
 
 def test_a_disk_too_full_for_checkpoints_changes_only_the_exit_code(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4")
+    run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4", "launcher.max_learner_restarts=2")
     run.wait_for((run.folder / "config.yaml").exists)
     (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
     code, output = run.wait()
     assert code == 1, output
     assert "a checkpoint could not be written: free some disk" in output
     assert "version 8 could not be saved" in output
+    assert "the learner restarts" not in output, "the end would be the same"
     summary = run.summary()
-    assert (summary["num_train_steps"], summary["failed_checkpoints"]) == (8, 2)
+    assert (summary["num_train_steps"], summary["failed_checkpoints"]) == (8, 3)
     assert summary["exit_reason"] == "failed"
     assert balanced(summary["ledger"])
 

@@ -28,13 +28,15 @@ import msgspec
 
 from areal_rloo.config import LauncherConfig, import_entry, is_loopback, load_config
 from areal_rloo.errors import PreflightError
+from areal_rloo.files import write_atomically
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
-from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint
+from areal_rloo.launcher.run_folder import has_begun
 from areal_rloo.launcher.start import begin, hold, look, placed, run_main
+from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.ports import ReservedPorts
 from areal_rloo.telemetry.logs import get_logger
 
@@ -94,13 +96,13 @@ def _requeued(folder: Path) -> int:
     Raises:
         PreflightError: the last requeue brought no new checkpoint, or Slurm refuses.
     """
-    checkpoint, note = newest_checkpoint(folder) or "", folder / ".requeued-at"
-    if note.exists() and note.read_text() == checkpoint:
+    reached, note = msgspec.json.encode(standing(folder_of(folder))), folder / ".requeued-at"
+    if note.exists() and note.read_bytes() == reached:
         raise PreflightError(
             "launcher.slurm.time_limit: the job was stopped twice without a new checkpoint in between; raise it, or "
             "lower launcher.slurm.warn_before_s; if the job was preempted, submit it again with --resume"
         )
-    note.write_text(checkpoint)
+    write_atomically(note, reached)
     array = os.environ.get("SLURM_ARRAY_JOB_ID")  # the last job of an array has the id of the array
     job_id = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     logger.info("there is more to train: requeueing the job")

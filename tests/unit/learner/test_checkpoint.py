@@ -123,8 +123,9 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous(
     assert newest is not None
     assert newest[0].name == "step-000001"
     (tmp_path / "step-000001" / "state.msgpack").unlink()
-    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
-        checkpoints.load_newest()
+    for _ in range(2):  # a second resume must not begin a run anew in this folder
+        with pytest.raises(CheckpointError, match=r"every checkpoint is damaged; start again with another run\.folder"):
+            checkpoints.load_newest()
 
 
 def test_rewriting_a_checkpoint_keeps_it_complete_at_all_times(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
@@ -140,9 +141,36 @@ def test_rewriting_a_checkpoint_keeps_it_complete_at_all_times(tmp_path: Path, t
     assert newest[0] == path
 
 
-def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    (tmp_path / ".unfinished-000009" / "model").mkdir(parents=True)
+def test_an_unfinished_checkpoint_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-step-000009" / "model").mkdir(parents=True)
     assert Checkpoints(tmp_path, keep=2).load_newest() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_checkpoint_after_a_damaged_later_version_stays(
+    tmp_path: Path, tiny_folders: dict[str, Path], keep: int
+) -> None:
+    for version in (40, 50):
+        save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], version)
+    (tmp_path / "step-000050" / "state.msgpack").write_bytes(b"damaged")
+    for began_at, version in ((40, 42), (42, 44), (44, 50)):
+        checkpoints = Checkpoints(tmp_path, keep=keep)
+        newest = checkpoints.load_newest()
+        assert newest is not None
+        assert newest[1].policy_version == began_at
+        assert save(checkpoints, tiny_folders["qwen2"], version) is not None
+        assert (tmp_path / f"step-{version:06d}").is_dir()
+    assert (tmp_path / "set-aside-step-000050" / "state.msgpack").read_bytes() == b"damaged"
+    assert len(list(tmp_path.glob("step-*"))) == keep
+
+
+def test_a_fresh_run_sets_checkpoints_of_an_earlier_run_aside(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    (tmp_path / "step-000050").mkdir()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.begin()
+    save(checkpoints, tiny_folders["qwen2"], 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set-aside-step-000050", "step-000002"]
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint_complete(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.full_disk import disk_of
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import DataError
@@ -199,3 +200,10 @@ def test_every_declared_chart_and_number_is_on_the_page(
         if declared.metric.label is None and len(declared.path) == 1:
             assert declared.field in shown
             assert declared.metric.help in shown
+
+
+def test_a_report_that_the_disk_refuses_leaves_the_previous_report(run_folder: Path) -> None:
+    before = write_report(run_folder).read_bytes()
+    with disk_of(100), pytest.raises(DataError, match="the report cannot be made"):
+        write_report(run_folder)
+    assert (run_folder / "report.html").read_bytes() == before

@@ -11,12 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_rloo.errors import DataError
-from areal_rloo.telemetry.trajectories import (
-    TrajectoryFile,
-    TrajectoryRecord,
-    cut_trajectories,
-    read_trajectories,
-)
+from areal_rloo.telemetry.record_file import cut_records
+from areal_rloo.telemetry.trajectories import TrajectoryFile, TrajectoryRecord, read_trajectories
 
 MakeTrajectory = Callable[..., TrajectoryRecord]
 
@@ -79,7 +75,7 @@ def test_a_cut_keeps_the_records_up_to_the_checkpoint(
     path = tmp_path / "trajectories.jsonl"
     path.unlink(missing_ok=True)
     write(path, *records)
-    cut_trajectories(path, version)
+    cut_records(path, version)
     assert list(read_trajectories(path)) == [record for record in records if record.policy_version <= version]
     assert list(tmp_path.iterdir()) == [path]
 
@@ -95,7 +91,7 @@ def test_a_partial_last_line_of_a_killed_writer_is_skipped(tmp_path: Path, make_
 def test_a_resume_removes_a_partial_last_line(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     path = write(tmp_path / "trajectories.jsonl", make_trajectory(policy_version=1), make_trajectory(policy_version=2))
     path.write_bytes(path.read_bytes()[:-10])
-    cut_trajectories(path, 5)
+    cut_records(path, 5)
     write(path, make_trajectory(policy_version=3))
     assert [record.policy_version for record in read_trajectories(path)] == [1, 3]
 
@@ -103,12 +99,12 @@ def test_a_resume_removes_a_partial_last_line(tmp_path: Path, make_trajectory: M
 def test_a_cut_leaves_records_of_other_versions_of_the_package(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     path = tmp_path / "trajectories.jsonl"
     path.write_bytes(b'{"policy_version":1,"words":"other"}\n{"policy_version":2,"words":"other"}\n')
-    cut_trajectories(path, 1)
+    cut_records(path, 1)
     assert path.read_bytes() == b'{"policy_version":1,"words":"other"}\n'
 
 
 def test_cutting_a_missing_file_does_nothing(tmp_path: Path) -> None:
-    cut_trajectories(tmp_path / "trajectories.jsonl", 1)
+    cut_records(tmp_path / "trajectories.jsonl", 1)
     assert not list(tmp_path.iterdir())
 
 

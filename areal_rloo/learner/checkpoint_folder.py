@@ -1,0 +1,134 @@
+"""Name, list and set aside the checkpoints of a run. The learner and the launchers call this; torch is not imported.
+
+    checkpoints/step-000050              complete: renamed after all files were on the disk
+                set-aside-step-000050    damaged, or of an abandoned history: for people, never loaded or counted
+                .unfinished-step-000050  being written, or left by a killed learner
+                .replaced-step-000050    the previous step-000050, until its successor has the name
+                .removed-step-000050     outdated, being removed
+
+Versions order checkpoints, as numbers. Any other name, such as `step-000004 (copy)`, is no checkpoint. `folder` is
+the folder `checkpoints` everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_rloo.files import move_into_place
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+_NAME = re.compile(r"step-([0-9]{6,})")
+_UNFINISHED, _REPLACED, _REMOVED, _SET_ASIDE = ".unfinished-", ".replaced-", ".removed-", "set-aside-"
+
+
+class Standing(NamedTuple):
+    """The starting point of the next learner. Two standings differ if a checkpoint was written or set aside between."""
+
+    num_set_aside: int
+    newest_version: int  # -1 without a checkpoint
+
+
+def folder_of(run_folder: Path) -> Path:
+    """Give the folder of a run's checkpoints."""
+    return run_folder / "checkpoints"
+
+
+def checkpoint_path(folder: Path, version: int) -> Path:
+    return folder / f"step-{version:06d}"
+
+
+def version_of(path: Path) -> int | None:
+    """Read the version in a checkpoint's name; None if the name is not that of a checkpoint."""
+    found = _NAME.fullmatch(path.name)
+    version = None if found is None else int(found[1])
+    return None if version is None or path != checkpoint_path(path.parent, version) else version
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Give the complete checkpoints by version, the oldest first."""
+    versions = {path: version_of(path) for path in folder.glob("step-*") if path.is_dir()}
+    return dict(sorted((version, path) for path, version in versions.items() if version is not None))
+
+
+def standing(folder: Path) -> Standing:
+    """Give the starting point of the next learner, to see later whether a run made progress."""
+    num_set_aside = sum(1 for _ in folder.glob(f"{_SET_ASIDE}*"))
+    return Standing(num_set_aside, max(list_checkpoints(folder), default=-1))
+
+
+def unfinished_path(path: Path) -> Path:
+    """Name the folder in which a checkpoint is written."""
+    return path.with_name(_UNFINISHED + path.name)
+
+
+def unfinished_checkpoints(folder: Path) -> list[Path]:
+    """Give the checkpoints that the learner is writing, or was writing when the learner died."""
+    return [path.with_name(path.name.removeprefix(_UNFINISHED)) for path in folder.glob(f"{_UNFINISHED}*")]
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the unfinished checkpoints; call only if no learner writes."""
+    for path in unfinished_checkpoints(folder):
+        shutil.rmtree(unfinished_path(path), ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Finish the renames and removals of a killed learner; call only if no learner writes."""
+    remove_unfinished(folder)
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        path = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not path.exists():  # the kill came between the two renames
+            replaced.rename(path)
+    for pattern in (f"{_REPLACED}*", f"{_REMOVED}*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def finish(path: Path) -> None:
+    """Give an unfinished checkpoint its name. Until then, a checkpoint of the same version stays complete."""
+    replaced = path.with_name(_REPLACED + path.name)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    try:
+        move_into_place(unfinished_path(path), path)
+    except OSError:
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(newest: Path, *, keep: int) -> None:
+    """Remove the checkpoints older than `newest`, except for the last `keep - 1`."""
+    newest_version = version_of(newest)
+    assert newest_version is not None, f"{newest} is no checkpoint"
+    older = [path for version, path in list_checkpoints(newest.parent).items() if version < newest_version]
+    for path in older[: max(0, len(older) - keep + 1)]:
+        removed = path.with_name(_REMOVED + path.name)  # a kill must not leave a part of a checkpoint under its name
+        try:
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+        except OSError as error:
+            logger.warning("outdated checkpoint %s cannot be removed: %s", path, error)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint so that no listing counts it; people can still look at the files."""
+    aside = path.with_name(_SET_ASIDE + path.name)
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{_SET_ASIDE}{path.name}-{number}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        logger.error("%s cannot be set aside: %s; move this folder away", path, error)
+    else:
+        logger.warning("%s was set aside as %s; nothing reads this folder again", path, aside.name)

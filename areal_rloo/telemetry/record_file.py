@@ -1,0 +1,120 @@
+"""Append records to a file, a line of JSON each, and remove the records after a checkpoint.
+
+At every moment, also after a kill of the writer and on a full disk, the file has whole lines, and perhaps an incomplete
+last line. Readers skip an incomplete line, and the next writer removes the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.errors import CheckpointError
+from areal_rloo.files import remove_unfinished, replacing
+
+_BLOCK_BYTES = 2**16
+
+
+class RecordFile:
+    """The writing end of a file of records."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+b", buffering=0)
+        self._end = self._end_of_lines()
+        self._remove_incomplete_line()
+
+    def append(self, lines: bytes) -> None:
+        """Append whole lines.
+
+        Raises:
+            OSError: the disk refuses. No reader sees any of these lines then.
+        """
+        self._remove_incomplete_line()
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._remove_incomplete_line()
+            raise
+        self._end += len(lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _remove_incomplete_line(self) -> None:
+        """Cut off the bytes of a failed append, or of a writer that was killed."""
+        if self._file.seek(0, os.SEEK_END) > self._end:
+            self._file.truncate(self._end)
+
+    def _end_of_lines(self) -> int:
+        """Search backwards for the end of the last whole line."""
+        position = self._file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - _BLOCK_BYTES)
+            newline = os.pread(self._file.fileno(), position - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            position = start
+        return 0
+
+
+def cut_records(path: Path, policy_version: int) -> None:
+    """Keep the records up to and including `policy_version`; a resumed run repeats the later steps.
+
+    Records after the checkpoint are the end of the file, except for evaluations that took long. Cutting off the end
+    needs no room on the disk. Otherwise, the kept records replace the file atomically. Records of other versions of
+    areal_rloo stay as they are. Call only if no process writes the file.
+
+    Raises:
+        CheckpointError: the disk has no room for the kept records. The file is unchanged.
+    """
+    remove_unfinished(path)
+    if not path.exists():
+        return
+    end, is_end = _kept(path, policy_version)
+    if is_end:
+        with path.open("r+b") as file:
+            file.truncate(end)
+            os.fsync(file.fileno())
+        return
+    try:
+        with path.open("rb") as source, replacing(path) as target:
+            target.writelines(line for line in source if _is_kept(line, policy_version))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: the records after version {policy_version} cannot be removed: {error}; free some disk, then "
+            "--resume"
+        ) from error
+
+
+def _kept(path: Path, policy_version: int) -> tuple[int, bool]:
+    """Give the end of the first run of kept records, and True if no kept record follows."""
+    end, position = 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            position += len(line)
+            if _is_kept(line, policy_version):
+                if end < position - len(line):
+                    return end, False
+                end = position
+    return end, True
+
+
+def _is_kept(line: bytes, policy_version: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        return msgspec.json.decode(line, type=_Beginning).policy_version <= policy_version
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+class _Beginning(msgspec.Struct):
+    """The field that every record has."""
+
+    policy_version: int

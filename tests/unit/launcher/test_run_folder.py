@@ -1,0 +1,71 @@
+"""The files of a run folder for launchers: whole after a kill, and the newest checkpoint."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.config import load_config
+from areal_rloo.errors import CheckpointError
+from areal_rloo.launcher.placement import Host, Placement
+from areal_rloo.launcher.run_folder import newest_checkpoint, write_beginning
+from areal_rloo.launcher.start import begin
+from areal_rloo.wire.security import load_keys
+
+HOST = Host("here", "127.0.0.1", 2, (), 0)
+
+
+def test_the_newest_checkpoint_has_the_highest_version(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("step-999999", "step-1000000", "step-1000001 (copy)", "set-aside-step-1000002"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) == "step-1000000"
+
+
+@pytest.mark.parametrize("num_files", range(5))
+def test_keys_of_a_killed_launcher_are_made_whole_by_the_next(tmp_path: Path, num_files: int) -> None:
+    config = load_config("quickstart.yaml", ["wire.curve=true"])
+    (tmp_path / "whole").mkdir()
+    write_beginning(tmp_path / "whole", config, [HOST])
+    written = sorted((tmp_path / "whole" / "keys").iterdir())
+    left = tmp_path / "killed" / ".keys.unfinished"
+    left.mkdir(parents=True)
+    for path in written[:num_files]:
+        (left / path.name).write_bytes(path.read_bytes()[:7])
+    write_beginning(tmp_path / "killed", config, [HOST])
+    keys = tmp_path / "killed" / "keys"
+    assert load_keys(keys, end="learner").peer_public == load_keys(keys, end="worker").public
+    assert all(len(path.read_bytes()) == 40 for path in keys.iterdir())
+    assert {oct(path.stat().st_mode & 0o777) for path in keys.iterdir()} == {"0o600"}
+    assert oct(keys.stat().st_mode & 0o777) == "0o700"
+    assert not left.exists()
+
+
+def test_latest_points_here_after_a_kill_of_the_same_pid(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder.parent / f".latest-{os.getpid()}").symlink_to("other")
+    write_beginning(folder, load_config("quickstart.yaml"), [HOST])
+    assert (folder.parent / "latest").resolve() == folder
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["latest", "mine"]
+
+
+@pytest.mark.parametrize(("version", "said"), [(99, False), (100, True)])
+def test_a_resume_of_a_complete_run_says_that_nothing_is_left_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: int, said: bool
+) -> None:
+    (tmp_path / "checkpoints" / f"step-{version:06d}").mkdir(parents=True)
+    config = load_config("quickstart.yaml", ["learner.num_train_steps=100"])
+    begin(config, Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
+    words = "nothing is left to train: step-000100 has all learner.num_train_steps=100"
+    assert (words in capsys.readouterr().err) == said
+
+
+def test_a_resume_with_fewer_steps_than_trained_is_refused_unwritten(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000101").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text("of the complete run")
+    config = load_config("quickstart.yaml", ["learner.num_train_steps=100"])
+    words = r"learner\.num_train_steps: expected at least 101, the train steps of step-000101, got 100; raise it"
+    with pytest.raises(CheckpointError, match=words):
+        begin(config, Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json"}

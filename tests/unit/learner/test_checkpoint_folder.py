@@ -1,0 +1,119 @@
+"""The names of checkpoints, their order, and the rest of a killed learner."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.learner.checkpoint_folder import (
+    checkpoint_path,
+    finish,
+    list_checkpoints,
+    prune,
+    recover,
+    set_aside,
+    standing,
+    unfinished_checkpoints,
+    unfinished_path,
+    version_of,
+)
+
+
+def _make(folder: Path, *versions: int) -> None:
+    for version in versions:
+        (checkpoint_path(folder, version) / "shards").mkdir(parents=True)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_checkpoints_are_in_the_order_of_their_versions(tmp_path: Path) -> None:
+    _make(tmp_path, 1_000_000, 999_999, 4)
+    assert list(list_checkpoints(tmp_path)) == [4, 999_999, 1_000_000]
+    assert standing(tmp_path).newest_version == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-000004 (copy)",
+        "step-4",
+        "step-0000004",
+        "step-000004-2",
+        "step--00004",
+        "step-00000\u0664",
+    ],
+)
+def test_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / "step-000005").touch()  # a file
+    assert version_of(tmp_path / name) is None
+    assert list_checkpoints(tmp_path) == {}
+
+
+def test_a_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    recover(folder)
+    assert list_checkpoints(folder) == {}
+    assert standing(folder) == (0, -1)
+
+
+def test_pruning_counts_back_from_the_newest_and_spares_later_versions(tmp_path: Path) -> None:
+    _make(tmp_path, 10, 20, 30, 42, 50)
+    prune(checkpoint_path(tmp_path, 42), keep=2)
+    assert list(list_checkpoints(tmp_path)) == [30, 42, 50]
+    prune(checkpoint_path(tmp_path, 42), keep=1)
+    prune(checkpoint_path(tmp_path, 42), keep=1)
+    assert _names(tmp_path) == {"step-000042", "step-000050"}
+
+
+def test_going_back_to_an_older_checkpoint_and_on_is_progress(tmp_path: Path) -> None:
+    _make(tmp_path, 40, 50)
+    before = standing(tmp_path)
+    set_aside(checkpoint_path(tmp_path, 50))
+    went_back = standing(tmp_path)
+    for version in (42, 50):
+        _make(tmp_path, version)
+        assert len({before, went_back, standing(tmp_path)}) == 3
+        prune(checkpoint_path(tmp_path, version), keep=1)
+    assert _names(tmp_path) == {"step-000050", "set-aside-step-000050"}
+
+
+def test_a_version_that_is_written_again_is_no_progress(tmp_path: Path) -> None:
+    """A job that only drains writes the checkpoint again from which it began."""
+    _make(tmp_path, 40)
+    before = standing(tmp_path)
+    unfinished_path(checkpoint_path(tmp_path, 40)).mkdir()
+    finish(checkpoint_path(tmp_path, 40))
+    assert standing(tmp_path) == before
+    assert _names(tmp_path) == {"step-000040"}
+
+
+def test_each_checkpoint_set_aside_keeps_its_files(tmp_path: Path) -> None:
+    for number in range(3):
+        _make(tmp_path, 50)
+        (checkpoint_path(tmp_path, 50) / str(number)).touch()
+        set_aside(checkpoint_path(tmp_path, 50))
+    assert {path.parent.name + "/" + path.name for path in tmp_path.glob("*/[0-9]")} == {
+        "set-aside-step-000050/0",
+        "set-aside-step-000050-2/1",
+        "set-aside-step-000050-3/2",
+    }
+    assert list_checkpoints(tmp_path) == {}
+
+
+def test_the_rest_of_a_killed_learner_is_removed(tmp_path: Path) -> None:
+    _make(tmp_path, 40, 50)
+    unfinished = unfinished_path(checkpoint_path(tmp_path, 60))
+    for left in (unfinished, tmp_path / ".removed-step-000030", tmp_path / ".replaced-step-000050"):
+        (left / "shards").mkdir(parents=True)
+    assert unfinished_checkpoints(tmp_path) == [checkpoint_path(tmp_path, 60)]
+    recover(tmp_path)
+    assert _names(tmp_path) == {"step-000040", "step-000050"}
+
+
+def test_a_refused_rename_gives_the_previous_checkpoint_its_name_back(tmp_path: Path) -> None:
+    _make(tmp_path, 40)
+    with pytest.raises(FileNotFoundError):
+        finish(checkpoint_path(tmp_path, 40))  # nothing is there to be renamed
+    assert _names(tmp_path) == {"step-000040"}

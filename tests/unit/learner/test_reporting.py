@@ -1,0 +1,51 @@
+"""The records of a run: rates and totals, also after a resume."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from support.train_steps import ragged_groups, spied_step, step_config
+
+from areal_rloo.intake.intake import IntakeStatistics
+from areal_rloo.learner.checkpoint import Checkpoints, Totals
+from areal_rloo.learner.reporting import Reporter
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
+from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
+
+
+@pytest.mark.parametrize("before", [0, 1_000_000])
+def test_a_rate_counts_the_tokens_since_the_previous_record(
+    tmp_path: Path, tiny_folders: dict[str, Path], ledger_counts: LedgerCounts, before: int
+) -> None:
+    """The first record of a resumed run counts no token of the time before the resume."""
+    groups = ragged_groups()
+    _, result = spied_step(tiny_folders["qwen2"], groups, step_config())
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    reporter = Reporter(
+        file=file,
+        metrics=LearnerMetrics(CollectorRegistry()),
+        evaluations=[],
+        totals=Totals(generated_tokens=before),
+        checkpoints=Checkpoints(tmp_path, keep=1),
+        num_workers=1,
+    )
+    reporter.start_clock()
+    statistics = IntakeStatistics(
+        ledger=ledger_counts,
+        num_workers=1,
+        rollout_idle_s=0.0,
+        generated_tokens=0,
+        filtered_prompts=0,
+        truncated_prompts=0,
+    )
+    for version, num_generated in ((1, 150), (2, 400)):
+        now = dataclasses.replace(statistics, generated_tokens=num_generated)
+        reporter.train_step(groups, result, now, policy_version=version, times={"waiting": 0.0})
+    reporter.close()
+    file.close()
+    records = [r for r in read_records(tmp_path / "metrics.jsonl") if isinstance(r, TrainRecord)]
+    assert [record.generated_tokens for record in records] == [before + 150, before + 400]
+    # Both rates of a record are over the same seconds.
+    ratios = [record.generated_tokens_per_s / record.trained_tokens_per_s for record in records]
+    assert ratios == pytest.approx([150 / result.masks.num_tokens, 250 / result.masks.num_tokens])
