@@ -1,4 +1,4 @@
-"""Search schedules of messages, crashes and faults for one that breaks the protocol; and check that the search can find.
+"""Search schedules of messages, crashes and faults for a broken invariant, and prove that the search can find one.
 
 `python -m simulation.search` (in tests/) searches many more.
 """
