@@ -31,7 +31,7 @@ def placed(*overrides: str, on: list[Host]) -> tuple[Config, Placement]:
 
 def planned(*overrides: str, on: list[Host] | None = None) -> Plan:
     config, placement = placed(*overrides, on=on or hosts())
-    request = JobRequest(config, placement, Path("/run"), 1, 9, Path("/segments"), resume=False)
+    request = JobRequest(config, placement, Path("/run"), 1, 9, resume=False)
     return plan_run(request, model_path="/model")
 
 
