@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     look(config, folder)
     with ReservedPorts(2) as reserved:
         request = begin(config, placement, folder, ports=reserved.ports, resume=options.resume)
-        return Job(request, LocalStarter(), Signals().install()).run()
+        return Job(request, LocalStarter(launcher.drain_timeout_s), Signals().install()).run()
 
 
 def _placed(config: Config, here: Host, gpus: ClaimedGpus) -> tuple[Config, Placement]:

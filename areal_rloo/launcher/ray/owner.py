@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -21,6 +20,8 @@ import ray
 from ray.exceptions import RayError
 
 from areal_rloo.errors import EXIT_WENT_BACK
+from areal_rloo.files import remove_abandoned
+from areal_rloo.launcher.guard import Guard
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, Tail
 from areal_rloo.ports import ReservedPorts
@@ -45,6 +46,7 @@ class OwnedCommand(msgspec.Struct, frozen=True, kw_only=True):
         folder: working folder, if the host has it; None for Ray's own.
         variables: inherited from the launcher. They may contain secrets, so they must stay out
             of Ray's runtime environment, which the dashboard shows.
+        guard_s: time for the process to drain if the owner is killed.
     """
 
     spec: ProcessSpec
@@ -52,6 +54,7 @@ class OwnedCommand(msgspec.Struct, frozen=True, kw_only=True):
     log: Path
     folder: Path | None
     variables: Mapping[str, str]
+    guard_s: float
 
 
 class Owner:
@@ -81,7 +84,8 @@ class Owner:
             for tail in tails:
                 _show(tail.read())
         _show(f"{spec.name} ended with code {code}\n")
-        if spec.max_restarts and code not in (0, 2, EXIT_WENT_BACK) and not self._told_to_end:
+        final = (0, EXIT_WENT_BACK) if _is_restarted() else (0, 2, EXIT_WENT_BACK)  # at first, 2 is a user's mistake
+        if spec.max_restarts and code not in final and not self._told_to_end:
             os._exit(1)  # makes Ray restart the owner, as after the loss of a node
         return code, ""
 
@@ -113,10 +117,18 @@ class Owner:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))  # Ray chose them
         folder = command.folder if command.folder is not None and command.folder.is_dir() else None
         with command.log.open("ab", buffering=0) as output:
-            if ray.get_runtime_context().was_current_actor_reconstructed:
+            if _is_restarted():
                 with contextlib.suppress(OSError):  # a full disk must not prevent the start
                     output.write(f"{spec.name} is started again by Ray\n".encode())
-            return LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
+            process = LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
+        self._guard = Guard(command.guard_s)
+        self._guard.watch(process.pid)
+        return process
+
+
+def _is_restarted() -> bool:
+    """Return whether Ray has restarted the owner that calls."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _show(text: str) -> None:
@@ -134,8 +146,8 @@ class Keeper:
         self._reserved = ReservedPorts(num)
         return self._reserved.ports
 
-    def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    def remove_abandoned(self) -> None:
+        remove_abandoned()
 
 
 class OwnedProcess:

@@ -32,7 +32,7 @@ from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.plan import ProcessSpec
-from areal_rloo.launcher.processes import LocalProcess, LocalStarter
+from areal_rloo.launcher.processes import LocalProcess
 from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint
 from areal_rloo.launcher.start import begin, hold, look, placed, run_main
 from areal_rloo.ports import ReservedPorts
@@ -76,13 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     with ReservedPorts(2) as reserved:
         request = begin(config, placement, folder, ports=reserved.ports, resume=resume)
         job = Job(request, StepStarter(config.launcher, folder), signals)
-        try:
-            code = job.run()
-        except PreflightError as error:
-            if not job.unfinished:
-                raise
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the output of the job
-            code = 2
+        code = job.run()
     if not job.unfinished or signals.num_ends or not config.launcher.slurm.requeue:
         return code
     return _requeued(folder)
@@ -169,8 +163,10 @@ def _scontrol(*arguments: str, advice: str = "") -> str:
     return ended.stdout
 
 
-class StepStarter(LocalStarter):
+class StepStarter:
     """Starts steps; this process is the script of the job. Slurm ends the steps with the job."""
+
+    restarts = False
 
     def __init__(self, launcher: LauncherConfig, folder: Path) -> None:
         self._launcher = launcher
@@ -183,6 +179,9 @@ class StepStarter(LocalStarter):
             step = Step(step_command(spec, self._launcher, self._folder), os.environ, output, bound=False)
         step.label = f"step on {spec.host}"
         return step
+
+    def close(self) -> None:
+        pass
 
 
 class Step(LocalProcess):
