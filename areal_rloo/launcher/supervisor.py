@@ -6,10 +6,11 @@ restart together.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,8 @@ from areal_rloo.waiting import wait_until
 logger = get_logger(__name__)
 
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
-_CLEAN_BACKOFF_S = 10.0
+RESTART_WINDOW_S = 24 * 3600.0  # `max_restarts` counts the restarts of this time
+_LAST_WORDS_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 5.0
 
@@ -51,7 +53,11 @@ class Starter(Protocol):
     restarts: bool
 
     def start(self, spec: ProcessSpec, log: Path) -> Handle:
-        """Start a process and append the output to a file."""
+        """Start a process and append the output to a file.
+
+        Raises:
+            OSError: the process cannot be started now, for example because no memory is free.
+        """
 
     def close(self) -> None:
         """Release the resources of the processes."""
@@ -63,7 +69,10 @@ class _Child:
 
     spec: ProcessSpec
     handle: Handle
+    started_s: float
     num_restarts: int = 0
+    counted_s: list[float] = field(default_factory=list)  # times of the restarts that count
+    num_failed_starts: int = 0  # since the process ended
     restart_at_s: float | None = None
     given_up: bool = False
 
@@ -71,42 +80,73 @@ class _Child:
 class Supervisor:
     """The processes of a run, by name."""
 
-    def __init__(self, starter: Starter, logs: Path) -> None:
+    def __init__(
+        self, starter: Starter, logs: Path, *, goodbye_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`goodbye_s`: a process that ended with code 0 is restarted after this time; until then the run may end."""
         self._starter = starter
         self._logs = logs
+        self._goodbye_s = goodbye_s
+        self._clock = clock
         self._children: dict[str, _Child] = {}
 
     def start(self, spec: ProcessSpec) -> None:
-        child = _Child(spec, self._started(spec))
+        child = _Child(spec, self._started(spec), self._clock())
         self._children[spec.name] = child
         logger.info("started %s (%s)", spec.name, child.handle.label)
 
     def exit_code(self, name: str) -> int | None:
         return self._children[name].handle.exit_code()
 
+    def is_refused(self, name: str) -> bool:
+        """Return whether the first start of a process ended with a user's mistake; after a restart, 2 is a crash."""
+        return self._children[name].num_restarts == 0 and self.exit_code(name) == 2
+
     def tend(self, name: str) -> bool:
-        """Restart a dead process after a backoff; give False if no restart is left."""
+        """Restart a dead process after a backoff; give False if no restart is left.
+
+        A start that fails is repeated later and does not count as a restart.
+        """
         child = self._children[name]
         code = self.exit_code(name)
         if code is None:
             return True
         if child.restart_at_s is None:
-            too_often = child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts)
-            if too_often and code != EXIT_WENT_BACK:
+            if code != EXIT_WENT_BACK and not self._has_restart_left(child, code):
                 if not child.given_up:
                     logger.error("%s ended with code %s and has no restart left (launcher.max_restarts)", name, code)
                 child.given_up = True
                 return False
-            wait_s = _wait_s(code, child.num_restarts)
-            log = logger.info if code == 0 else logger.warning
-            log("%s ended with code %s; restart in %.1f s", name, code, wait_s)
-            child.restart_at_s = time.monotonic() + wait_s
-        if time.monotonic() >= child.restart_at_s:
-            child.handle = self._started(child.spec)
-            child.num_restarts += code != EXIT_WENT_BACK  # the learner caused this exit, not the worker
-            child.restart_at_s = None
-            logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
+            wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
+            if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
+                logger.warning("%s ended with code %s; restart in %.1f s", name, code, wait_s)
+            child.restart_at_s = self._clock() + wait_s
+        if self._clock() >= child.restart_at_s:
+            self._restart(child, code)
         return True
+
+    def _has_restart_left(self, child: _Child, code: int) -> bool:
+        now_s, most = self._clock(), child.spec.max_restarts
+        if self._starter.restarts and code != 0:  # the backend has used up `max_restarts` since the start
+            return most > 0 and now_s - child.started_s > RESTART_WINDOW_S
+        child.counted_s = [s for s in child.counted_s if now_s - s < RESTART_WINDOW_S]
+        return len(child.counted_s) < most
+
+    def _restart(self, child: _Child, code: int) -> None:
+        name, now_s = child.spec.name, self._clock()
+        try:
+            child.handle = self._started(child.spec)
+        except OSError as error:
+            child.num_failed_starts += 1
+            child.restart_at_s = now_s + _backoff_s(child.num_failed_starts)
+            if child.num_failed_starts == 1:
+                logger.error("%s cannot be restarted: %s; the launcher goes on trying", name, error)
+            return
+        child.num_restarts += 1
+        if code != EXIT_WENT_BACK:  # the learner caused this exit, not the worker
+            child.counted_s.append(now_s)
+        child.started_s, child.restart_at_s, child.num_failed_starts, child.given_up = now_s, None, 0, False
+        logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
 
     def signal(self, name: str, number: int) -> None:
         self._children[name].handle.signal(number)
@@ -135,8 +175,12 @@ class Supervisor:
 
     def last_words(self, name: str) -> str:
         """Give the last line of a process's output, or an empty string."""
-        path = self._logs / f"{name}.out"
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        try:
+            with (self._logs / f"{name}.out").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
         return lines[-1] if lines else ""
 
     def _started(self, spec: ProcessSpec) -> Handle:
@@ -144,11 +188,9 @@ class Supervisor:
         return self._starter.start(spec, self._logs / f"{spec.name}.out")
 
 
-def _wait_s(code: int, num_restarts: int) -> float:
-    """Give the backoff before a restart."""
-    if code == 0:  # the worker drained: the learner probably ends too, and then no restart is needed
-        return _CLEAN_BACKOFF_S
-    return 0.0 if code == EXIT_WENT_BACK else _BACKOFF_S[min(num_restarts, len(_BACKOFF_S) - 1)]
+def _backoff_s(num_before: int) -> float:
+    """Give the wait before the next of several attempts in a row."""
+    return _BACKOFF_S[min(num_before, len(_BACKOFF_S) - 1)]
 
 
 class LearnerRanks:
@@ -162,11 +204,23 @@ class LearnerRanks:
         self._progress = progress
         self._num_restarts = 0
         self._began_from: str | None = None
+        self._restarting = False
+        self._num_failed_starts = 0
+        self._start_at_s = 0.0  # after a failed start
         self._leader, *self._followers = (spec.name for spec in plan.learner)
 
     def start(self) -> None:
         for spec in self._specs:
             self._supervisor.start(spec)
+
+    @property
+    def has_restart_left(self) -> bool:
+        """Whether a dead learner is being restarted, or can be."""
+        try:
+            num_restarts = self._num_restarts if newest_checkpoint(self._folder) == self._began_from else 0
+        except OSError:  # `restart` would repeat the look
+            return True
+        return self._restarting or num_restarts < self._max_restarts
 
     def exit_code(self) -> int | None:
         """Give the exit code of the learner, with the cause if a follower has it; None while rank 0 runs.
@@ -200,10 +254,29 @@ class LearnerRanks:
         return f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
 
     def restart(self, code: int) -> bool:
-        """Restart all ranks from the newest checkpoint, while the workers go on.
+        """Restart all ranks from the newest checkpoint, while the workers go on; call again while they are dead.
 
-        Give False if no restart is left since the last checkpoint.
+        Give False if no restart is left since the last checkpoint. A start that fails is repeated later.
         """
+        if time.monotonic() < self._start_at_s:
+            return True
+        try:
+            if not self._restarting and not self._begin_restart(code):
+                return False
+            (self._folder / "summary.json").unlink(missing_ok=True)  # of the ranks before
+            self.start()
+        except OSError as error:
+            self._num_failed_starts += 1
+            self._start_at_s = time.monotonic() + _backoff_s(self._num_failed_starts)
+            if self._num_failed_starts == 1:
+                self._progress.warn(f"the learner cannot be restarted: {error}; the launcher goes on trying")
+            for spec in self._specs:  # ranks without the others
+                self._supervisor.kill(spec.name)
+            return True
+        self._restarting, self._num_failed_starts = False, 0
+        return True
+
+    def _begin_restart(self, code: int) -> bool:
         checkpoint = newest_checkpoint(self._folder)
         self._num_restarts = self._num_restarts if checkpoint == self._began_from else 0
         if self._num_restarts >= self._max_restarts:
@@ -221,5 +294,5 @@ class LearnerRanks:
             msgspec.structs.replace(spec, command=(*(a for a in spec.command if a != "--resume"), "--resume"))
             for spec in self._specs
         )
-        self.start()
+        self._restarting = True
         return True
