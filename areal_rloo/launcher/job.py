@@ -9,6 +9,7 @@ A crashed rollout worker is restarted; a crashed learner restarts from the newes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import signal
 import time
@@ -20,7 +21,9 @@ import msgspec
 
 from areal_rloo.errors import DataError, PreflightError, UserError
 from areal_rloo.files import remove_abandoned
-from areal_rloo.launcher.plan import JobRequest, plan_run
+from areal_rloo.launcher.fleet import Fleet, Room
+from areal_rloo.launcher.placement import Placement
+from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor
 from areal_rloo.learner.warm_start import PreparedModel
@@ -63,10 +66,11 @@ class Signals:
 class Job:
     """A run. After `run`, `unfinished` is True if there is more to train and the run can be resumed."""
 
-    def __init__(self, request: JobRequest, starter: Starter, signals: Signals) -> None:
+    def __init__(self, request: JobRequest, starter: Starter, room: Room, signals: Signals) -> None:
         self._request = request
         self._config = request.config
         self._folder = request.folder
+        self._room = room
         # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s)
@@ -144,24 +148,39 @@ class Job:
 
     def _supervise(self, model_path: str, warm_start_s: float) -> int:
         """Start learner and workers, and watch them until the learner has ended and does not restart."""
-        plan = plan_run(self._request, model_path=model_path, warm_start_s=warm_start_s)
-        ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
-        workers = [spec.name for spec in plan.workers]
+
+        def plan(placement: Placement) -> Plan:
+            request = dataclasses.replace(self._request, placement=placement)
+            return plan_run(request, model_path=model_path, warm_start_s=warm_start_s)
+
+        placement = self._request.placement
+        ranks = LearnerRanks(plan(placement), self._supervisor, self._folder, self._progress)
+        fleet = Fleet(
+            self._config,
+            placement,
+            folder=self._folder,
+            room=self._room,
+            plan=plan,
+            supervisor=self._supervisor,
+            progress=self._progress,
+        )
         with _first_start():
             ranks.start()
-            for spec in plan.workers:
-                self._supervisor.start(spec)
+            fleet.start()
         tail = RecordTail(self._folder / "metrics.jsonl")
         failure: int | None = None
         while (code := self._ended(ranks, failure)) is None:
             self._look_around(tail)
             self._obey_signals(ranks)
-            if self._drain_ends_s is None and (failure := self._tend(workers)) is not None:
-                self._begin_drain(ranks)
+            if self._drain_ends_s is None:
+                fleet.resize()
+                failure = fleet.tend()
+                if failure is not None:
+                    self._begin_drain(ranks)
             time.sleep(_LOOK_EVERY_S)
         self._look_around(tail)
         if code == 0:
-            self._supervisor.wait(workers, _GRACE_S)  # the learner has told the workers to drain
+            self._supervisor.wait(fleet.names, _GRACE_S)  # the learner has told the workers to drain
         told = self._signals.any and failure is None and self._signals.num_ends <= 1
         if told and code in _TOLD_TO_END:
             code = 0  # the signal came before the learner could handle signals
@@ -203,7 +222,8 @@ class Job:
     def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""
         code = ranks.exit_code()
-        ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
+        refused = code == 2 and not ranks.has_restarted  # at the first start a user's mistake, later a crash
+        ends = code == 0 or refused or self._drain_ends_s is not None or self._signals.any or failure is not None
         return code if code is None or ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
@@ -219,21 +239,6 @@ class Job:
     def _newest_checkpoint(self) -> str | None:
         with contextlib.suppress(OSError):
             return newest_checkpoint(self._folder)
-        return None
-
-    def _tend(self, workers: list[str]) -> int | None:
-        """Restart dead workers; give an exit code if the run must end because no worker is left."""
-        alive = 0
-        for name in workers:
-            if self._supervisor.is_refused(name):
-                self._progress.warn(self._supervisor.last_words(name))
-                return 2
-            alive += self._supervisor.tend(name)
-        if alive == 0:
-            self._progress.warn(
-                "every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint"
-            )
-            return 1
         return None
 
     def _obey_signals(self, ranks: LearnerRanks) -> None:

@@ -154,6 +154,10 @@ class Supervisor:
     def kill(self, name: str) -> None:
         self._children[name].handle.kill()
 
+    def forget(self, name: str) -> None:
+        """Forget an ended process that shall not be restarted."""
+        del self._children[name]
+
     def wait(self, names: Collection[str], timeout_s: float) -> bool:
         """Wait for the end of all these processes; give False after the timeout."""
         return wait_until(
@@ -212,6 +216,10 @@ class LearnerRanks:
     def start(self) -> None:
         for spec in self._specs:
             self._supervisor.start(spec)
+
+    @property
+    def has_restarted(self) -> bool:
+        return self._num_restarts > 0
 
     @property
     def has_restart_left(self) -> bool:

@@ -30,6 +30,7 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _POLL_EVERY_S = 0.2
+_START_EVERY_S = 5.0  # after a failed start
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 ANSWER_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.5  # a look at a process costs the launcher 0.1 ms, and a run may have hundreds
@@ -69,15 +70,15 @@ class Owner:
     def run(self, command: OwnedCommand) -> tuple[int, str]:
         """Run the process to the end; give the exit code, and a message if the process could not be started."""
         if not (command.run_folder / "config.yaml").is_file():
-            return 2, (
+            return 1 if _is_restarted() else 2, (
                 f"error: run.folder: {command.run_folder} is not there on {ray.util.get_node_ip_address()}; "
                 "it must lie on a file system that all hosts share"
             )
         spec, tails = command.spec, [Tail(command.log), Tail(command.log.with_suffix(".log"))]
-        with self._lock:
+        while (process := self._start_unless_ending(command)) is None:
             if self._told_to_end:
                 return 128 + signal.SIGTERM, ""
-            process = self._process = self._started(command)
+            time.sleep(_START_EVERY_S)
         _show(f"{spec.name}: {process.label}, logs in {command.log.parent}\n")
         while (code := process.exit_code()) is None:
             time.sleep(_POLL_EVERY_S)
@@ -108,6 +109,19 @@ class Owner:
             self._told_to_end = True
             if self._process is not None:
                 self._process.kill()
+
+    def _start_unless_ending(self, command: OwnedCommand) -> LocalProcess | None:
+        """Start the process; None after a signal, or if the start of a restarted process fails for now."""
+        with self._lock:
+            if self._told_to_end:
+                return None
+            try:
+                self._process = self._started(command)
+            except OSError as error:
+                if not _is_restarted():
+                    raise
+                _show(f"{command.spec.name} cannot be restarted: {error}\n")
+            return self._process
 
     def _started(self, command: OwnedCommand) -> LocalProcess:
         spec = command.spec

@@ -28,6 +28,7 @@ import msgspec
 
 from areal_rloo.config import LauncherConfig, import_entry, is_loopback, load_config
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.fleet import AllocatedRoom
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     look(config, folder, runs_here=config.launcher.container.runtime == "none")
     with ReservedPorts(2) as reserved:
         request = begin(config, placement, folder, ports=reserved.ports, resume=resume)
-        job = Job(request, StepStarter(config.launcher, folder), signals)
+        job = Job(request, StepStarter(config.launcher, folder), AllocatedRoom(), signals)
         code = job.run()
     if not job.unfinished or signals.num_ends or not config.launcher.slurm.requeue:
         return code
