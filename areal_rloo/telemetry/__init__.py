@@ -4,6 +4,7 @@
 - `records` defines the lines of metrics.jsonl.
 - `metrics` serves numbers at /metrics, and reads and writes metrics.jsonl.
 - `trajectories` reads and writes trajectories.jsonl.
+- `summary` writes summary.json.
 - `progress` prints the state of a run on the terminal.
 - `logs` sets up the logs of a process.
 """

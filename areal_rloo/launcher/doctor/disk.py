@@ -136,7 +136,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     what = f"{base} has {size(usage.free)} of {size(usage.total)} free"
     if left:
         what += f", and {len(left)} folders of other runs"
-        fix += f"; if no other run is on, rm -r {base}/areal_rloo-*"
+        fix += "; the next start removes the folders of dead runs"
     parameters = policy_parameters(situation)
     if parameters is None:
         enough = usage.free >= _LEAST_SHARED_BYTES
