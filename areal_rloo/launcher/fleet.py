@@ -156,6 +156,7 @@ class Fleet:
         self._room, self._plan, self._supervisor, self._progress = room, plan, supervisor, progress
         self._specs = {spec.name: spec for spec in plan(placement).workers}
         self._started: list[str] = []
+        self._first = frozenset(self._specs)  # workers of the start of the run
         self._leaving_until_s: dict[str, float] = {}
         self._seen: bytes | None = None
         self._start_at_s = 0.0
@@ -181,7 +182,7 @@ class Fleet:
         """Restart dead workers; give an exit code if the run must end because no worker is left."""
         alive = 0
         for name in self._started:
-            if self._supervisor.is_refused(name):
+            if name in self._first and self._supervisor.is_refused(name):  # of a later worker, 2 is a crash
                 self._progress.warn(self._supervisor.last_words(name))
                 return 2
             alive += self._supervisor.tend(name)
@@ -245,6 +246,7 @@ class Fleet:
             self._supervisor.signal(name, signal.SIGTERM)
             self._started.remove(name)
             self._leaving_until_s[name] = ends_s
+        self._first &= self._specs.keys()
 
     def _end_leaving(self) -> None:
         for name, ends_s in list(self._leaving_until_s.items()):

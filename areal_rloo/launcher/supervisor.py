@@ -211,6 +211,7 @@ class LearnerRanks:
         self._restarting = False
         self._num_failed_starts = 0
         self._start_at_s = 0.0  # after a failed start
+        self._said: set[str] = set()  # followers whose end was printed since the last start
         self._leader, *self._followers = (spec.name for spec in plan.learner)
 
     def start(self) -> None:
@@ -247,7 +248,9 @@ class LearnerRanks:
         for name in self._followers:
             own = self._supervisor.exit_code(name)
             if own not in (None, 0, EXIT_RANK_LOST):
-                self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                if name not in self._said:
+                    self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                self._said.add(name)
                 code = 2 if own == 2 else code
         return code
 
@@ -282,6 +285,7 @@ class LearnerRanks:
                 self._supervisor.kill(spec.name)
             return True
         self._restarting, self._num_failed_starts = False, 0
+        self._said.clear()
         return True
 
     def _begin_restart(self, code: int) -> bool:
