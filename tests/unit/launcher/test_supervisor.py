@@ -1,5 +1,6 @@
 """A supervisor with real processes: restarts, and no process left behind."""
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
 from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress, RunConsole
 
 # Ends with a code so many times, then stays; each start writes a line.
@@ -74,6 +76,22 @@ def supervisor(make_supervisor: Callable[..., Supervisor]) -> Supervisor:
     return make_supervisor()
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The lines of the supervisor's log."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, logger = Handler(), get_logger("areal_rloo.launcher.supervisor")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield lines
+    logger.removeHandler(handler)
+
+
 def _spec(*command: str, max_restarts: int = 0) -> ProcessSpec:
     return ProcessSpec(
         name="one",
@@ -114,15 +132,14 @@ def test_a_failed_process_is_restarted_max_restarts_times(supervisor: Supervisor
 
 
 def test_a_restart_that_fails_is_repeated_and_said_once(
-    supervisor: Supervisor, starter: Refusing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor, starter: Refusing, tmp_path: Path, logged: list[str]
 ) -> None:
     supervisor.start(_ends(tmp_path, 1, 1, max_restarts=1))
     starter.refuses = True
-    with caplog.at_level("INFO", "areal_rloo"):
-        eventually(lambda: supervisor.tend("one") and starter.num_refused == 3, "no further attempt")
-        starter.refuses = False
-        _tend_until_start(2, supervisor, tmp_path)
-    assert caplog.text.count("cannot be restarted: [Errno 12] Cannot allocate memory") == 1
+    eventually(lambda: supervisor.tend("one") and starter.num_refused == 3, "no further attempt")
+    starter.refuses = False
+    _tend_until_start(2, supervisor, tmp_path)
+    assert sum("cannot be restarted: [Errno 12] Cannot allocate memory" in line for line in logged) == 1
 
 
 def test_ranks_that_cannot_be_restarted_are_restarted_later(
@@ -176,14 +193,13 @@ def test_the_backends_restarts_count_for_a_day(
 
 
 def test_nothing_is_said_of_a_worker_that_said_goodbye(
-    make_supervisor: Callable[..., Supervisor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_supervisor: Callable[..., Supervisor], tmp_path: Path, logged: list[str]
 ) -> None:
     supervisor = make_supervisor(goodbye_s=1e9)
     supervisor.start(_ends(tmp_path, 0, 1, max_restarts=1))
-    with caplog.at_level("INFO", "areal_rloo"):
-        eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
-        assert supervisor.tend("one")
-    assert caplog.text == ""
+    eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
+    assert supervisor.tend("one")
+    assert not any("ended" in line for line in logged)
 
 
 def test_last_words_of_an_unreadable_output_are_empty(supervisor: Supervisor, tmp_path: Path) -> None:
