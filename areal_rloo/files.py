@@ -9,11 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from filelock import BaseFileLock, FileLock, Timeout
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "areal_rloo-"
+_LOCK = "lock"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -87,3 +93,45 @@ def lock_file(path: Path, *, timeout_s: float = 0.0, mode: int = 0o600) -> BaseF
     except Timeout:
         return None
     return lock
+
+
+def memory_folder() -> Path:
+    """Return the folder for files in memory; the folder for temporary files if this host has none."""
+    return _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class ScratchFolder:
+    """An owner-only folder that lives as long as this process. A lock in the folder ends with the process.
+
+    After a crash, `remove_abandoned` of another process removes the folder.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        """Make a folder whose name begins with the package and `name`.
+
+        Raises:
+            OSError: the folder cannot be made, or its file system has no locks.
+        """
+        parent.mkdir(parents=True, exist_ok=True)
+        self._lock: BaseFileLock | None = None
+        while self._lock is None:  # another process may remove a folder that is not locked yet
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-", dir=parent))
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = lock_file(self.path / _LOCK)
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        assert self._lock is not None, "the constructor locks"
+        self._lock.release()
+
+
+def remove_abandoned(*parents: Path) -> None:
+    """Remove the scratch folders of dead processes of this user; without parents, all of this host."""
+    for parent in set(parents or (_MEMORY, Path(tempfile.gettempdir()))):
+        for folder in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
+                    continue
+                if (lock := lock_file(folder / _LOCK)) is not None:  # else the process lives
+                    shutil.rmtree(folder, ignore_errors=True)
+                    lock.release()

@@ -21,6 +21,7 @@ from areal_rloo.errors import DataError, UserError
 from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
 from areal_rloo.inspect.text import By, View, show, table, tallied
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.progress import stop_printing
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 
@@ -48,6 +49,7 @@ class _Console(Console):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; a mistake of the user gives a single line and exit code 2."""
+    open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:

@@ -142,19 +142,19 @@ class ClaimedGpus:
         self._locks: dict[str, BaseFileLock] = {}
         self._turn: BaseFileLock | None = None
 
-    def claim(self, host: Host) -> Host:
+    def claim(self, host: Host, *, timeout_s: float = _CHOICE_TIMEOUT_S) -> Host:
         """Lock all free GPUs of the host, until `keep` or `close`; give the host with these GPUs only.
 
-        Another run waits here until `keep`, because this run may release some of the GPUs.
+        Another run waits here until `keep` or the timeout, because this run may release some of the GPUs.
         """
         if not host.gpu_ids:
             return host
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
             self._folder.chmod(0o1777)  # for all users, whatever the umask
-        self._turn = self._locked(".turn", timeout_s=_CHOICE_TIMEOUT_S)
+        self._turn = self._locked(".turn", timeout_s=timeout_s)
         for gpu_id in host.gpu_ids:
-            if (lock := self._locked(gpu_id)) is not None:
+            if gpu_id not in self._locks and (lock := self._locked(gpu_id)) is not None:
                 self._locks[gpu_id] = lock
         return dataclasses.replace(host, gpu_ids=tuple(gpu for gpu in host.gpu_ids if gpu in self._locks))
 

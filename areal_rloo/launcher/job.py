@@ -8,16 +8,22 @@ A crashed rollout worker is restarted; a crashed learner restarts from the newes
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from areal_rloo.errors import DataError, PreflightError, UserError
-from areal_rloo.launcher.plan import JobRequest, plan_run
+from areal_rloo.files import remove_abandoned
+from areal_rloo.launcher.fleet import Fleet, Room
+from areal_rloo.launcher.placement import Placement
+from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor
 from areal_rloo.learner.warm_start import PreparedModel
@@ -25,6 +31,7 @@ from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.progress import Progress, RunConsole
+from areal_rloo.telemetry.summary import summarize_killed
 
 logger = get_logger(__name__)
 
@@ -59,11 +66,14 @@ class Signals:
 class Job:
     """A run. After `run`, `unfinished` is True if there is more to train and the run can be resumed."""
 
-    def __init__(self, request: JobRequest, starter: Starter, signals: Signals) -> None:
+    def __init__(self, request: JobRequest, starter: Starter, room: Room, signals: Signals) -> None:
         self._request = request
         self._config = request.config
         self._folder = request.folder
-        self._supervisor = Supervisor(starter, request.folder / "logs")
+        self._room = room
+        # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
+        goodbye_s = self._config.launcher.drain_timeout_s / 2
+        self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s)
         console = RunConsole(quiet=not self._config.telemetry.progress)
         self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
         self._signals = signals
@@ -79,22 +89,30 @@ class Job:
         grace_s = self._config.launcher.drain_timeout_s  # after an exception, the learner may still save a checkpoint
         try:
             with progress:
-                code = self._supervise(*self._prepare())
+                prepared = self._prepare()
+                code = 0 if prepared is None else self._supervise(*prepared)
             grace_s = _GRACE_S
         except UserError as error:
             logger.error("%s", error)
             raise
         finally:
             self._supervisor.stop_all(grace_s)
-            shutil.rmtree(self._request.segment_folder, ignore_errors=True)
+            remove_abandoned()  # the shared memory of a killed learner
+        if prepared is None:
+            progress.say("stopped during the warm start; nothing was trained yet")
+            self.unfinished = True
+            return 0
         try:
             progress.say(f"report: {write_report(self._folder)}")
-        except (DataError, OSError) as error:  # the run has ended well, with or without a report
-            progress.say(f"no report: {error}")
+        except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
+            progress.say(f"no report: {error!r}")
         return code
 
-    def _prepare(self) -> tuple[str, float]:
-        """Make the tiny model if the run needs one; give the model's path and the seconds of the warm start."""
+    def _prepare(self) -> tuple[str, float] | None:
+        """Make the tiny model if the run needs one; give the model's path and the seconds of the warm start.
+
+        Give None after a signal.
+        """
         preparation = plan_run(self._request, model_path="").preparation
         if preparation is None:
             return self._config.model.path, 0.0
@@ -105,12 +123,12 @@ class Job:
             self._progress.say(
                 "the tiny model has random weights: it is shown sums before the training, and nothing else"
             )
-        self._supervisor.start(preparation)
-        while (code := self._supervisor.exit_code(preparation.name)) is None:
-            if self._signals.any:
-                self.unfinished = self._signals.num_ends == 0
-                raise PreflightError("stopped during the warm start; nothing was trained yet")
+        with _first_start():
+            self._supervisor.start(preparation)
+        while (code := self._supervisor.exit_code(preparation.name)) is None and not self._signals.any:
             time.sleep(_LOOK_EVERY_S)
+        if code != 0 and self._signals.any:
+            return None
         if code != 0:
             words = self._supervisor.last_words(preparation.name).removeprefix("error: ")
             raise PreflightError(f"the warm start ended with code {code}: {words}")
@@ -130,40 +148,67 @@ class Job:
 
     def _supervise(self, model_path: str, warm_start_s: float) -> int:
         """Start learner and workers, and watch them until the learner has ended and does not restart."""
-        plan = plan_run(self._request, model_path=model_path, warm_start_s=warm_start_s)
-        ranks = LearnerRanks(plan, self._supervisor, self._folder, self._progress)
-        workers = [spec.name for spec in plan.workers]
-        ranks.start()
-        for spec in plan.workers:
-            self._supervisor.start(spec)
+
+        def plan(placement: Placement) -> Plan:
+            request = dataclasses.replace(self._request, placement=placement)
+            return plan_run(request, model_path=model_path, warm_start_s=warm_start_s)
+
+        placement = self._request.placement
+        ranks = LearnerRanks(plan(placement), self._supervisor, self._folder, self._progress)
+        fleet = Fleet(
+            self._config,
+            placement,
+            folder=self._folder,
+            room=self._room,
+            plan=plan,
+            supervisor=self._supervisor,
+            progress=self._progress,
+        )
+        with _first_start():
+            ranks.start()
+            fleet.start()
         tail = RecordTail(self._folder / "metrics.jsonl")
         failure: int | None = None
         while (code := self._ended(ranks, failure)) is None:
             self._look_around(tail)
             self._obey_signals(ranks)
-            if self._drain_ends_s is None and (failure := self._tend(workers)) is not None:
-                self._begin_drain(ranks)
+            if self._drain_ends_s is None:
+                fleet.resize()
+                failure = fleet.tend()
+                if failure is not None:
+                    self._begin_drain(ranks)
             time.sleep(_LOOK_EVERY_S)
         self._look_around(tail)
         if code == 0:
-            self._supervisor.wait(workers, _GRACE_S)  # the learner has told the workers to drain
-        told = self._drain_ends_s is not None and failure is None and self._signals.num_ends <= 1
+            self._supervisor.wait(fleet.names, _GRACE_S)  # the learner has told the workers to drain
+        told = self._signals.any and failure is None and self._signals.num_ends <= 1
         if told and code in _TOLD_TO_END:
             code = 0  # the signal came before the learner could handle signals
+        self._complete_summary(warm_start_s)
         overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
-        self.unfinished = (code == 0 or overdue) and failure is None and not is_finished(self._folder)
+        crashed = told and code not in (0, 2) and ranks.has_restart_left  # instead of a restart, the run ends
+        self.unfinished = (code == 0 or overdue or crashed) and failure is None and not is_finished(self._folder)
         if code != 0:
             self._say_where_to_look(ranks, code)
         return code if failure is None else failure
+
+    def _complete_summary(self, warm_start_s: float) -> None:
+        """Write the summary for a learner that was killed before it could."""
+        path = self._folder / "summary.json"
+        try:
+            if not path.exists() and (summary := summarize_killed(self._folder, warm_start_s=warm_start_s)) is not None:
+                summary.write(path)
+        except (DataError, OSError) as error:
+            logger.error("summary.json could not be written: %s", error)
 
     def _look_around(self, tail: RecordTail) -> None:
         """Show new records, and warn when the disk becomes full: logs on a full disk may miss the error."""
         try:
             self._progress.show(tail.read())
             free = shutil.disk_usage(self._folder).free
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
             if self._trouble != str(error):
-                logger.error("the launcher cannot look at the run: %s; the run goes on", error)
+                logger.error("the launcher cannot look at the run: %r; the run goes on", error)
             self._trouble = str(error)
             return
         least, was_full = self._config.launcher.min_free_disk_bytes, self._disk_is_full
@@ -177,34 +222,29 @@ class Job:
     def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""
         code = ranks.exit_code()
-        if code is None:
-            return None
-        ends = code in (0, 2) or self._drain_ends_s is not None or self._signals.any or failure is not None
-        return code if ends or not ranks.restart(code) else None
+        refused = code == 2 and not ranks.has_restarted  # at the first start a user's mistake, later a crash
+        ends = code == 0 or refused or self._drain_ends_s is not None or self._signals.any or failure is not None
+        return code if code is None or ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
         self._progress.warn(ranks.last_words(code))
-        goes_on = newest_checkpoint(self._folder) is not None and code != 2
-        remedy = "; go on from the newest checkpoint with --resume" if goes_on else ""
+        remedy = ""
+        if code != 2:
+            newest = self._newest_checkpoint()
+            remedy = f"; go on from the newest checkpoint with --resume ({newest})"
+            if newest is None:
+                remedy = "; there is no checkpoint yet: begin again, or --resume"
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
-    def _tend(self, workers: list[str]) -> int | None:
-        """Restart dead workers; give an exit code if the run must end because no worker is left."""
-        alive = 0
-        for name in workers:
-            if self._supervisor.exit_code(name) == 2:
-                self._progress.warn(self._supervisor.last_words(name))
-                return 2
-            alive += self._supervisor.tend(name)
-        if alive == 0:
-            self._progress.warn(
-                "every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint"
-            )
-            return 1
+    def _newest_checkpoint(self) -> str | None:
+        with contextlib.suppress(OSError):
+            return newest_checkpoint(self._folder)
         return None
 
     def _obey_signals(self, ranks: LearnerRanks) -> None:
         if self._signals.any and self._drain_ends_s is None:
+            if ranks.exit_code() is not None:
+                return  # crashed: `_ended` ends the run
             self._progress.say("draining: a checkpoint, then the end; a second signal stops at once")
             self._begin_drain(ranks)
         if self._signals.num_ends > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
@@ -213,3 +253,14 @@ class Job:
     def _begin_drain(self, ranks: LearnerRanks) -> None:
         self._drain_ends_s = time.monotonic() + self._config.launcher.drain_timeout_s
         ranks.drain()
+
+
+@contextlib.contextmanager
+def _first_start() -> Iterator[None]:
+    """Start processes for the first time; later starts are repeated after a failure."""
+    try:
+        yield
+    except OSError as error:
+        raise PreflightError(
+            f"a process cannot be started: {error}; free memory or disk, or raise `ulimit -n` and `ulimit -u`"
+        ) from error

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.fleet import LocalRoom
 from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
@@ -42,12 +43,13 @@ def main(arguments: Sequence[str]) -> int:
         )
     hold(folder, options.config, resume=options.resume)
     gpus = ClaimedGpus()
-    config, placement = _placed(options.config, this_host(launcher), gpus)
+    here = this_host(launcher)
+    config, placement = _placed(options.config, here, gpus)
     gpus.keep(gpu_id for seat in placement.seats for gpu_id in seat.gpu_ids)
     look(config, folder)
     with ReservedPorts(2) as reserved:
         request = begin(config, placement, folder, ports=reserved.ports, resume=options.resume)
-        return Job(request, LocalStarter(), Signals().install()).run()
+        return Job(request, LocalStarter(launcher.drain_timeout_s), LocalRoom(here, gpus), Signals().install()).run()
 
 
 def _placed(config: Config, here: Host, gpus: ClaimedGpus) -> tuple[Config, Placement]:

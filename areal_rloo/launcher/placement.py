@@ -8,6 +8,7 @@ the free GPUs, because they communicate with the learner only. All GPUs of a wor
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -139,6 +140,31 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         tuple(seat(*taken, config.learner.num_threads) for taken in places[:num_ranks]),
         tuple(seat(*taken, config.rollout.num_threads) for taken in places[num_ranks:]),
     )
+
+
+def resized(placement: Placement, num_workers: int) -> Placement:
+    """Remove the last workers, or add workers like the first; all other seats stay.
+
+    More workers on a CPU share the same cores.
+
+    Raises:
+        PreflightError: the hosts have too few free GPUs.
+    """
+    workers, like, hosts = placement.workers[:num_workers], placement.workers[0], placement.hosts
+    num_gpus = len(like.gpu_ids)
+    while len(workers) < num_workers:
+        seats = (*placement.learner, *workers)
+        num_on = {host.name: sum(seat.host.name == host.name for seat in seats) for host in hosts}
+        taken = {(seat.host.name, gpu_id) for seat in seats for gpu_id in seat.gpu_ids}
+        free = {host.name: [gpu for gpu in host.gpu_ids if (host.name, gpu) not in taken] for host in hosts}
+        host = max(hosts, key=lambda h: (len(free[h.name]) if num_gpus else 0, h.num_cores / (1 + num_on[h.name])))
+        if len(free[host.name]) < num_gpus:
+            raise PreflightError(
+                f"num_workers: {num_workers} workers need {num_gpus} free GPUs each, there is room for {len(workers)}; "
+                "wait for other runs, or start this run again on more hosts with --resume"
+            )
+        workers = (*workers, dataclasses.replace(like, host=host, gpu_ids=tuple(free[host.name][:num_gpus])))
+    return dataclasses.replace(placement, workers=workers)
 
 
 def _left_by_learner(hosts: Sequence[Host], num_taken: int) -> list[int]:

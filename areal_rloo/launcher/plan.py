@@ -28,7 +28,6 @@ class JobRequest:
     folder: Path
     wire_port: int  # of the learner's host; 0: not used
     meeting_port: int  # of the learner's ranks; 0: not used
-    segment_folder: Path  # of the shared memory
     resume: bool
 
 
@@ -89,7 +88,6 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
         f"--meeting={meeting_host}:{request.meeting_port}",
         f"--port={request.wire_port}",
         f"--metrics-port={config.telemetry.metrics_port}",
-        f"--segment-folder={request.segment_folder}",
         f"--warm-start-s={warm_start_s}",
         *(("--same-host",) if same_host else ()),
         *(("--resume",) if request.resume else ()),

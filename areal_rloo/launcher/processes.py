@@ -1,7 +1,7 @@
 """Processes of this host, each in a separate session. The session ends with the process.
 
 Ctrl-C on a terminal therefore reaches the launcher only, and the launcher decides the reaction. If the launcher is
-killed, Linux sends SIGTERM to the processes, and they drain.
+killed, Linux sends SIGTERM to the processes, and they drain. guard.py kills the processes that do not.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from areal_rloo.launcher.guard import Guard
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.parent_death import bound_to_this_process
+from areal_rloo.session_leader import SessionLeader
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.waiting import wait_until
 
+logger = get_logger(__name__)
+
+DRAIN_FIRST_S = 10.0  # a process has its own deadline for a drain, some seconds after the launcher's
+_KILL_TIMEOUT_S = 10.0
 _SESSION_ENDS_S = 10.0
 _LOOK_EVERY_S = 0.02
 
 
 class LocalProcess:
-    """A running process of this host: a `Handle` (supervisor.py)."""
+    """A running process of this host: a `Handle` (supervisor.py). Any thread may call the methods."""
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class LocalProcess:
             folder: working folder; None for the folder of this process.
         """
         self._bound = bound
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             bound_to_this_process(command, signal.SIGTERM) if bound else command,
             cwd=folder,
             env=environment,
@@ -51,42 +58,38 @@ class LocalProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.label = f"pid {self._process.pid}"
+        self._leader = SessionLeader(process, kills_session=bound)
+        self._hangs = False  # in a system call, and stays after SIGKILL
+        self.pid = process.pid
+        self.label = f"pid {self.pid}"
 
     def exit_code(self) -> int | None:
-        if self._process.returncode is None and self._process.poll() is not None:
-            self._kill_session()  # at once: later the system may give this process id to another process
-        code = self._process.returncode
-        return code if code is None or code >= 0 else 128 - code
+        code = self._leader.exit_code()
+        if code is None:
+            return 128 + signal.SIGKILL if self._hangs else None
+        return code if code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
-        if self.exit_code() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+        self._leader.signal(number)
 
     def kill(self) -> None:
         """Kill the process and wait for the end; wait some seconds for the session of an unbound process."""
         if self.exit_code() is not None:
             return
-        self._kill_session()
-        self._process.kill()
-        self._process.wait()
-        if not self._bound:
+        self._hangs = not self._leader.kill(_KILL_TIMEOUT_S)
+        if self._hangs:
+            logger.error("%s was killed and does not end; its device may stay in use", self.label)
+        elif not self._bound:
             wait_until(lambda: not self._has_session(), timeout_s=_SESSION_ENDS_S, look_every_s=_LOOK_EVERY_S)
 
     def _has_session(self) -> bool:
-        try:
-            os.killpg(self._process.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
+        """Return whether a process is left in the session; signal 0 only asks."""
+        with contextlib.suppress(PermissionError):
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                return False
         return True
-
-    def _kill_session(self) -> None:
-        if self._bound:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class LocalStarter:
@@ -94,12 +97,17 @@ class LocalStarter:
 
     restarts = False
 
+    def __init__(self, drain_timeout_s: float) -> None:
+        self._guard = Guard(drain_timeout_s + DRAIN_FIRST_S)
+
     def start(self, spec: ProcessSpec, log: Path) -> LocalProcess:
         with log.open("ab") as output:
-            return LocalProcess(spec.command, {**os.environ, **spec.environment}, output)
+            process = LocalProcess(spec.command, {**os.environ, **spec.environment}, output)
+        self._guard.watch(process.pid)
+        return process
 
     def close(self) -> None:
-        pass
+        self._guard.close()
 
 
 class Tail:

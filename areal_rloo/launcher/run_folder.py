@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,10 +40,10 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         if folder.exists():  # a run of the same second
             folder = folder.with_name(f"{folder.name}-{os.getpid()}")
-    holds_run = has_begun(folder) or any(folder.glob(_SUBMITTED.format("*")))
-    if resume and not holds_run:
+    submitted = any(folder.glob(_SUBMITTED.format("*")))
+    if resume and not (has_begun(folder) or submitted):
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
-    if holds_run and not resume:
+    if (has_results(folder) or submitted) and not resume:
         raise second_run(folder)
     return folder
 
@@ -53,6 +51,13 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
 def has_begun(folder: Path) -> bool:
     """Whether a run was started in this folder; a submission alone is no start."""
     return (folder / "config.yaml").exists()
+
+
+def has_results(folder: Path) -> bool:
+    """Whether a run has trained in this folder; the same command may start again a run that was stopped before."""
+    records = folder / "metrics.jsonl"
+    trained = records.exists() and b'"num_train_steps"' in records.read_bytes()
+    return trained or newest_checkpoint(folder) is not None
 
 
 def second_run(folder: Path) -> PreflightError:
@@ -110,17 +115,7 @@ def is_finished(folder: Path) -> bool:
         summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return False
-    return summary["exit_reason"] in ("completed", "end_of_data")
-
-
-def segment_folder(folder: Path) -> Path:
-    """Name the folder of a run's shared memory. The learner makes this folder; the launcher removes it after the run.
-
-    The name depends on the run folder only, so that a start after a crash finds and clears the old folder.
-    """
-    memory = Path("/dev/shm")
-    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"areal_rloo-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    return summary.get("exit_reason") in ("completed", "end_of_data")
 
 
 def _make_keys(folder: Path) -> None:

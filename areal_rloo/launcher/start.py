@@ -16,13 +16,15 @@ from typing import Any
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
 from areal_rloo.errors import CheckpointError, ConfigError, PreflightError, UserError
+from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
-from areal_rloo.launcher.run_folder import has_begun, newest_checkpoint, second_run, segment_folder, write_beginning
+from areal_rloo.launcher.run_folder import has_results, newest_checkpoint, second_run, write_beginning
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
 
@@ -42,6 +44,7 @@ class Options:
 
 def run_main(main: Callable[[Sequence[str]], int]) -> int:
     """Call the main function of a launcher; print the user's mistakes as a line, with exit code 2."""
+    open_missing_streams()
     try:
         return main(sys.argv[1:])
     except UserError as error:
@@ -117,7 +120,7 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
 def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
-    request = JobRequest(config, placement, folder, config.wire.port, 0, segment_folder(folder), options.resume)
+    request = JobRequest(config, placement, folder, config.wire.port, 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
     try:
@@ -143,8 +146,9 @@ def hold(
         raise PreflightError(f"run.folder: {folder} cannot be written: {error}; choose another") from error
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)
     lock_run_folder(folder, "launcher", patience)
+    remove_abandoned()
     wait_for_learner(folder, patience)
-    if not resume and has_begun(folder):  # another launcher began meanwhile
+    if not resume and has_results(folder):  # of another launcher, meanwhile
         raise second_run(folder)
 
 
@@ -177,7 +181,7 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
         _compare_steps(folder, config.learner.num_train_steps)
     write_beginning(folder, config, placement.hosts)
     wire_port = config.wire.port or wire_port
-    return JobRequest(config, placement, folder, wire_port, meeting_port, segment_folder(folder), resume)
+    return JobRequest(config, placement, folder, wire_port, meeting_port, resume)
 
 
 def _compare_steps(folder: Path, num_steps: int) -> None:

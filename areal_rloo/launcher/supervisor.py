@@ -6,10 +6,11 @@ restart together.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +33,8 @@ from areal_rloo.waiting import wait_until
 logger = get_logger(__name__)
 
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
-_CLEAN_BACKOFF_S = 10.0
+RESTART_WINDOW_S = 24 * 3600.0  # `max_restarts` counts the restarts of this time
+_LAST_WORDS_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 5.0
 _KILLED = 128 + signal.SIGKILL
@@ -64,7 +66,11 @@ class Starter(Protocol):
     restarts: bool
 
     def start(self, spec: ProcessSpec, log: Path) -> Handle:
-        """Start a process and append the output to a file."""
+        """Start a process and append the output to a file.
+
+        Raises:
+            OSError: the process cannot be started now, for example because no memory is free.
+        """
 
     def close(self) -> None:
         """Release the resources of the processes."""
@@ -76,7 +82,10 @@ class _Child:
 
     spec: ProcessSpec
     handle: Handle
+    started_s: float
     num_restarts: int = 0
+    counted_s: list[float] = field(default_factory=list)  # times of the restarts that count
+    num_failed_starts: int = 0  # since the process ended
     restart_at_s: float | None = None
     given_up: bool = False
 
@@ -84,48 +93,83 @@ class _Child:
 class Supervisor:
     """The processes of a run, by name."""
 
-    def __init__(self, starter: Starter, logs: Path) -> None:
+    def __init__(
+        self, starter: Starter, logs: Path, *, goodbye_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`goodbye_s`: a process that ended with code 0 is restarted after this time; until then the run may end."""
         self._starter = starter
         self._logs = logs
+        self._goodbye_s = goodbye_s
+        self._clock = clock
         self._children: dict[str, _Child] = {}
 
     def start(self, spec: ProcessSpec) -> None:
-        child = _Child(spec, self._started(spec))
+        child = _Child(spec, self._started(spec), self._clock())
         self._children[spec.name] = child
         logger.info("started %s (%s)", spec.name, child.handle.label)
 
     def exit_code(self, name: str) -> int | None:
         return self._children[name].handle.exit_code()
 
+    def is_refused(self, name: str) -> bool:
+        """Return whether the first start of a process ended with a user's mistake; after a restart, 2 is a crash."""
+        return self._children[name].num_restarts == 0 and self.exit_code(name) == 2
+
     def tend(self, name: str) -> bool:
-        """Restart a dead process after a backoff; give False if no restart is left."""
+        """Restart a dead process after a backoff; give False if no restart is left.
+
+        A start that fails is repeated later and does not count as a restart.
+        """
         child = self._children[name]
         code = self.exit_code(name)
         if code is None:
             return True
         if child.restart_at_s is None:
-            too_often = child.num_restarts >= child.spec.max_restarts or (code != 0 and self._starter.restarts)
-            if too_often and code != EXIT_WENT_BACK:
+            if code != EXIT_WENT_BACK and not self._has_restart_left(child, code):
                 if not child.given_up:
                     logger.error("%s ended with code %s and has no restart left (launcher.max_restarts)", name, code)
                 child.given_up = True
                 return False
-            wait_s = _wait_s(code, child.num_restarts)
-            log = logger.info if code == 0 else logger.warning
-            log("%s ended with code %s; restart in %.1f s", name, code, wait_s)
-            child.restart_at_s = time.monotonic() + wait_s
-        if time.monotonic() >= child.restart_at_s:
-            child.handle = self._started(child.spec)
-            child.num_restarts += code != EXIT_WENT_BACK  # the learner caused this exit, not the worker
-            child.restart_at_s = None
-            logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
+            wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
+            if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
+                logger.warning("%s ended with code %s; restart in %.1f s", name, code, wait_s)
+            child.restart_at_s = self._clock() + wait_s
+        if self._clock() >= child.restart_at_s:
+            self._restart(child, code)
         return True
+
+    def _has_restart_left(self, child: _Child, code: int) -> bool:
+        now_s, most = self._clock(), child.spec.max_restarts
+        if self._starter.restarts and code != 0:  # the backend has used up `max_restarts` since the start
+            return most > 0 and now_s - child.started_s > RESTART_WINDOW_S
+        child.counted_s = [s for s in child.counted_s if now_s - s < RESTART_WINDOW_S]
+        return len(child.counted_s) < most
+
+    def _restart(self, child: _Child, code: int) -> None:
+        name, now_s = child.spec.name, self._clock()
+        try:
+            child.handle = self._started(child.spec)
+        except OSError as error:
+            child.num_failed_starts += 1
+            child.restart_at_s = now_s + _backoff_s(child.num_failed_starts)
+            if child.num_failed_starts == 1:
+                logger.error("%s cannot be restarted: %s; the launcher goes on trying", name, error)
+            return
+        child.num_restarts += 1
+        if code != EXIT_WENT_BACK:  # the learner caused this exit, not the worker
+            child.counted_s.append(now_s)
+        child.started_s, child.restart_at_s, child.num_failed_starts, child.given_up = now_s, None, 0, False
+        logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
 
     def signal(self, name: str, number: int) -> None:
         self._children[name].handle.signal(number)
 
     def kill(self, name: str) -> None:
         self._children[name].handle.kill()
+
+    def forget(self, name: str) -> None:
+        """Forget an ended process that shall not be restarted."""
+        del self._children[name]
 
     def wait(self, names: Collection[str], timeout_s: float) -> bool:
         """Wait for the end of all these processes; give False after the timeout."""
@@ -148,8 +192,12 @@ class Supervisor:
 
     def last_words(self, name: str) -> str:
         """Give the last line of a process's output, or an empty string."""
-        path = self._logs / f"{name}.out"
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        try:
+            with (self._logs / f"{name}.out").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
         return lines[-1] if lines else ""
 
     def _started(self, spec: ProcessSpec) -> Handle:
@@ -157,11 +205,9 @@ class Supervisor:
         return self._starter.start(spec, self._logs / f"{spec.name}.out")
 
 
-def _wait_s(code: int, num_restarts: int) -> float:
-    """Give the backoff before a restart."""
-    if code == 0:  # the worker drained: the learner probably ends too, and then no restart is needed
-        return _CLEAN_BACKOFF_S
-    return 0.0 if code == EXIT_WENT_BACK else _BACKOFF_S[min(num_restarts, len(_BACKOFF_S) - 1)]
+def _backoff_s(num_before: int) -> float:
+    """Give the wait before the next of several attempts in a row."""
+    return _BACKOFF_S[min(num_before, len(_BACKOFF_S) - 1)]
 
 
 class LearnerRanks:
@@ -177,11 +223,28 @@ class LearnerRanks:
         self._began_from: Standing | None = None
         self._was_killed_saving = False  # since the last checkpoint
         self._is_killed_here = False
+        self._restarting = False
+        self._num_failed_starts = 0
+        self._start_at_s = 0.0  # after a failed start
+        self._said: set[str] = set()  # followers whose end was printed since the last start
         self._leader, *self._followers = (spec.name for spec in plan.learner)
 
     def start(self) -> None:
         for spec in self._specs:
             self._supervisor.start(spec)
+
+    @property
+    def has_restarted(self) -> bool:
+        return self._num_restarts > 0
+
+    @property
+    def has_restart_left(self) -> bool:
+        """Whether a dead learner is being restarted, or can be."""
+        try:
+            num_restarts = self._num_restarts if standing(folder_of(self._folder)) == self._began_from else 0
+        except OSError:  # `restart` would repeat the look
+            return True
+        return self._restarting or num_restarts < self._max_restarts
 
     def exit_code(self) -> int | None:
         """Give the exit code of the learner, with the cause if a follower has it; None while rank 0 runs.
@@ -201,7 +264,9 @@ class LearnerRanks:
         for name in self._followers:
             own = self._supervisor.exit_code(name)
             if own not in (None, 0, EXIT_RANK_LOST):
-                self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                if name not in self._said:
+                    self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                self._said.add(name)
                 code = 2 if own == 2 else code
         return code
 
@@ -220,11 +285,32 @@ class LearnerRanks:
         return words if unsaved is None else words + _KILLED_WHILE_SAVING.format(checkpoint=unsaved)
 
     def restart(self, code: int) -> bool:
-        """Restart all ranks from the newest checkpoint, while the workers go on.
+        """Restart all ranks from the newest checkpoint, while the workers go on; call again while they are dead.
 
         Give False if no restart is left since the last checkpoint, or if a restart would end in the same way: the disk
-        refused the last checkpoint, or the learner was killed while writing a checkpoint for the second time.
+        refused the last checkpoint, or the learner was killed while writing a checkpoint for the second time. A start
+        that fails is repeated later.
         """
+        if time.monotonic() < self._start_at_s:
+            return True
+        try:
+            if not self._restarting and not self._begin_restart(code):
+                return False
+            (self._folder / "summary.json").unlink(missing_ok=True)  # of the ranks before
+            self.start()
+        except OSError as error:
+            self._num_failed_starts += 1
+            self._start_at_s = time.monotonic() + _backoff_s(self._num_failed_starts)
+            if self._num_failed_starts == 1:
+                self._progress.warn(f"the learner cannot be restarted: {error}; the launcher goes on trying")
+            for spec in self._specs:  # ranks without the others
+                self._supervisor.kill(spec.name)
+            return True
+        self._restarting, self._num_failed_starts = False, 0
+        self._said.clear()
+        return True
+
+    def _begin_restart(self, code: int) -> bool:
         reached, killed = standing(folder_of(self._folder)), self._killed_while_saving() is not None
         if reached != self._began_from:
             self._num_restarts, self._was_killed_saving = 0, False
@@ -246,7 +332,7 @@ class LearnerRanks:
             msgspec.structs.replace(spec, command=(*(a for a in spec.command if a != "--resume"), "--resume"))
             for spec in self._specs
         )
-        self.start()
+        self._restarting = True
         return True
 
     def _killed_while_saving(self) -> str | None:

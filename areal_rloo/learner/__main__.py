@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
-from areal_rloo.files import remove_unfinished
+from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
@@ -40,6 +40,7 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
@@ -74,7 +75,6 @@ class Arguments(argparse.Namespace):
     meeting: str
     port: int
     metrics_port: int
-    segment_folder: Path
     same_host: bool
     resume: bool
     warm_start_s: float
@@ -82,6 +82,7 @@ class Arguments(argparse.Namespace):
 
 def main() -> int:
     """Run the learner; an error that the user can mend is a single line."""
+    open_missing_streams()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
@@ -276,7 +277,8 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
     manifest, timeout_s = rank.manifest, config.weights.timeout_s
     transport: SendTransport
     if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
-        transport = SharedMemorySender(manifest, arguments.segment_folder)
+        remove_abandoned()  # under Slurm and Ray, the launcher may be on another host
+        transport = SharedMemorySender(manifest, memory_folder())
     else:
         transport = CollectiveSender(
             manifest,
@@ -314,7 +316,6 @@ def _parse() -> Arguments:
     parser.add_argument("--meeting", default="", help="host:port where the learner's ranks meet")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--metrics-port", type=int, required=True)
-    parser.add_argument("--segment-folder", type=Path, required=True)
     parser.add_argument("--same-host", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--warm-start-s", type=float, default=0.0)

@@ -60,8 +60,8 @@ def wait_for_learner(folder: Path, patience: Patience) -> None:
     _wait_until(lambda: not is_in_use(folder), folder, "learner", patience)
 
 
-def is_in_use(folder: Path) -> bool:
-    path = _path(folder, "learner")
+def is_in_use(folder: Path, role: Role = "learner") -> bool:
+    path = _path(folder, role)
     if not path.exists():
         return False
     try:

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_rloo.files import write_atomically
 from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints, Totals
 from areal_rloo.learner.train_step import StepResult
@@ -26,11 +25,11 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
 from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.summary import Summary
 from areal_rloo.trajectory import Group
 
 logger = get_logger(__name__)
 
-_EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples", "pass_share", "majority_share")
 _TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "generated_tokens")
 
 
@@ -128,32 +127,24 @@ class Reporter:
         warm_start_s: float,
         exit_reason: str,
     ) -> None:
-        """Write summary.json: the run in one page of numbers. Counts in samples or tokens, times in seconds."""
+        """Write summary.json."""
         totals = self.totals
-        num_trained = max(1, totals.trained_tokens)
-        summary = {
-            "exit_reason": exit_reason,
-            "num_train_steps": policy_version,
-            "policy_version": policy_version,
-            "evaluation": [{name: getattr(record, name) for name in _EVALUATION} for record in self.evaluations],
-            "ledger": statistics.ledger,
-            "staleness": {
-                "max_trained": max(totals.staleness_tokens, default=0),
-                "mean_trained": sum(s * n for s, n in totals.staleness_tokens.items()) / num_trained,
-                "masked_token_share": totals.masked_tokens / max(1, totals.trained_tokens + totals.masked_tokens),
-                "by_value": {str(s): totals.staleness_tokens[s] for s in sorted(totals.staleness_tokens)},
-            },
-            "tokens": {"generated": totals.generated_tokens, "trained": totals.trained_tokens},
-            "time_s": {
-                "warm_start": warm_start_s,
-                "wall": totals.wall_s,
-                "learner_idle": totals.learner_idle_s,
-                "rollout_idle": totals.rollout_idle_s,
-            },
-            "skipped_steps": totals.skipped_steps,
-            "failed_checkpoints": totals.failed_checkpoints,
-        }
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        Summary(
+            exit_reason=exit_reason,
+            policy_version=policy_version,
+            evaluations=self.evaluations,
+            ledger=statistics.ledger,
+            staleness_tokens=totals.staleness_tokens,
+            trained_tokens=totals.trained_tokens,
+            masked_tokens=totals.masked_tokens,
+            generated_tokens=totals.generated_tokens,
+            warm_start_s=warm_start_s,
+            wall_s=totals.wall_s,
+            learner_idle_s=totals.learner_idle_s,
+            rollout_idle_s=totals.rollout_idle_s,
+            skipped_steps=totals.skipped_steps,
+            failed_checkpoints=totals.failed_checkpoints,
+        ).write(path)
 
     def close(self) -> None:
         """Wait for the last record; no evaluation may follow."""

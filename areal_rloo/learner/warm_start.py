@@ -20,6 +20,7 @@ import msgspec
 from areal_rloo.config import Config, TinyModelConfig, import_entry, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 
 logger = get_logger(__name__)
@@ -87,6 +88,7 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
 
 def main() -> int:
     """Prepare the model of a resolved config and write the result as JSON."""
+    open_missing_streams()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.learner.warm_start")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--num-threads", type=int, required=True)

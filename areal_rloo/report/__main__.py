@@ -8,10 +8,12 @@ from pathlib import Path
 
 from areal_rloo.errors import UserError
 from areal_rloo.report import write_report
+from areal_rloo.standard_streams import open_missing_streams
 
 
 def main() -> int:
     """Write the report of the folder on the command line."""
+    open_missing_streams()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.report", description="Draw a run as one HTML page.")
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
     try:

@@ -25,6 +25,7 @@ from areal_rloo.config import import_function
 from areal_rloo.errors import RewardError, described
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import Job, Reply
+from areal_rloo.standard_streams import open_missing_streams
 
 Scorer = Callable[[Job], Any]
 """Returns the result of a job; an async scorer returns an awaitable."""
@@ -34,6 +35,7 @@ _THIS_PROCESS = os.getpid()
 
 def main() -> None:
     """Serve until the pool closes the socket."""
+    open_missing_streams()
     signal_on_parent_death(signal.SIGKILL)  # works also while a reward hangs
     socket = int(sys.argv[1])
     os.set_inheritable(socket, False)

@@ -1,7 +1,7 @@
 """`python -m areal_rloo.rollout`: build the rollout worker of a run folder and run it. A launcher starts this.
 
-Exit codes: 0 drained or stopped, 2 a mistake the user can mend, 4 the learner restarted from a version older than this
-worker's weights, 1 anything else.
+Exit codes: 0 drained or stopped, 2 a mistake the user can mend, found before the first completion, 4 the learner
+restarted from a version older than this worker's weights, 1 anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import EngineStatistics
-from areal_rloo.errors import EXIT_WENT_BACK, WentBackError
+from areal_rloo.errors import EXIT_WENT_BACK, ArealRlooError, UserError, WentBackError
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rewards.scoring import RewardStatistics
@@ -26,6 +26,7 @@ from areal_rloo.rollout.engines import running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
@@ -53,6 +54,7 @@ class Arguments(argparse.Namespace):
 
 def main() -> int:
     """Run the worker; an error that the user can mend is a single line."""
+    open_missing_streams()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
@@ -125,6 +127,10 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         try:
             async with serving(episode):
                 await worker.run()
+        except UserError as error:
+            if engine.statistics().generated_tokens == 0:
+                raise
+            raise ArealRlooError(f"after a good start: {error}") from error  # the environment has changed: a crash
         finally:
             await rewards.close()
             channel.close()

@@ -5,6 +5,7 @@
 - `metrics` serves numbers at /metrics, and reads and writes metrics.jsonl.
 - `trajectories` reads and writes trajectories.jsonl.
 - `record_file` appends lines to both files, and removes the lines after a checkpoint.
+- `summary` writes summary.json.
 - `progress` prints the state of a run on the terminal.
 - `logs` sets up the logs of a process.
 """

@@ -49,17 +49,18 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a character that the terminal does not know
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a line that stays; a quiet run prints the line on standard error."""
         if self._console.quiet:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line
         else:
             self.say(text)

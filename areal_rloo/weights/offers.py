@@ -1,7 +1,7 @@
 """Decides which worker is offered which version of the weights, and when again; a state machine without I/O.
 
-In: versions, workers joining, leaving, answering and sending heartbeats, errors of the transport, time. Out: commands for
-`broadcast.py`, from `poll`. The intake reports the workers; tests drive any schedule.
+In: versions, workers joining, leaving, answering and sending heartbeats, errors of the transport, time. Out: commands
+for `broadcast.py`, from `poll`. The intake reports the workers; tests drive any schedule.
 
     behind ─► (called ─► ready) ─► offered ─► received                    up to date
                   │         │         └─► failed, or no answer in time    behind again, after a backoff

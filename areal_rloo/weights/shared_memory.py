@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
+from areal_rloo.files import ScratchFolder
 from areal_rloo.weights.manifest import Manifest, SharedMemoryOffer
 
 
@@ -31,19 +31,16 @@ class _Segment:
 
 
 class SharedMemorySender:
-    """The segments of a run, in a folder of their own. `CollectiveSender` has the same methods."""
+    """The segments of a learner, in a scratch folder. `CollectiveSender` has the same methods."""
 
     needs_all = False  # True if all present workers take part in every broadcast, even with the version already loaded
 
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
+    def __init__(self, manifest: Manifest, parent: Path) -> None:
         self._manifest = manifest
-        self._folder = folder
+        self._scratch = ScratchFolder(parent, "segments")
         self._in_use: list[_Segment] = []
         self._free: list[_Segment] = []
-        self._run = secrets.token_hex(4)  # a worker may still map segments of an earlier learner under their names
         self._num_made = 0
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed learner
-        folder.mkdir(parents=True, mode=0o700)
 
     async def stage(self) -> Sequence[Tensor]:
         """Return buckets that no worker reads."""
@@ -81,20 +78,20 @@ class SharedMemorySender:
     def close(self) -> None:
         self._in_use.clear()
         self._free.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
 
     def _of(self, buckets: Sequence[Tensor]) -> _Segment:
         return next(segment for segment in self._in_use if segment.buckets is buckets)
 
     def _made(self) -> _Segment:
         size = self._manifest.total_bytes
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(self._scratch.path).free
         if size > free:
             raise WeightsError(
-                f"{self._folder}: a version of the weights needs {size} bytes of shared memory, {free} are free; "
+                f"{self._scratch.path}: a version of the weights needs {size} bytes of shared memory, {free} are free; "
                 "enlarge the shared memory or set weights.transport=collective"
             )
-        path = self._folder / f"segment-{self._run}-{self._num_made}"
+        path = self._scratch.path / f"segment-{self._num_made}"  # a worker may still map the last learner's
         self._num_made += 1
         path.touch(mode=0o600, exist_ok=False)
         os.truncate(path, size)

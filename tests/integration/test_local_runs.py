@@ -76,6 +76,7 @@ def _assert_ends_balanced(run: Run, output: str) -> None:
     assert len(run.records()) == 6
     assert (run.folder / "report.html").stat().st_size > 5000
     assert output.strip().endswith("report.html")
+    assert "restart" not in (run.folder / "logs" / "launcher.log").read_text()
     assert run.children("areal_rloo.rollout") == []
 
 

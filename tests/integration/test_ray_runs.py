@@ -3,6 +3,7 @@
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,26 @@ def test_without_a_cluster_a_local_cluster_starts_and_ctrl_c_ends_it(start: Call
     assert code == 0, output
     assert_drained(run)
     assert run.children("areal_rloo.rollout") == []
+
+
+def test_workers_leave_and_come_back_but_ray_gives_no_more(start: Callable[..., Run]) -> None:
+    environment = {"RAY_USAGE_STATS_ENABLED": "0"}
+    run = start("learner.num_train_steps=10000", "rollout.num_workers=2", launcher="ray", environment=environment)
+    run.wait_for(lambda: bool(run.records()) and run.records()[-1].num_workers == 2)
+    refused = _scale(run.folder, 3)
+    assert (refused.returncode, "Ray has reserved places for 2 workers" in refused.stderr) == (2, True)
+    for num_workers in (1, 2):
+        assert _scale(run.folder, num_workers).returncode == 0
+        run.wait_for(lambda n=num_workers: run.records()[-1].num_workers == n)  # type: ignore[misc]
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 0, output
+    assert_drained(run)
+
+
+def _scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_rloo.launcher.scale", str(folder), f"--workers={num_workers}"]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
 
 
 def test_a_submitted_job_runs_in_its_working_folder_and_drains(cluster: RayCluster, tmp_path: Path) -> None:

@@ -275,6 +275,10 @@ def test_a_command_of_the_document_works(command: list[str], tmp_path: Path) -> 
     if ours is not None:
         dry_run(ours)
     if _program(command) == "python":
+        if "areal_rloo.launcher.scale" in command:
+            told = output(sys.executable, "-m", "areal_rloo.launcher.scale", "--help")
+            assert all(word in told for word in command if word.startswith("--"))
+            return
         assert ours is not None or "areal_rloo.launcher.doctor" in command
         if ours is None:
             _run_doctor(command)

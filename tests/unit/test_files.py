@@ -1,13 +1,25 @@
-"""Atomic writes on file systems that cannot flush folders."""
+"""Atomic writes on file systems that cannot flush folders, and scratch folders of killed processes."""
 
 import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from areal_rloo.files import move_into_place, write_atomically
+from areal_rloo.files import ScratchFolder, move_into_place, remove_abandoned, write_atomically
+
+MAKES_A_FOLDER = """
+import os, signal, sys
+from pathlib import Path
+from areal_rloo.files import ScratchFolder
+folder = ScratchFolder(Path(sys.argv[1]), "test")
+(folder.path / "file").touch()
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def _refuse(monkeypatch: pytest.MonkeyPatch, kind: int, number: int) -> None:
@@ -43,3 +55,30 @@ def test_any_other_failed_flush_is_an_error(
     _refuse(monkeypatch, kind, number)
     with pytest.raises(OSError, match=os.strerror(number)):
         write_atomically(tmp_path / "a", b"content")
+
+
+def test_scratch_folders_of_dead_processes_alone_are_removed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAKES_A_FOLDER, str(tmp_path)]
+    dead = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip())
+    living = ScratchFolder(tmp_path, "test")
+    of_another_version = tmp_path / "areal_rloo-0123456789ab"
+    of_another_version.mkdir()
+    assert (dead / "file").exists()
+    remove_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {living.path, of_another_version}
+    assert living.path.stat().st_mode & 0o077 == 0
+    living.close()
+    assert not living.path.exists()
+
+
+def test_folders_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "areal_rloo-test-of-the-dead"
+    folder.mkdir()
+    (folder / "lock").touch()
+    other = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: other)
+    remove_abandoned(tmp_path)
+    assert folder.is_dir()
+    monkeypatch.undo()
+    remove_abandoned(tmp_path)
+    assert not folder.exists()

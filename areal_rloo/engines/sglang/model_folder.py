@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_rloo.errors import EngineError, ModelError
-from areal_rloo.files import lock_file
+from areal_rloo.files import ScratchFolder, memory_folder, remove_abandoned
 
-_PREFIX = "areal_rloo-weights-"
-_LOCK = "lock"
-_MEMORY = Path("/dev/shm")
 _ROOM = 2.5  # times the model's files: new weights may have a wider dtype than the files
 _HEAD = "lm_head.weight"  # some models store this although it equals the embedding
 
@@ -86,12 +81,10 @@ class WeightsFolder:
     """An owner-only folder, in memory if there is room. The constructor removes folders of dead processes."""
 
     def __init__(self, facts: ModelFacts) -> None:
-        roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM * facts.num_bytes
-        parent = _MEMORY if roomy else Path(tempfile.gettempdir())
-        for place in {_MEMORY, parent}:
-            _remove_abandoned(place)
-        self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # owner-only
-        self._lock = lock_file(self._path / _LOCK)  # the end of this process releases it, even a crash
+        remove_abandoned()
+        memory = memory_folder()
+        roomy = shutil.disk_usage(memory).free > _ROOM * facts.num_bytes
+        self._scratch = ScratchFolder(memory if roomy else Path(tempfile.gettempdir()), "weights")
         self._facts = facts
 
     def write(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
@@ -102,9 +95,9 @@ class WeightsFolder:
         """
         tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
         check_shapes(self._facts, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for former in self._path.glob("version-*"):  # of an update that failed before its load
+        for former in self._scratch.path.glob("version-*"):  # of an update that failed before its load
             self.remove(former)
-        folder = self._path / f"version-{policy_version}"
+        folder = self._scratch.path / f"version-{policy_version}"
         folder.mkdir(mode=0o700)
         try:
             save_file(tensors, folder / "model.safetensors")
@@ -117,17 +110,4 @@ class WeightsFolder:
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove folders whose lock is free; skip folders of other users."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # locked by a live process, or removed meanwhile
-            if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
-                continue
-            if (lock := lock_file(folder / _LOCK)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.release()
+        self._scratch.close()

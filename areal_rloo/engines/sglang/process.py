@@ -6,7 +6,6 @@ these are stopped. If this process is killed, Linux kills the server, and SGLang
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -22,8 +21,10 @@ from pathlib import Path
 from areal_rloo.config import SGLangConfig, argument_name
 from areal_rloo.engines.sglang.client import TESTED_VERSION
 from areal_rloo.errors import ConfigError
+from areal_rloo.files import ScratchFolder
 from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.ports import ReservedPorts
+from areal_rloo.session_leader import SessionLeader
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -85,17 +86,16 @@ class ServerProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
-        descriptor, name = tempfile.mkstemp(prefix="areal_rloo-sglang-", suffix=".yaml")  # owner-only
-        self._secrets = Path(name)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"api-key: {self.api_key}\n")
-        command = [python, "-m", "sglang.launch_server", "--config", name]
+        self._secrets = ScratchFolder(Path(tempfile.gettempdir()), "sglang")
+        secrets_file = self._secrets.path / "secrets.yaml"
+        secrets_file.write_text(f"api-key: {self.api_key}\n")
+        command = [python, "-m", "sglang.launch_server", "--config", str(secrets_file)]
         command += command_line(config.arguments, plan, port=self.port)
         log.touch(mode=0o600)
         log.chmod(0o600)  # SGLang logs all options, with the api key
         try:
             with log.open("ab") as output:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     bound_to_this_process(command, signal.SIGKILL),
                     env={**os.environ, **environment(plan)},
                     stdin=subprocess.DEVNULL,
@@ -106,23 +106,20 @@ class ServerProcess:
         except BaseException:
             self._clear()
             raise
-        self.pid = self._process.pid
+        self._leader = SessionLeader(process)
+        self.pid = process.pid
 
     def exit_code(self) -> int | None:
         """Return the exit code; None while the server runs."""
-        return self._process.poll()
+        return self._leader.exit_code()
 
     def forget_secrets(self) -> None:
         """Remove the file with the api key; the server has read it."""
-        self._secrets.unlink(missing_ok=True)
+        self._secrets.close()
 
     def kill(self) -> None:
         self._clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        try:
-            self._process.wait(timeout=_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # a hung system call, for example of a GPU driver
+        if not self._leader.kill(_KILL_TIMEOUT_S):  # a hung system call, for example of a GPU driver
             logger.error("the server (pid %d) was killed and does not end; its device may stay in use", self.pid)
 
     def last_words(self) -> str:

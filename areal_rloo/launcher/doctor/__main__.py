@@ -20,11 +20,14 @@ from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor import Finding, findings
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
+from areal_rloo.launcher.run_folder import has_results
+from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.progress import stop_printing
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the checks, print the findings and their counts, give the exit code."""
+    open_missing_streams()
     parser = argparse.ArgumentParser(
         prog="python -m areal_rloo.launcher.doctor",
         description="Check this host and the needs of a config. Overrides follow as key.path=value.",
@@ -65,7 +68,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
         except UserError as error:
             yield refused("config", error, fix="correct it")
     folder = Path((config.run.folder if config is not None else None) or "runs").resolve()
-    if (folder / "config.yaml").exists():
+    if has_results(folder):
         yield unsure("run.folder", f"{folder} holds a run already", "resume the run (--resume), or choose another")
     yield from findings(config, folder=folder, thorough=not options.quick)
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 
 from areal_rloo.config import Config
-from areal_rloo.files import lock_file
+from areal_rloo.files import lock_file, memory_folder
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import policy_parameters
-from areal_rloo.launcher.run_folder import segment_folder
 
 _KEY = "run.folder"
 _LEAST_INODES = 1000
@@ -128,7 +127,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     config = situation.config
     if config.weights_transport(same_host=True) != "shared_memory":
         return
-    base = segment_folder(Path()).parent
+    base = memory_folder()
     usage = shutil.disk_usage(base)
     fix = "enlarge /dev/shm (docker run --shm-size=...), or set weights.transport=collective"
     if base != Path("/dev/shm"):
@@ -137,7 +136,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     what = f"{base} has {size(usage.free)} of {size(usage.total)} free"
     if left:
         what += f", and {len(left)} folders of other runs"
-        fix += f"; if no other run is on, rm -r {base}/areal_rloo-*"
+        fix += "; the next start removes the folders of dead runs"
     parameters = policy_parameters(situation)
     if parameters is None:
         enough = usage.free >= _LEAST_SHARED_BYTES

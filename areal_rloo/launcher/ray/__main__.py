@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.fleet import ReservedRoom
 from areal_rloo.launcher.hosts import described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
         request = begin(config, placement, folder, ports=cluster.reserve_ports(2), resume=options.resume)
-        return Job(request, cluster.starter(request), Signals().install()).run()
+        return Job(request, cluster.starter(request), ReservedRoom(placement), Signals().install()).run()
 
 
 def _cluster(options: Options) -> RayCluster:

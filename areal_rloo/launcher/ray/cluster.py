@@ -29,6 +29,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.placement import Host, Placement, Seat, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, on_network
+from areal_rloo.launcher.processes import DRAIN_FIRST_S
 from areal_rloo.launcher.ray.owner import ANSWER_TIMEOUT_S, Keeper, OwnedCommand, OwnedProcess, Owner
 from areal_rloo.waiting import wait_until
 
@@ -181,6 +182,7 @@ class RayStarter:
         Raises:
             PreflightError: the process is a rank of the learner, and the node is gone.
         """
+        launcher = self._request.config.launcher
         kind, _, number = spec.name.partition("-")
         group, index = self._workers if kind == "rollout" else self._learner, int(number or 0)
         if group is self._learner and spec.host not in {host.name for host in _alive_nodes().values()}:
@@ -202,14 +204,19 @@ class RayStarter:
             .remote()
         )
         command = OwnedCommand(
-            spec=spec, run_folder=self._request.folder, log=log, folder=self._folder, variables=self._variables
+            spec=spec,
+            run_folder=self._request.folder,
+            log=log,
+            folder=self._folder,
+            variables=self._variables,
+            guard_s=launcher.drain_timeout_s + DRAIN_FIRST_S,
         )
-        return OwnedProcess(owner, command, place_timeout_s=self._request.config.launcher.place_timeout_s)
+        return OwnedProcess(owner, command, place_timeout_s=launcher.place_timeout_s)
 
     def close(self) -> None:
-        """Remove the learner's shared memory."""
+        """Remove the shared memory of a killed learner."""
         with contextlib.suppress(RayError):
-            ray.get(self._keeper.remove.remote(self._request.segment_folder), timeout=ANSWER_TIMEOUT_S)
+            ray.get(self._keeper.remove_abandoned.remote(), timeout=ANSWER_TIMEOUT_S)
 
 
 def _alive_nodes() -> dict[str, Host]:

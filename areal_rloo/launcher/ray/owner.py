@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -21,6 +20,8 @@ import ray
 from ray.exceptions import RayError
 
 from areal_rloo.errors import EXIT_WENT_BACK
+from areal_rloo.files import remove_abandoned
+from areal_rloo.launcher.guard import Guard
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, Tail
 from areal_rloo.ports import ReservedPorts
@@ -29,6 +30,7 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _POLL_EVERY_S = 0.2
+_START_EVERY_S = 5.0  # after a failed start
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 ANSWER_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.5  # a look at a process costs the launcher 0.1 ms, and a run may have hundreds
@@ -45,6 +47,7 @@ class OwnedCommand(msgspec.Struct, frozen=True, kw_only=True):
         folder: working folder, if the host has it; None for Ray's own.
         variables: inherited from the launcher. They may contain secrets, so they must stay out
             of Ray's runtime environment, which the dashboard shows.
+        guard_s: time for the process to drain if the owner is killed.
     """
 
     spec: ProcessSpec
@@ -52,6 +55,7 @@ class OwnedCommand(msgspec.Struct, frozen=True, kw_only=True):
     log: Path
     folder: Path | None
     variables: Mapping[str, str]
+    guard_s: float
 
 
 class Owner:
@@ -66,22 +70,23 @@ class Owner:
     def run(self, command: OwnedCommand) -> tuple[int, str]:
         """Run the process to the end; give the exit code, and a message if the process could not be started."""
         if not (command.run_folder / "config.yaml").is_file():
-            return 2, (
+            return 1 if _is_restarted() else 2, (
                 f"error: run.folder: {command.run_folder} is not there on {ray.util.get_node_ip_address()}; "
                 "it must lie on a file system that all hosts share"
             )
         spec, tails = command.spec, [Tail(command.log), Tail(command.log.with_suffix(".log"))]
-        with self._lock:
+        while (process := self._start_unless_ending(command)) is None:
             if self._told_to_end:
                 return 128 + signal.SIGTERM, ""
-            process = self._process = self._started(command)
+            time.sleep(_START_EVERY_S)
         _show(f"{spec.name}: {process.label}, logs in {command.log.parent}\n")
         while (code := process.exit_code()) is None:
             time.sleep(_POLL_EVERY_S)
             for tail in tails:
                 _show(tail.read())
         _show(f"{spec.name} ended with code {code}\n")
-        if spec.max_restarts and code not in (0, 2, EXIT_WENT_BACK) and not self._told_to_end:
+        final = (0, EXIT_WENT_BACK) if _is_restarted() else (0, 2, EXIT_WENT_BACK)  # at first, 2 is a user's mistake
+        if spec.max_restarts and code not in final and not self._told_to_end:
             os._exit(1)  # makes Ray restart the owner, as after the loss of a node
         return code, ""
 
@@ -105,6 +110,19 @@ class Owner:
             if self._process is not None:
                 self._process.kill()
 
+    def _start_unless_ending(self, command: OwnedCommand) -> LocalProcess | None:
+        """Start the process; None after a signal, or if the start of a restarted process fails for now."""
+        with self._lock:
+            if self._told_to_end:
+                return None
+            try:
+                self._process = self._started(command)
+            except OSError as error:
+                if not _is_restarted():
+                    raise
+                _show(f"{command.spec.name} cannot be restarted: {error}\n")
+            return self._process
+
     def _started(self, command: OwnedCommand) -> LocalProcess:
         spec = command.spec
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}
@@ -113,10 +131,18 @@ class Owner:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))  # Ray chose them
         folder = command.folder if command.folder is not None and command.folder.is_dir() else None
         with command.log.open("ab", buffering=0) as output:
-            if ray.get_runtime_context().was_current_actor_reconstructed:
+            if _is_restarted():
                 with contextlib.suppress(OSError):  # a full disk must not prevent the start
                     output.write(f"{spec.name} is started again by Ray\n".encode())
-            return LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
+            process = LocalProcess((sys.executable, *spec.command[1:]), environment, output, folder=folder)
+        self._guard = Guard(command.guard_s)
+        self._guard.watch(process.pid)
+        return process
+
+
+def _is_restarted() -> bool:
+    """Return whether Ray has restarted the owner that calls."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _show(text: str) -> None:
@@ -134,8 +160,8 @@ class Keeper:
         self._reserved = ReservedPorts(num)
         return self._reserved.ports
 
-    def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    def remove_abandoned(self) -> None:
+        remove_abandoned()
 
 
 class OwnedProcess:

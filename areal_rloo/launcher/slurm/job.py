@@ -29,11 +29,12 @@ import msgspec
 from areal_rloo.config import LauncherConfig, import_entry, is_loopback, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.files import write_atomically
+from areal_rloo.launcher.fleet import AllocatedRoom
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.plan import ProcessSpec
-from areal_rloo.launcher.processes import LocalProcess, LocalStarter
+from areal_rloo.launcher.processes import LocalProcess
 from areal_rloo.launcher.run_folder import has_begun
 from areal_rloo.launcher.start import begin, hold, look, placed, run_main
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
@@ -77,14 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     look(config, folder, runs_here=config.launcher.container.runtime == "none")
     with ReservedPorts(2) as reserved:
         request = begin(config, placement, folder, ports=reserved.ports, resume=resume)
-        job = Job(request, StepStarter(config.launcher, folder), signals)
-        try:
-            code = job.run()
-        except PreflightError as error:
-            if not job.unfinished:
-                raise
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the output of the job
-            code = 2
+        job = Job(request, StepStarter(config.launcher, folder), AllocatedRoom(), signals)
+        code = job.run()
     if not job.unfinished or signals.num_ends or not config.launcher.slurm.requeue:
         return code
     return _requeued(folder)
@@ -171,8 +166,10 @@ def _scontrol(*arguments: str, advice: str = "") -> str:
     return ended.stdout
 
 
-class StepStarter(LocalStarter):
+class StepStarter:
     """Starts steps; this process is the script of the job. Slurm ends the steps with the job."""
+
+    restarts = False
 
     def __init__(self, launcher: LauncherConfig, folder: Path) -> None:
         self._launcher = launcher
@@ -185,6 +182,9 @@ class StepStarter(LocalStarter):
             step = Step(step_command(spec, self._launcher, self._folder), os.environ, output, bound=False)
         step.label = f"step on {spec.host}"
         return step
+
+    def close(self) -> None:
+        pass
 
 
 class Step(LocalProcess):

@@ -7,7 +7,7 @@ import pytest
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
-from areal_rloo.launcher.placement import Host, Placement, place, with_counts
+from areal_rloo.launcher.placement import Host, Placement, place, resized, with_counts
 from areal_rloo.launcher.plan import JobRequest, Plan, ProcessSpec, as_json, as_table, on_network, plan_run
 
 SGLANG = "rollout.engine=sglang"
@@ -31,7 +31,7 @@ def placed(*overrides: str, on: list[Host]) -> tuple[Config, Placement]:
 
 def planned(*overrides: str, on: list[Host] | None = None) -> Plan:
     config, placement = placed(*overrides, on=on or hosts())
-    request = JobRequest(config, placement, Path("/run"), 1, 9, Path("/segments"), resume=False)
+    request = JobRequest(config, placement, Path("/run"), 1, 9, resume=False)
     return plan_run(request, model_path="/model")
 
 
@@ -167,3 +167,19 @@ def test_table_and_json_show_every_process_and_host() -> None:
 
 def test_a_plan_is_deterministic() -> None:
     assert planned("rollout.num_workers=5", on=hosts(4)) == planned("rollout.num_workers=5", on=hosts(4))
+
+
+def test_more_workers_take_free_gpus_and_fewer_keep_their_seats() -> None:
+    _, placement = placed("rollout.num_workers=2", *ON_GPUS, on=hosts(2, gpus=4))
+    grown = resized(placement, 7)
+    assert grown.learner + grown.workers[:2] == placement.seats
+    given = [(seat.host.name, seat.gpu_ids) for seat in grown.seats]
+    assert len(set(given)) == 8, "each GPU once"
+    assert resized(grown, 2) == placement
+    with pytest.raises(PreflightError, match="num_workers: 8 workers need 1 free GPUs each, there is room for 7"):
+        resized(placement, 8)
+
+
+def test_more_workers_on_cpus_share_the_cores() -> None:
+    _, placement = placed("rollout.num_workers=1", on=hosts(1, gpus=0))
+    assert resized(placement, 3).workers == placement.workers * 3

@@ -1,19 +1,24 @@
 """A supervisor with real processes: restarts, and no process left behind."""
 
+import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from support.patience import eventually
 
 from areal_rloo.errors import EXIT_WENT_BACK
-from areal_rloo.launcher.plan import ProcessSpec
+from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
-from areal_rloo.launcher.supervisor import Supervisor
+from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.progress import Progress, RunConsole
 
 # Ends with a code so many times, then stays; each start writes a line.
 ENDS = """
@@ -33,11 +38,58 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).
 """
 
 
+class Refusing(LocalStarter):
+    """Refuses starts while `refuses`, as a host without memory does."""
+
+    def __init__(self) -> None:
+        super().__init__(drain_timeout_s=1.0)
+        self.refuses = False
+        self.num_refused = 0
+
+    def start(self, spec: ProcessSpec, log: Path) -> LocalProcess:
+        if self.refuses:
+            self.num_refused += 1
+            raise OSError(12, "Cannot allocate memory")
+        return super().start(spec, log)
+
+
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(LocalStarter(), tmp_path / "logs")
-    yield supervisor
-    supervisor.stop_all(1.0)
+def starter() -> Refusing:
+    return Refusing()
+
+
+@pytest.fixture
+def make_supervisor(starter: Refusing, tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    made: list[Supervisor] = []
+
+    def make(*, goodbye_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> Supervisor:
+        made.append(Supervisor(starter, tmp_path / "logs", goodbye_s=goodbye_s, clock=clock))
+        return made[-1]
+
+    yield make
+    for supervisor in made:
+        supervisor.stop_all(1.0)
+
+
+@pytest.fixture
+def supervisor(make_supervisor: Callable[..., Supervisor]) -> Supervisor:
+    return make_supervisor()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The lines of the supervisor's log."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, logger = Handler(), get_logger("areal_rloo.launcher.supervisor")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield lines
+    logger.removeHandler(handler)
 
 
 def _spec(*command: str, max_restarts: int = 0) -> ProcessSpec:
@@ -59,6 +111,14 @@ def _ends(folder: Path, code: int, times: int, *, max_restarts: int) -> ProcessS
     return _spec(sys.executable, "-c", ENDS, str(folder / "starts"), str(code), str(times), max_restarts=max_restarts)
 
 
+def _tend_until_start(num: int, supervisor: Supervisor, folder: Path) -> None:
+    def is_started() -> bool:
+        supervisor.tend("one")
+        return _num_starts(folder) == num
+
+    eventually(is_started, f"start {num} did not come")
+
+
 def _num_starts(folder: Path) -> int:
     file = folder / "starts"
     return len(file.read_text().splitlines()) if file.exists() else 0
@@ -71,9 +131,85 @@ def test_a_failed_process_is_restarted_max_restarts_times(supervisor: Supervisor
     assert not supervisor.tend("one"), "and not once more later"
 
 
+def test_a_restart_that_fails_is_repeated_and_said_once(
+    supervisor: Supervisor, starter: Refusing, tmp_path: Path, logged: list[str]
+) -> None:
+    supervisor.start(_ends(tmp_path, 1, 1, max_restarts=1))
+    starter.refuses = True
+    eventually(lambda: supervisor.tend("one") and starter.num_refused == 3, "no further attempt")
+    starter.refuses = False
+    _tend_until_start(2, supervisor, tmp_path)
+    assert sum("cannot be restarted: [Errno 12] Cannot allocate memory" in line for line in logged) == 1
+
+
+def test_ranks_that_cannot_be_restarted_are_restarted_later(
+    supervisor: Supervisor, starter: Refusing, tmp_path: Path
+) -> None:
+    specs = tuple(msgspec.structs.replace(_ends(tmp_path, 1, 2, max_restarts=0), name=name) for name in ("a", "b"))
+    plan = Plan(preparation=None, learner=specs, workers=(), max_learner_restarts=1)
+    ranks = LearnerRanks(plan, supervisor, tmp_path, Progress(RunConsole(quiet=True), num_train_steps=1))
+    ranks.start()
+    eventually(lambda: ranks.exit_code() == 1, "it did not end")
+    starter.refuses = True
+    eventually(lambda: ranks.restart(1) and starter.num_refused == 2, "no further attempt")
+    starter.refuses = False
+    eventually(lambda: ranks.exit_code() is None or not ranks.restart(1), "no restart")
+    assert ranks.exit_code() is None
+    assert not ranks.has_restart_left
+
+
+def test_code_2_is_the_users_mistake_at_the_first_start_alone(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(_ends(tmp_path, 2, 2, max_restarts=2))
+    eventually(lambda: supervisor.is_refused("one"), "it did not end")
+    _tend_until_start(2, supervisor, tmp_path)
+    eventually(lambda: supervisor.exit_code("one") == 2, "it did not end again")
+    assert not supervisor.is_refused("one")
+    _tend_until_start(3, supervisor, tmp_path)
+
+
+def test_restarts_of_the_day_before_do_not_count(make_supervisor: Callable[..., Supervisor], tmp_path: Path) -> None:
+    days = 0.0
+    supervisor = make_supervisor(clock=lambda: time.monotonic() + days * RESTART_WINDOW_S)
+    supervisor.start(_ends(tmp_path, 1, 4, max_restarts=1))
+    for num_starts in (2, 3, 4):
+        _tend_until_start(num_starts, supervisor, tmp_path)
+        eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
+        assert not supervisor.tend("one"), "twice in a day"
+        days += 1
+    _tend_until_start(5, supervisor, tmp_path)
+
+
+def test_the_backends_restarts_count_for_a_day(
+    make_supervisor: Callable[..., Supervisor], starter: Refusing, tmp_path: Path
+) -> None:
+    """Ray gives a process up after `max_restarts`."""
+    starter.restarts = True
+    days = 0.0
+    supervisor = make_supervisor(clock=lambda: time.monotonic() + days * RESTART_WINDOW_S)
+    supervisor.start(_ends(tmp_path, 1, 1, max_restarts=1))
+    eventually(lambda: not supervisor.tend("one"), "it was not given up")
+    days = 1.1
+    _tend_until_start(2, supervisor, tmp_path)
+
+
+def test_nothing_is_said_of_a_worker_that_said_goodbye(
+    make_supervisor: Callable[..., Supervisor], tmp_path: Path, logged: list[str]
+) -> None:
+    supervisor = make_supervisor(goodbye_s=1e9)
+    supervisor.start(_ends(tmp_path, 0, 1, max_restarts=1))
+    eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
+    assert supervisor.tend("one")
+    assert not any("ended" in line for line in logged)
+
+
+def test_last_words_of_an_unreadable_output_are_empty(supervisor: Supervisor, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "one.out").mkdir(parents=True)
+    assert supervisor.last_words("one") == supervisor.last_words("two") == ""
+
+
 def test_a_worker_with_a_diverged_history_is_always_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start(_ends(tmp_path, EXIT_WENT_BACK, 3, max_restarts=0))
-    eventually(lambda: supervisor.tend("one") and _num_starts(tmp_path) == 4, "it was not started four times")
+    _tend_until_start(4, supervisor, tmp_path)
     assert supervisor.exit_code("one") is None
 
 
@@ -101,3 +237,19 @@ def test_a_reaped_process_gets_no_signal(tmp_path: Path, monkeypatch: pytest.Mon
     process.kill()
     process.signal(signal.SIGTERM)
     assert process.exit_code() == 0
+
+
+def test_the_session_is_killed_before_the_number_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the process is reaped, the system gives the number to no other process."""
+    killed: list[str] = []
+    killpg = os.killpg
+
+    def look_and_kill(group: int, number: int) -> None:
+        killed.append(psutil.Process(group).status())
+        killpg(group, number)
+
+    with (tmp_path / "out").open("wb") as output:
+        process = LocalProcess([sys.executable, "-c", ""], os.environ, output)
+    monkeypatch.setattr("os.killpg", look_and_kill)
+    eventually(lambda: process.exit_code() is not None, "it did not end")
+    assert killed == [psutil.STATUS_ZOMBIE]

@@ -73,7 +73,7 @@ def test_the_second_of_two_starts_in_a_folder_is_refused(tmp_path: Path) -> None
     """Both launchers found the folder empty before the first write."""
     config = load_config("quickstart.yaml", [])
     with held(tmp_path, "launcher") as other:
-        (tmp_path / "config.yaml").write_text("the first one's")
+        (tmp_path / "checkpoints" / "step-000000").mkdir(parents=True)
         threading.Timer(0.3, other.kill).start()
         with pytest.raises(PreflightError, match="holds a run already; add --resume"):
             hold(tmp_path, config, resume=False)

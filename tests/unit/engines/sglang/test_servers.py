@@ -127,7 +127,7 @@ def test_tensor_parallel_needs_sglang() -> None:
 def test_weight_files_are_owner_only_and_removed_after_a_crash(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_rloo.engines.sglang.model_folder._MEMORY", tmp_path)
+    monkeypatch.setattr("areal_rloo.files._MEMORY", tmp_path)
     abandoned = tmp_path / "areal_rloo-weights-of-the-dead"
     abandoned.mkdir()
     (abandoned / "lock").touch()

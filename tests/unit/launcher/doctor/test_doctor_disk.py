@@ -94,7 +94,7 @@ def test_missing_inodes_and_a_closed_shared_memory_are_reported(
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_files=10**6, f_favail=3))
     monkeypatch.setattr("shutil.disk_usage", _usage(10**15))
     assert "has room for 3 files" in only(check_free_disk, "wrong", folder=tmp_path).what
-    monkeypatch.setattr("areal_rloo.launcher.doctor.disk.segment_folder", lambda _: tmp_path / "areal_rloo-")
+    monkeypatch.setattr("areal_rloo.launcher.doctor.disk.memory_folder", lambda: tmp_path)
     assert (
         only(check_shared_memory, "unsure").what == f"/dev/shm cannot be written; weights would go through {tmp_path}"
     )

@@ -1,0 +1,103 @@
+"""summary.json: a run in a page of numbers. The learner writes the file; if the learner was killed, the launcher."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_rloo.files import write_atomically
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+
+_EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples", "pass_share", "majority_share")
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a run. Counts are in samples or tokens, times in seconds."""
+
+    exit_reason: str
+    policy_version: int
+    evaluations: Sequence[EvalRecord]
+    ledger: LedgerCounts
+    staleness_tokens: Mapping[int, int]  # trained tokens by staleness
+    trained_tokens: int
+    masked_tokens: int
+    generated_tokens: int
+    warm_start_s: float
+    wall_s: float
+    learner_idle_s: float
+    rollout_idle_s: float
+    skipped_steps: int
+    failed_checkpoints: int
+
+    def write(self, path: Path) -> None:
+        """Write summary.json.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        num_trained = max(1, self.trained_tokens)
+        numbers = {
+            "exit_reason": self.exit_reason,
+            "num_train_steps": self.policy_version,
+            "policy_version": self.policy_version,
+            "evaluation": [{name: getattr(record, name) for name in _EVALUATION} for record in self.evaluations],
+            "ledger": self.ledger,
+            "staleness": {
+                "max_trained": max(self.staleness_tokens, default=0),
+                "mean_trained": sum(s * n for s, n in self.staleness_tokens.items()) / num_trained,
+                "masked_token_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
+                "by_value": {str(s): self.staleness_tokens[s] for s in sorted(self.staleness_tokens)},
+            },
+            "tokens": {"generated": self.generated_tokens, "trained": self.trained_tokens},
+            "time_s": {
+                "warm_start": self.warm_start_s,
+                "wall": self.wall_s,
+                "learner_idle": self.learner_idle_s,
+                "rollout_idle": self.rollout_idle_s,
+            },
+            "skipped_steps": self.skipped_steps,
+            "failed_checkpoints": self.failed_checkpoints,
+        }
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(numbers), indent=2) + b"\n")
+
+
+def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
+    """Summarize a run whose learner was killed, from the records; None without a train step.
+
+    Raises:
+        DataError: a record is of another version.
+        OSError: the records cannot be read.
+    """
+    records = read_records(folder / "metrics.jsonl")
+    steps = [record for record in records if isinstance(record, TrainRecord)]
+    if not steps:
+        return None
+    last = steps[-1]
+    staleness_tokens: Counter[int] = Counter()
+    for step in steps:
+        staleness_tokens.update(step.staleness_tokens)
+    return Summary(
+        exit_reason="killed",
+        policy_version=last.policy_version,
+        evaluations=[record for record in records if isinstance(record, EvalRecord)],
+        ledger=last.ledger,
+        staleness_tokens=staleness_tokens,
+        trained_tokens=sum(step.trained_tokens for step in steps),
+        masked_tokens=round(sum(_num_masked(step) for step in steps)),
+        generated_tokens=last.generated_tokens,
+        warm_start_s=warm_start_s,
+        wall_s=last.wall_s,
+        learner_idle_s=last.learner_idle_s,
+        rollout_idle_s=last.rollout_idle_s,
+        skipped_steps=last.skipped_steps,
+        failed_checkpoints=last.failed_checkpoints,
+    )
+
+
+def _num_masked(step: TrainRecord) -> float:
+    share = step.masked_token_share
+    return step.trained_tokens * share / (1 - share) if share < 1 else 0.0

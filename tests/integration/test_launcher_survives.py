@@ -1,0 +1,134 @@
+"""A local launcher when workers, the learner or the launcher itself end at a bad moment."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from support.local_runs import Run, assert_drained, balanced
+from support.patience import eventually
+
+pytestmark = pytest.mark.slow
+ENDLESS = "learner.num_train_steps=10000"
+
+
+def test_a_drain_after_a_crash_of_the_learner_names_the_checkpoint(start: Callable[..., Run]) -> None:
+    """The signal comes before the launcher has seen the crash, so nothing is restarted."""
+    run = start(ENDLESS, "launcher.max_learner_restarts=1")
+    run.wait_for_checkpoint(2)
+    (learner,) = run.children("areal_rloo.learner")
+    run.process.send_signal(signal.SIGSTOP)
+    learner.kill()
+    run.wait_for(lambda: learner.status() == psutil.STATUS_ZOMBIE)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGCONT)
+    code, output = run.wait()
+    assert code == 137, output
+    assert f"go on from the newest checkpoint with --resume (step-{run.saved_steps():06d})" in output
+    summary = run.summary()
+    assert (summary["exit_reason"], summary["num_train_steps"]) == ("killed", len(run.records()))
+    assert balanced(summary["ledger"])
+    assert output.strip().endswith("report.html")
+
+
+def test_a_run_stopped_in_the_warm_start_starts_again_by_the_same_command(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=1")
+    run.wait_for(lambda: bool(run.children("areal_rloo.learner.warm_start")))
+    run.children("areal_rloo.learner.warm_start")[0].suspend()
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 0, output
+    assert output.strip().endswith("stopped during the warm start; nothing was trained yet")
+    again = start("learner.num_train_steps=1")
+    code, output = again.wait()
+    assert code == 0, output
+    assert again.summary()["exit_reason"] == "completed"
+
+
+def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Callable[..., Run], tmp_path: Path) -> None:
+    """The reward's file is away for a while; and a line of metrics.jsonl is damaged."""
+    reward, away = tmp_path / "mine.py", tmp_path / "away.py"
+    reward.write_text("def score(completion): return float(len(completion) % 2)\n")
+    run = start(f"data.train.rewards=[{{function: '{reward}:score'}}]", ENDLESS)
+    run.wait_for(lambda: len(run.records()) >= 2)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"type": "train", "num_train_steps": "many"}\n')
+    reward.rename(away)
+    (worker,) = run.children("areal_rloo.rollout")
+    for scorer in worker.children():
+        scorer.kill()
+    run.wait_for(lambda: not worker.is_running())
+    log = run.folder / "logs" / "launcher.log"
+    run.wait_for(lambda: "rollout-0 ended with code 2; restart in" in log.read_text())
+    away.rename(reward)
+    (run.folder / "metrics.jsonl").write_text("")
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 0, output
+    assert "rollout-0 ended with code 1; restart in" in log.read_text()
+    assert "the launcher cannot look at the run" in log.read_text()
+    assert_drained(run)
+
+
+def test_a_drain_does_not_wait_for_a_worker_stopped_in_a_broadcast(start: Callable[..., Run]) -> None:
+    run = start("rollout.num_workers=2", "weights.transport=collective", ENDLESS)
+    run.wait_for(lambda: any(record.num_workers == 2 for record in run.records()))
+    stopped = run.children("areal_rloo.rollout")[0]
+    stopped.suspend()
+    since = len(run.records())
+    run.wait_for(lambda: len(run.records()) > since)  # its weights are offered to both
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 0, output
+    assert_drained(run)
+    assert not stopped.is_running()
+    assert "restart in" not in (run.folder / "logs" / "launcher.log").read_text()
+
+
+def test_the_next_launcher_frees_the_memory_of_a_killed_run(start: Callable[..., Run]) -> None:
+    run = start(ENDLESS)
+    run.wait_for(lambda: len(run.records()) >= 1)
+    (learner,) = run.children("areal_rloo.learner")
+    (left,) = {path.parent for path in _open_files(learner.pid) if path.parent.name.startswith("areal_rloo-segments-")}
+    processes = [run.process, *psutil.Process(run.process.pid).children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+    run.process.wait()
+    assert left.is_dir()
+    other = start("learner.num_train_steps=1", name="other")
+    other.wait_for((other.folder / "config.yaml").exists)
+    assert not left.exists()
+    code, output = other.wait()
+    assert code == 0, output
+
+
+def _open_files(pid: int) -> set[Path]:
+    return {number.readlink() for number in Path(f"/proc/{pid}/fd").iterdir() if number.is_symlink()}
+
+
+def test_a_launcher_without_standard_streams_keeps_its_locks(start: Callable[..., Run], tmp_path: Path) -> None:
+    closed = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "closed")
+    run = start(ENDLESS, before=closed)
+    eventually(lambda: len(run.records()) >= 1, "no train step")
+    streams = [str(Path(f"/proc/{run.process.pid}/fd/{number}").readlink()) for number in range(3)]
+    run.process.send_signal(signal.SIGTERM)
+    code, _ = run.wait()
+    assert code == 0
+    assert streams == [os.devnull] * 3
+    assert_drained(run)
+
+
+def test_a_process_that_cannot_be_started_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
+    (tmp_path / "run" / "logs" / "warm_start.out").mkdir(parents=True)  # no log can be opened
+    ended = subprocess.run([*command, f"run.folder={tmp_path / 'run'}"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: a process cannot be started: ")
+    assert ended.stderr.count("\n") == 1

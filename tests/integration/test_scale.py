@@ -1,0 +1,78 @@
+"""The number of rollout workers of a running run is changed."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.local_runs import REPO, Run, assert_drained, balanced
+from support.processes import command_of
+
+pytestmark = pytest.mark.slow
+
+
+def _scale(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_rloo.launcher.scale", str(folder), *arguments]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+
+
+def _workers(run: Run) -> set[str]:
+    words = [word for process in run.children("areal_rloo.rollout") for word in command_of(process)]
+    return {word.removeprefix("--worker-id=") for word in words if word.startswith("--worker-id=")}
+
+
+def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    assert _scale(run.folder, "--workers=3").stdout == f"the run in {run.folder} gets 3 rollout workers\n"
+    run.wait_for(lambda: run.records()[-1].num_workers == 3)
+    (run.folder / "scale.json").write_text('{"num_workers": "many"}')
+    since = len(run.records())
+    run.wait_for(lambda: len(run.records()) > since + 5)
+    assert _scale(run.folder, "--workers=1").returncode == 0
+    run.wait_for(lambda: run.records()[-1].num_workers == 1)
+    assert _scale(run.folder, "--workers=2").returncode == 0
+    run.wait_for(lambda: run.records()[-1].num_workers == 2)
+    assert _workers(run) == {"rollout-0", "rollout-1"}
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 0, output
+    assert "rollout workers: 1 before, 3 from now on" in output
+    assert "rollout workers: 3 before, 1 from now on" in output
+    assert output.count("scale.json is ignored") == 1
+    assert "restart" not in (run.folder / "logs" / "launcher.log").read_text(), "a worker that left stays away"
+    assert "rollout-2 says goodbye" in (run.folder / "logs" / "learner.log").read_text()
+    assert_drained(run)
+    ledger = run.summary()["ledger"]
+    assert balanced(ledger)
+    assert not ledger["dropped"]
+    ended = _scale(run.folder, "--workers=2")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "no launcher runs here; start it with --resume rollout.num_workers=N" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers=0"], "num_workers: expected at least 1, got 0"),
+        (["--workers=2"], "no launcher runs here"),
+        (["--workers=many"], "argument --workers: invalid int value: 'many'; expected RUN_FOLDER --workers N"),
+        ([], "the following arguments are required: --workers; expected RUN_FOLDER --workers N"),
+    ],
+)
+def test_a_mistake_is_one_line_with_exit_code_2(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: ended}\n")
+    ended = _scale(tmp_path, *arguments)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith("error: ")
+    assert words in ended.stderr
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+    ended = _scale(tmp_path, "--workers=2")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        f"error: {tmp_path}: no run here; expected a run folder such as runs/latest\n",
+    )
