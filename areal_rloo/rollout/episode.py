@@ -10,10 +10,11 @@ request, so nothing is tokenized twice, and training uses exactly the generated 
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -44,7 +45,8 @@ class TurnEngine(Protocol):
         """Sample a completion of these tokens with the sampling options of the run (or of the evaluation set).
 
         Raises:
-            EpisodeError: the context has no room for another token.
+            EpisodeError: the tokens are no integers, or the context has no room for another token.
+            GenerationError: the engine cannot make this completion, for example because a token is no id.
             EngineError: the engine is gone; this ends the worker, not only the sample.
         """
 
@@ -237,12 +239,12 @@ class Submitter:
         collected, self._collected = [pair for pair in self._collected if not pair[1].done()], []
         try:
             futures = self._engine.submit([request for request, _ in collected])
-        except EngineError as error:
+            for (_, submitted), future in zip(collected, futures, strict=True):
+                submitted.set_result(future)
+        except Exception as error:  # noqa: BLE001 - raised again by `complete`; here nothing could catch the error
             for _, submitted in collected:
-                submitted.set_exception(error)
-            return
-        for (_, submitted), future in zip(collected, futures, strict=True):
-            submitted.set_result(future)
+                if not submitted.done():
+                    submitted.set_exception(error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,7 +264,9 @@ class SampleEngine:
         return self.sampling.max_new_tokens
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        limits = (self.max_new_tokens, self.max_turn_tokens, max_new_tokens)
+        prompt_tokens = _integers("the tokens of a turn", tokens)
+        wanted = () if max_new_tokens is None else _integers("max_new_tokens", (max_new_tokens,))
+        limits = (self.max_new_tokens, self.max_turn_tokens, *wanted)
         room = min(self.submitter.context_tokens - len(tokens), *(limit for limit in limits if limit is not None))
         if room < 1:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
@@ -275,8 +279,22 @@ class SampleEngine:
             seed=None if seed is None else seed ^ (turn * _SEED_STEP),
         )
         name = f"{self.name}/{turn}"
-        request = GenerationRequest(name, tuple(tokens), sampling, min_version=self.min_version, pinned=self.pinned)
+        request = GenerationRequest(name, prompt_tokens, sampling, min_version=self.min_version, pinned=self.pinned)
         return await self.submitter.complete(request)
+
+
+def _integers(field: str, values: Sequence[object]) -> tuple[int, ...]:
+    """Return integers of any library, which an episode of the user may give, as Python's.
+
+    Raises:
+        EpisodeError: a value is no integer.
+    """
+    numbers = []
+    for index, value in enumerate(values):
+        if not isinstance(value, SupportsIndex):
+            raise EpisodeError("wrong_tokens", f"{field}: expected an integer at {index}, got {value!r:.100}")
+        numbers.append(operator.index(value))
+    return tuple(numbers)
 
 
 def _check_length(field: str, num: int, expected: int, noun: str) -> None:
