@@ -1,8 +1,8 @@
 """Replace worker processes that died: pauses between tries, a deadline for waiting jobs, and a last try.
 
-At the start of a pool, a process that cannot be made is the user's mistake (`WorkerProcess.ready`). Later it is not: the
-kernel may have killed the process for memory, or a file system may be slow. So a pool tries again, the other processes
-go on scoring, and a job that finds no process in time drops its own sample. Used on the pool's event loop.
+At the start of a pool, a process that cannot be made is the user's mistake (`WorkerProcess.ready`). Later the kernel
+may have killed a new process for memory, or a file system may be slow. So a pool tries again, the other processes go on
+scoring, and a job that finds no process in time drops its own sample. Used on the pool's event loop.
 """
 
 from __future__ import annotations
