@@ -4,18 +4,20 @@ coroutine on an event loop that also runs the user's code."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LAST_S = 10.0  # for cancelled tasks of the user's code to end
+_LAST_S = 10.0  # for cancelled tasks and threads of the user's code to end
 
 
 def wait_until(
@@ -95,6 +97,14 @@ class ThreadPerCall(ThreadPoolExecutor):
         return on_daemon_thread(partial(fn, *args, **kwargs), name="call")
 
 
+def exit_despite_threads(code: int) -> NoReturn:
+    """Exit, also if threads of the user's code never end, for which Python would wait."""
+    timer = threading.Timer(_LAST_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
+
+
 def run_beside_user_code(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
     """Run a coroutine on a loop, as `asyncio.run` does, beside tasks of the user's code, which may do anything.
 
@@ -124,8 +134,8 @@ def _until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     while True:
         try:
             return loop.run_until_complete(task)
-        except (SystemExit, KeyboardInterrupt):
-            if task.done() or _ctrl_c_interrupts():
+        except (SystemExit, KeyboardInterrupt) as error:
+            if task.done() or (isinstance(error, KeyboardInterrupt) and _ctrl_c_interrupts()):
                 raise
 
 
