@@ -14,7 +14,7 @@ ArealRlooError
 │   ├── ChecksumError        received weights that differ from the sent weights
 │   └── WentBackError        a learner that restarted from an older version
 ├── EngineError          an engine that cannot continue
-├── StartError           processes of rewards or tools that repeatedly cannot be started
+├── StartError           processes of rewards or tools cannot be started any more
 ├── SampleError          a sample that cannot be finished, with the drop reason
 │   ├── GenerationError      a completion that the engine cannot generate
 │   ├── RewardError          a completion without a reward

@@ -4,8 +4,8 @@
 
 The keeper kills all descendants when the command ends, when the starting thread ends, or on SIGTERM. Linux passes every
 orphan below the keeper on to the keeper (a "child subreaper"), so a new session or a double fork hides no process. If
-the keeper itself is killed, the command ends; processes that the command started then live on. A process that another
-service starts for the command (systemd, docker, at), or that runs as another user, is out of reach.
+the keeper itself is killed, the command ends, and other processes live on. A process of another user, or started by
+another service for the command (systemd, docker, at), is out of reach.
 
 Run by path, without this package and `site`, so a keeper starts in milliseconds and needs little memory.
 """
@@ -49,7 +49,7 @@ def main() -> None:
         if os.getppid() != keeper:
             os._exit(1)
         os.execvp(command[0], command)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket that the command has
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket of the command
     status = None
     while status is None and signal.sigwait(_SIGNALS) != signal.SIGTERM:
         status, _ = _reaped(child)

@@ -89,8 +89,8 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 class ThreadPerCall(ThreadPoolExecutor):
     """The executor of `asyncio.to_thread`: a daemon thread for each call.
 
-    The threads of a pool are few, and Python waits for them at the end of the process. So a few calls of the user's
-    code that hang would stop all later calls, and the process would not end.
+    The threads of a pool are few, and Python waits for them at the end of the process. So a few hanging calls of the
+    user's code would stop all later calls, and the process would not end.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -110,7 +110,7 @@ def run_beside_user_code(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEve
 
     A task or a callback that raises SystemExit or KeyboardInterrupt stops the loop of `asyncio.run`. Here the loop goes
     on: the awaiter of the task gets the exception. Ctrl-C still stops the loop, unless the loop handles SIGINT. At the
-    end, tasks that do not obey a cancellation are abandoned.
+    end, tasks without an end are abandoned.
     """
     loop = loop or asyncio.new_event_loop()
     loop.set_default_executor(ThreadPerCall())

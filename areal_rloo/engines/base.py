@@ -7,15 +7,16 @@ future of an engine (`uncancellable_future`): `abort` ends a request.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, SupportsIndex, TypeVar
 
 import msgspec
 
-from areal_rloo.errors import GenerationError
+from areal_rloo.errors import EpisodeError, GenerationError
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
 
@@ -121,6 +122,18 @@ def uncancellable_future() -> Future[T]:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def integers(field: str, values: Sequence[object]) -> tuple[int, ...]:
+    """Return integers of any library, which an episode of the user may give, as Python's.
+
+    Raises:
+        EpisodeError: a value is no integer.
+    """
+    for value in values:
+        if not isinstance(value, SupportsIndex):
+            raise EpisodeError("wrong_tokens", f"{field}: expected integers, got {value!r:.100}")
+    return tuple(map(operator.index, values))  # type: ignore[arg-type]
 
 
 def check_request(request: GenerationRequest, *, in_use: Container[str], vocab_size: int, context_tokens: int) -> None:

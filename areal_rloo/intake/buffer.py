@@ -44,7 +44,7 @@ class Buffer:
         """Drop a complete group that is too small for a baseline, or not worth training on.
 
         Raises:
-            Exception: the error of `group_filter`, after it raised for `groups_per_step` groups in a row.
+            TrainingError: `group_filter` raised for `groups_per_step` groups in a row.
         """
         if not group.complete:
             return
@@ -106,8 +106,6 @@ class Buffer:
             logger.exception("algorithm.group_filter raised on group %d: the group is dropped", group.group_id)
             self._ledger.drop_group(group.group_id, "group_filter_error")
             if self._filter_errors_in_a_row >= self._groups_per_step:
-                if isinstance(error, Exception):
-                    raise
                 raise TrainingError(f"algorithm.group_filter: {type(error).__name__}: {error}") from error
             return
         self._filter_errors_in_a_row = 0

@@ -1,8 +1,8 @@
-"""Replace worker processes that died: pauses between tries, a deadline for waiting jobs, and a last try.
+"""Replace dead worker processes: pauses between tries, a deadline for waiting jobs, and a last try.
 
-At the start of a pool, a process that cannot be made is the user's mistake (`WorkerProcess.ready`). Later the kernel
-may have killed a new process for memory, or a file system may be slow. So a pool tries again, the other processes go on
-scoring, and a job that finds no process in time drops its own sample. Used on the pool's event loop.
+At the start of a pool, a failed process is the user's mistake (`WorkerProcess.ready`). Later the kernel may have killed
+a new process for memory, or a file system may be slow. So a pool tries again, the other processes go on scoring, and a
+job without a process in time drops its own sample. Used on the pool's event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RestartPolicy:
     first_pause_s: float = 1.0  # doubles after each failure
     longest_pause_s: float = 60.0
     most_failures: int = 10  # of each process in a row, while no process serves; then the worker ends
-    served_within_s: float = 120.0  # a job that waits so long while no process serves drops its sample
+    served_within_s: float = 120.0  # for a job while no process serves; then the sample is dropped
 
 
 class Outage:
@@ -44,12 +44,12 @@ class Outage:
         self._last_failure = "none was started"
 
     def served(self) -> None:
-        """Count a process that serves from now on."""
+        """Count a process as serving."""
         self._num_serving += 1
         self._since_s, self._num_failures = None, 0
 
     def lost(self) -> None:
-        """Count a process that serves no longer."""
+        """Count a process as lost."""
         self._num_serving -= 1
         if self._num_serving == 0:
             self._since_s = time.monotonic()
@@ -72,7 +72,7 @@ class Outage:
         raise AssertionError("the count has no end")
 
     async def wait(self, future: asyncio.Future[T]) -> T:
-        """Wait for a future that a process of the pool fulfils; cancel the future if the wait ends before.
+        """Wait for the result of a process of the pool; cancel the future if the wait ends before.
 
         Raises:
             RewardError: no process has served for too long.
@@ -105,5 +105,5 @@ class Outage:
 
 
 def final(error: Exception) -> StartError:
-    """Return the error that ends a pool: an unexpected error, too, is no mistake of the user."""
+    """Return the last error of a pool: an unexpected error, too, is no mistake of the user."""
     return error if isinstance(error, StartError) else StartError(f"rewards: {type(error).__name__}: {error}")

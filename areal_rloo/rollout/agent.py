@@ -153,8 +153,8 @@ class Agent:
 class _AgentLoop:
     """A thread with the event loop of async agents; starts with the first agent.
 
-    A task that an agent starts and that calls `sys.exit` does not stop the loop. `asyncio.to_thread` has a thread for
-    each call, so calls that hang delay no other agent.
+    A `sys.exit` in a task of an agent does not stop the loop. `asyncio.to_thread` has a thread for each call, so
+    a hanging call delays no other agent.
     """
 
     def __init__(self) -> None:

@@ -10,16 +10,15 @@ request, so nothing is tokenized twice, and training uses exactly the generated 
 from __future__ import annotations
 
 import asyncio
-import operator
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
+from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters, integers
 from areal_rloo.errors import EngineError, EpisodeError, SampleError
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.tasks.chat import ChatFormat
@@ -45,8 +44,7 @@ class TurnEngine(Protocol):
         """Sample a completion of these tokens with the sampling options of the run (or of the evaluation set).
 
         Raises:
-            EpisodeError: the tokens are no integers, or the context has no room for another token.
-            GenerationError: the engine cannot make this completion, for example because a token is no id.
+            SampleError: a token is no id of the vocabulary, or the context has no room for another token.
             EngineError: the engine is gone; this ends the worker, not only the sample.
         """
 
@@ -242,9 +240,8 @@ class Submitter:
             for (_, submitted), future in zip(collected, futures, strict=True):
                 submitted.set_result(future)
         except Exception as error:  # noqa: BLE001 - raised again by `complete`; here nothing could catch the error
-            for _, submitted in collected:
-                if not submitted.done():
-                    submitted.set_exception(error)
+            for submitted in (submitted for _, submitted in collected if not submitted.done()):
+                submitted.set_exception(error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,10 +261,8 @@ class SampleEngine:
         return self.sampling.max_new_tokens
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        prompt_tokens = _integers("the tokens of a turn", tokens)
-        wanted = () if max_new_tokens is None else _integers("max_new_tokens", (max_new_tokens,))
-        limits = (self.max_new_tokens, self.max_turn_tokens, *wanted)
-        room = min(self.submitter.context_tokens - len(tokens), *(limit for limit in limits if limit is not None))
+        limits = [limit for limit in (self.max_new_tokens, self.max_turn_tokens, max_new_tokens) if limit is not None]
+        room = min(self.submitter.context_tokens - len(tokens), *integers("max_new_tokens", limits))
         if room < 1:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
         turn, seed = self.num_turns, self.sampling.seed
@@ -278,27 +273,12 @@ class SampleEngine:
             min_new_tokens=min(self.sampling.min_new_tokens, room),
             seed=None if seed is None else seed ^ (turn * _SEED_STEP),
         )
-        name = f"{self.name}/{turn}"
+        name, prompt_tokens = f"{self.name}/{turn}", integers("tokens", tokens)
         request = GenerationRequest(name, prompt_tokens, sampling, min_version=self.min_version, pinned=self.pinned)
         return await self.submitter.complete(request)
 
 
-def _integers(field: str, values: Sequence[object]) -> tuple[int, ...]:
-    """Return integers of any library, which an episode of the user may give, as Python's.
-
-    Raises:
-        EpisodeError: a value is no integer.
-    """
-    numbers = []
-    for index, value in enumerate(values):
-        if not isinstance(value, SupportsIndex):
-            raise EpisodeError("wrong_tokens", f"{field}: expected an integer at {index}, got {value!r:.100}")
-        numbers.append(operator.index(value))
-    return tuple(numbers)
-
-
 def _check_length(field: str, num: int, expected: int, noun: str) -> None:
     if num != expected:
-        raise EpisodeError(
-            "reward_wrong_type", f"{field}: expected one number for each of the {expected} {noun}, got {num}"
-        )
+        told = f"{field}: expected one number for each of the {expected} {noun}, got {num}"
+        raise EpisodeError("reward_wrong_type", told)

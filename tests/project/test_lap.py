@@ -10,7 +10,8 @@ REPO = PACKAGE.parent
 NOT_RUN = {"learner/loop.py"}
 # Named below the table in ARCHITECTURE.md: a reader can skip them.
 BESIDE = (
-    *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "intake/evaluation.py"),
+    *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
+    "intake/evaluation.py",
     *("intake/reward_failures.py", "learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),
 )

@@ -91,7 +91,7 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(TrainingError, match="ZeroDivisionError"):
         bench.complete(1.0, 0.0)
 
 

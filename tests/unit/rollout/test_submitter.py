@@ -164,7 +164,7 @@ def test_a_wrong_limit_of_tokens_drops_its_sample(folder: Path, limit: Any) -> N
 
     async def scenario() -> None:
         submitter = Submitter(engine, context_tokens=256)
-        with pytest.raises(EpisodeError, match="wrong_tokens: max_new_tokens: expected an integer"):
+        with pytest.raises(EpisodeError, match="wrong_tokens: max_new_tokens: expected integers"):
             await engine_of(submitter, 0, config).generate((5, 6), max_new_tokens=limit)
 
     asyncio.run(scenario())

@@ -58,7 +58,7 @@ def test_a_child_killed_before_its_lock_is_tried_again(child: Any) -> None:
     assert asyncio.run(Programs(LIMITS, QUICK).run("print(7)")) == "7"
 
 
-def test_a_child_that_is_always_killed_drops_its_sample_then_ends_the_worker(child: Any) -> None:
+def test_a_child_that_is_always_killed_first_drops_samples(child: Any) -> None:
     child(KILL, 1000)
 
     async def scenario() -> None:
