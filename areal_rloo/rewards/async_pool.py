@@ -108,7 +108,7 @@ class AsyncRewardPool:
         """Kill the process; discard running rewards."""
         self._end(RewardError("reward_crash", "the pool was closed"))
         await cancel([self._serving] if self._serving is not None else [])
-        await self._process.end()
+        await asyncio.gather(self._outage.close(), self._process.end())
 
     async def _serve(self) -> None:
         """Receive replies, and replace a process that has ended, until the pool is closed."""

@@ -41,6 +41,7 @@ class Outage:
         self._policy, self._most_failures = policy, policy.most_failures * num_processes
         self._num_serving = self._num_failures = 0
         self._since_s: float | None = None
+        self._starting: set[WorkerProcess] = set()
         self._last_failure = "none was started"
 
     def served(self) -> None:
@@ -63,13 +64,21 @@ class Outage:
         for failure in itertools.count():
             try:
                 process = start()
+                self._starting.add(process)
                 await process.ready(self._policy.ready_within_s)
-            except (ConfigError, OSError) as error:
-                self._failed(error)
-            else:
+                self._starting.discard(process)
                 return process
+            except ConfigError as error:
+                self._starting.discard(process)
+                self._failed(error)
+            except OSError as error:
+                self._failed(error)
             await asyncio.sleep(min(self._policy.first_pause_s * 2**failure, self._policy.longest_pause_s))
         raise AssertionError("the count has no end")
+
+    async def close(self) -> None:
+        """End the processes of a cancelled `replacement`, which are no processes of the pool yet."""
+        await asyncio.gather(*(process.end() for process in self._starting))
 
     async def wait(self, future: asyncio.Future[T]) -> T:
         """Wait for the result of a process of the pool; cancel the future if the wait ends before.

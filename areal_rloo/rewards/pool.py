@@ -82,7 +82,7 @@ class RewardPool:
         """Kill the processes; discard running rewards."""
         self._end(RewardError("reward_crash", "the pool was closed"))
         await cancel(self._replacing)
-        await asyncio.gather(*(worker.end() for worker in self._workers))
+        await asyncio.gather(self._outage.close(), *(worker.end() for worker in self._workers))
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self, job: Job) -> Reply:
