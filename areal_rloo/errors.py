@@ -14,6 +14,7 @@ ArealRlooError
 │   ├── ChecksumError        received weights that differ from the sent weights
 │   └── WentBackError        a learner that restarted from an older version
 ├── EngineError          an engine that cannot continue
+├── StartError           processes of rewards or tools cannot be started any more
 ├── SampleError          a sample that cannot be finished, with the drop reason
 │   ├── GenerationError      a completion that the engine cannot generate
 │   ├── RewardError          a completion without a reward
@@ -93,6 +94,10 @@ class EngineError(ArealRlooError):
     """An engine cannot serve a request."""
 
 
+class StartError(ArealRlooError):
+    """Processes of rewards or tools cannot be started any more, although the first could."""
+
+
 class SampleError(ArealRlooError):
     """A sample cannot be finished.
 
@@ -145,11 +150,18 @@ def first_line(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Describe an exception of the user's code: class and text on the first line, then the traceback."""
-    summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+    try:
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+    except Exception as broken:  # noqa: BLE001 - `__str__` is the user's code, too
+        summary = f"{type(error).__name__}, whose text raises {type(broken).__name__}"
     return shortened(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
 
 
 def shortened(detail: str) -> str:
-    """Shorten a detail for the wire: keep the first line and the end of the traceback, which has most information."""
-    summary, newline, rest = detail.strip().partition("\n")
+    """Shorten a detail for the wire: keep the first line and the end of the traceback, which has most information.
+
+    Replace characters that UTF-8 cannot encode, so every detail can be sent.
+    """
+    encodable = detail.encode(errors="backslashreplace").decode()
+    summary, newline, rest = encodable.strip().partition("\n")
     return summary[:_MOST_SUMMARY] + newline + rest[-_MOST_TRACEBACK:]

@@ -1,7 +1,7 @@
 """Linux sends a process a signal when the parent dies, at the request of the process.
 
-Every process of the package makes the request here, except a program in the sandbox (`tasks/tools/sandbox_child.py`),
-which must not import the package.
+Every process of the package makes the request here, except a program in the sandbox (`tasks/tools/sandbox_child.py`)
+and a keeper (`keeper.py`), which do not import the package.
 """
 
 from __future__ import annotations

@@ -1,15 +1,23 @@
-"""Waits: for conditions without a notification, for calls without a timeout, and for tasks that are cancelled."""
+"""Waits: for conditions without a notification, for calls without a timeout, for tasks that are cancelled, and for a
+coroutine on an event loop that also runs the user's code."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+_LAST_S = 10.0  # for cancelled tasks and threads of the user's code to end
 
 
 def wait_until(
@@ -76,3 +84,62 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ThreadPerCall(ThreadPoolExecutor):
+    """The executor of `asyncio.to_thread`: a daemon thread for each call.
+
+    The threads of a pool are few, and Python waits for them at the end of the process. So a few hanging calls of the
+    user's code would stop all later calls, and the process would not end.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return on_daemon_thread(partial(fn, *args, **kwargs), name="call")
+
+
+def exit_despite_threads(code: int) -> NoReturn:
+    """Exit, also if threads of the user's code never end, for which Python would wait."""
+    timer = threading.Timer(_LAST_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
+
+
+def run_beside_user_code(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
+    """Run a coroutine on a loop, as `asyncio.run` does, beside tasks of the user's code, which may do anything.
+
+    A task or a callback that raises SystemExit or KeyboardInterrupt stops the loop of `asyncio.run`. Here the loop goes
+    on: the awaiter of the task gets the exception. Ctrl-C still stops the loop, unless the loop handles SIGINT. At the
+    end, tasks without an end are abandoned.
+    """
+    loop = loop or asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPerCall())
+    task = loop.create_task(main)
+    try:
+        return _until_done(loop, task)
+    finally:
+        if others := asyncio.all_tasks(loop):
+            for other in others:
+                other.cancel()
+            _until_done(loop, loop.create_task(_ended(others)))
+        _until_done(loop, loop.create_task(loop.shutdown_asyncgens()))
+        loop.close()
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    await asyncio.wait(tasks, timeout=_LAST_S)
+
+
+def _until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if task.done() or (isinstance(error, KeyboardInterrupt) and _ctrl_c_interrupts()):
+                raise
+
+
+def _ctrl_c_interrupts() -> bool:
+    """Return whether Ctrl-C raises KeyboardInterrupt in this thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler

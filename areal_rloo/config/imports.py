@@ -52,7 +52,7 @@ def import_function(key: str, path: str) -> Callable[..., Any]:
 def _imported(key: str, path: str) -> Any:
     try:
         return _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
 
 

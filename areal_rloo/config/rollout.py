@@ -26,7 +26,7 @@ _READERS = {  # option of an episode: the built-in types that read the option
     "max_turns": ("multi_turn", "tool_use"),
     **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
     **dict.fromkeys(("tools", "python"), ("tool_use",)),
-    **dict.fromkeys(("num_agents", "timeout_s"), ("agent",)),
+    **dict.fromkeys(("num_agents", "agent_timeout_s"), ("agent",)),
 }
 _OWNED = {  # options of SGLang set by the package, in every spelling of SGLang
     "host": "the host is 127.0.0.1",
@@ -100,7 +100,10 @@ class EpisodeConfig(Section, frozen=True):
     python: PythonToolConfig = PythonToolConfig()
     agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
     num_agents: PositiveInt | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
-    timeout_s: PositiveFloat = 600.0  # agent: of a session; then the sample is dropped
+    agent_timeout_s: PositiveFloat = 600.0  # agent: of a session; then the sample is dropped
+    # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. The default is
+    # for episodes that hang: 64k tokens at 15 tokens a second take 71 minutes.
+    timeout_s: PositiveFloat = 7200.0
 
     @property
     def built_in(self) -> bool:
@@ -199,6 +202,11 @@ def _episode_mistakes(episode: EpisodeConfig) -> Iterator[str]:
         yield (
             f"rollout.episode.agent: expected a function exactly with type=agent, got {episode.agent} with "
             f"type={episode.type}"
+        )
+    if episode.type == "agent" and episode.agent_timeout_s > episode.timeout_s:
+        yield (
+            f"rollout.episode.agent_timeout_s: expected at most rollout.episode.timeout_s={episode.timeout_s:g}, got "
+            f"{episode.agent_timeout_s:g}; raise timeout_s"
         )
     defaults = EpisodeConfig()
     for key, readers in _READERS.items():

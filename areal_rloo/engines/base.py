@@ -7,15 +7,16 @@ future of an engine (`uncancellable_future`): `abort` ends a request.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, SupportsIndex, TypeVar
 
 import msgspec
 
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import EpisodeError, GenerationError
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
 
@@ -95,8 +96,10 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         """Queue requests, first come first served. All requests of a call are queued before the next decode step.
 
+        The future of a request that cannot be served has a `GenerationError` (`check_request`); the others are queued.
+
         Raises:
-            EngineError: a request cannot be served (`check_requests`); then none of the call is queued.
+            EngineError: the engine has stopped.
         """
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -121,37 +124,43 @@ def uncancellable_future() -> Future[T]:
     return future
 
 
-def check_requests(
-    requests: Sequence[GenerationRequest], *, in_use: Container[str], vocab_size: int, context_tokens: int
-) -> None:
-    """Refuse requests that cannot be served: such a request may crash a shared server.
+def integers(field: str, values: Sequence[object]) -> tuple[int, ...]:
+    """Return integers of any library, which an episode of the user may give, as Python's.
 
     Raises:
-        EngineError: an id is in use, a token is outside the vocabulary, a prompt is empty or does not fit the context
-            together with `max_new_tokens`, or no token could be sampled.
+        EpisodeError: a value is no integer.
     """
-    seen: set[str] = set()
-    for request in requests:
-        name, sampling = f"request {request.request_id}", request.sampling
-        if not request.prompt_tokens:
-            raise EngineError(f"{name}: the prompt has no token")
-        if sampling.max_new_tokens < 1:
-            raise EngineError(f"{name}: expected max_new_tokens of at least 1, got {sampling.max_new_tokens}")
-        if not sampling.temperature > 0 and not sampling.greedy:
-            raise EngineError(
-                f"{name}: expected a temperature above 0, got {sampling.temperature}; "
-                "set greedy for the most likely tokens"
-            )
-        for field, tokens in (("a prompt", request.prompt_tokens), ("stop_token_ids", sampling.stop_token_ids)):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-                raise EngineError(f"{name}: {field}: expected token ids from 0 to {vocab_size - 1}, got {wrong}")
-        needed = len(request.prompt_tokens) + sampling.max_new_tokens
-        if needed > context_tokens:
-            raise EngineError(f"{name}: needs {needed} tokens, the context holds {context_tokens}")
-        if request.request_id in in_use or request.request_id in seen:
-            raise EngineError(f"{name}: this id is in use")
-        seen.add(request.request_id)
+    for value in values:
+        if not isinstance(value, SupportsIndex):
+            raise EpisodeError("wrong_tokens", f"{field}: expected integers, got {value!r:.100}")
+    return tuple(map(operator.index, values))  # type: ignore[arg-type]
+
+
+def check_request(request: GenerationRequest, *, in_use: Container[str], vocab_size: int, context_tokens: int) -> None:
+    """Refuse a request that cannot be served: such a request may crash the engine, and with it all other requests.
+
+    Raises:
+        GenerationError: the id is in use, a token is no id of the vocabulary, the prompt is empty or does not fit the
+            context together with `max_new_tokens`, or no token could be sampled.
+    """
+    name, sampling = f"request {request.request_id}", request.sampling
+    if not request.prompt_tokens:
+        raise GenerationError(f"{name}: the prompt has no token")
+    if not isinstance(sampling.max_new_tokens, int) or sampling.max_new_tokens < 1:
+        raise GenerationError(f"{name}: expected max_new_tokens of at least 1, got {sampling.max_new_tokens}")
+    if not sampling.temperature > 0 and not sampling.greedy:
+        raise GenerationError(
+            f"{name}: expected a temperature above 0, got {sampling.temperature}; set greedy for the most likely tokens"
+        )
+    for field, tokens in (("a prompt", request.prompt_tokens), ("stop_token_ids", sampling.stop_token_ids)):
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise GenerationError(f"{name}: {field}: expected token ids from 0 to {vocab_size - 1}, got {token!r}")
+    needed = len(request.prompt_tokens) + sampling.max_new_tokens
+    if needed > context_tokens:
+        raise GenerationError(f"{name}: needs {needed} tokens, the context holds {context_tokens}")
+    if request.request_id in in_use:
+        raise GenerationError(f"{name}: this id is in use")
 
 
 class IdleClock:

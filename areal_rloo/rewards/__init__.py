@@ -6,6 +6,7 @@
 `functions`    calls a reward function of the user
 `pool`         worker processes for tasks and functions, one reward at a time in each
 `async_pool`   one worker process for async functions, many rewards at a time
+`outage`       replaces processes that died
 `process`      starts, asks and kills a worker process
 `__main__`     runs in a worker process
 `service`      sends completions to a reward service over HTTP

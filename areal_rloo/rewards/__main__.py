@@ -17,15 +17,17 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 
 from areal_rloo.config import import_function
-from areal_rloo.errors import RewardError, described
+from areal_rloo.errors import RewardError, described, shortened
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import Job, Reply
+from areal_rloo.rewards.request import FailureReason
 from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.waiting import run_beside_user_code
 
 Scorer = Callable[[Job], Any]
 """Returns the result of a job; an async scorer returns an awaitable."""
@@ -37,6 +39,7 @@ def main() -> None:
     """Serve until the pool closes the socket."""
     open_missing_streams()
     signal_on_parent_death(signal.SIGKILL)  # works also while a reward hangs
+    signal.signal(signal.SIGINT, lambda *_: None)  # the pool ends this process, not Ctrl-C
     socket = int(sys.argv[1])
     os.set_inheritable(socket, False)
     connection = Connection(socket)
@@ -44,12 +47,13 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: signal_on_parent_death(signal.SIGKILL))
     try:
         scorer: Scorer = import_function("rewards", sys.argv[2])(connection.recv_bytes())
-    except Exception as error:  # noqa: BLE001 - making a scorer runs the user's code
-        _send(connection, Reply(reason="reward_error", detail=str(error)))
+    except BaseException as error:  # noqa: BLE001 - making a scorer runs the user's code, which may call `sys.exit`
+        detail = str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+        _send(connection, Reply(reason="reward_error", detail=detail))
         return
     _send(connection, Reply())  # ready
     if len(sys.argv) > 3:
-        asyncio.run(_serve_together(connection, scorer, float(sys.argv[3])))
+        run_beside_user_code(_serve_together(connection, scorer, float(sys.argv[3])))
     else:
         _serve_in_turn(connection, scorer)
 
@@ -57,7 +61,12 @@ def main() -> None:
 def _send(connection: Connection, reply: Reply) -> None:
     if os.getpid() != _THIS_PROCESS:  # a child that a reward forked, and that returned from the reward as well
         os._exit(0)
-    connection.send_bytes(msgspec.msgpack.encode(reply))
+    try:
+        encoded = msgspec.msgpack.encode(reply)
+    except Exception as error:  # noqa: BLE001 - the user's code made the result
+        detail = f"the reward cannot be sent: {described(error)}"
+        encoded = msgspec.msgpack.encode(Reply(job_id=reply.job_id, reason="reward_error", detail=detail))
+    connection.send_bytes(encoded)
 
 
 def _serve_in_turn(connection: Connection, scorer: Scorer) -> None:
@@ -66,7 +75,7 @@ def _serve_in_turn(connection: Connection, scorer: Scorer) -> None:
             job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
             try:
                 reply = Reply(job_id=job.job_id, result=scorer(job))
-            except Exception as error:  # noqa: BLE001 - the user's code; any exception drops only its own sample
+            except BaseException as error:  # noqa: BLE001 - the user's code; also `sys.exit` drops only its own sample
                 reply = _failure(job.job_id, error)
             _send(connection, reply)
         except (EOFError, OSError):
@@ -74,8 +83,9 @@ def _serve_in_turn(connection: Connection, scorer: Scorer) -> None:
 
 
 def _failure(job_id: int, error: BaseException) -> Reply:
-    if isinstance(error, RewardError):
-        return Reply(job_id=job_id, reason=error.reason, detail=error.detail)  # type: ignore[arg-type]
+    if isinstance(error, RewardError) and error.reason in get_args(FailureReason):
+        reason = cast("FailureReason", error.reason)
+        return Reply(job_id=job_id, reason=reason, detail=shortened(str(error.detail)))
     return Reply(job_id=job_id, reason="reward_error", detail=described(error))
 
 
@@ -101,7 +111,7 @@ async def _serve_together(connection: Connection, scorer: Scorer, deadline_s: fl
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 reply = Reply(job_id=job.job_id, result=await scorer(job))
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's code; it may cancel itself
+        except BaseException as error:  # noqa: BLE001 - the user's code may cancel itself, or call `sys.exit`
             late = RewardError("reward_timeout", f"no reward within {deadline_s:g} s")
             reply = _failure(job.job_id, late if limit.expired() else error)
         _send(connection, reply)

@@ -23,9 +23,11 @@ from functools import partial
 
 import msgspec
 
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ArealRlooError, RewardError
+from areal_rloo.rewards.outage import Outage, RestartPolicy, final
 from areal_rloo.rewards.process import PartJob, Reply, WorkerProcess
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
+from areal_rloo.waiting import cancel
 
 _GRACE_S = 5.0  # after the deadline: tells a busy loop from a blocked loop
 
@@ -46,7 +48,14 @@ class AsyncRewardPool:
     """One worker process with an async scorer. Make and use the pool on one event loop."""
 
     def __init__(
-        self, factory: str, argument: bytes, *, num_at_once: int, deadline_s: float, grace_s: float = _GRACE_S
+        self,
+        factory: str,
+        argument: bytes,
+        *,
+        num_at_once: int,
+        deadline_s: float,
+        grace_s: float = _GRACE_S,
+        restarts: RestartPolicy | None = None,
     ) -> None:
         """Start the process (see `WorkerProcess`), for `num_at_once` rewards in flight.
 
@@ -60,7 +69,9 @@ class AsyncRewardPool:
         self._in_flight: dict[int, _Pending] = {}
         self._overdue: set[int] = set()  # jobs whose late reply made the pool kill the process
         self._restarts, self._busy_s = 0, 0.0
-        self._broken: ConfigError | None = None
+        self._ended: ArealRlooError | None = None
+        self._policy = restarts or RestartPolicy()
+        self._outage = Outage(self._policy, num_processes=1)
         self._process = self._start_process()
         self._is_ready = False
         self._serving: asyncio.Task[None] | None = None
@@ -71,53 +82,58 @@ class AsyncRewardPool:
         Raises:
             ConfigError: the factory cannot be imported, or raises.
         """
-        await self._process.ready()
+        await self._process.ready(self._policy.ready_within_s)
         self._serving = asyncio.create_task(self._serve())
 
     async def score(self, request: RewardRequest, part: str) -> Worth:
         """Compute one part of a completion's reward.
 
         Raises:
-            RewardError: the reward took too long, raised, crashed the process, or is no finite number.
-            ConfigError: the scorer cannot be made for a new process; the pool is unusable.
+            RewardError: the reward took too long, raised, crashed the process, or is no finite number; or no process
+                could be started in time.
+            StartError: no process can be started any more; the pool is unusable.
         """
-        if self._broken is not None:
-            raise self._broken
+        if self._ended is not None:
+            raise self._ended
         job = PartJob(job_id=next(self._ids), request=request, part=part)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Pending(job.job_id, msgspec.msgpack.encode(job), reply))
         self._dispatch()
-        return (await reply).value(Worth)
+        return (await self._outage.wait(reply)).value(Worth)
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
 
     async def close(self) -> None:
         """Kill the process; discard running rewards."""
-        if self._serving is not None:
-            self._serving.cancel()
-        await self._process.end()
-        for pending in self._all_pending():
-            self._settle(pending, Reply(reason="reward_crash", detail="the pool was closed"))
+        self._end(RewardError("reward_crash", "the pool was closed"))
+        await cancel([self._serving] if self._serving is not None else [])
+        await asyncio.gather(self._outage.close(), self._process.end())
 
     async def _serve(self) -> None:
-        """Receive replies, and replace a process that has ended, until the pool is closed or broken."""
+        """Receive replies, and replace a process that has ended, until the pool is closed."""
         try:
             while True:
+                self._outage.served()
                 self._is_ready = True
                 self._dispatch()
                 with contextlib.suppress(EOFError):
                     while True:
                         self._on_reply(await self._process.receive())
                 self._is_ready = False
+                self._outage.lost()
                 self._on_lost(await self._process.end())
-                self._process = self._start_process()
-                await self._process.ready()
-        except (ConfigError, OSError, msgspec.MsgspecError) as error:
-            self._broken = error if isinstance(error, ConfigError) else ConfigError(f"rewards: {error}")
-            for pending in self._all_pending():
-                if not pending.reply.done():
-                    pending.reply.set_exception(self._broken)
+                self._process = await self._outage.replacement(self._start_process)
+        except Exception as error:  # noqa: BLE001 - in this task nothing else could end the waits
+            self._end(final(error))
+
+    def _end(self, error: ArealRlooError) -> None:
+        """End all waits with an error, now and later."""
+        self._ended, self._is_ready = self._ended or error, False
+        for pending in (*self._in_flight.values(), *self._suspects, *self._waiting):
+            self._stop_clock(pending)
+            if not pending.reply.done():
+                pending.reply.set_exception(error)
 
     def _dispatch(self) -> None:
         """Send all jobs that may be sent: a suspect only if nothing is in flight, and nothing beside a suspect."""
@@ -154,7 +170,7 @@ class AsyncRewardPool:
             self._settle(pending, reply)
             self._dispatch()
 
-    def _on_lost(self, code: int) -> None:
+    def _on_lost(self, code: int | None) -> None:
         """Handle the end of the process: drop the job that ran alone, or make all running jobs suspects."""
         self._restarts += 1
         lost = list(self._in_flight.values())
@@ -171,9 +187,6 @@ class AsyncRewardPool:
                 pending.suspect = True
                 self._suspects.append(pending)
         self._overdue.clear()
-
-    def _all_pending(self) -> list[_Pending]:
-        return [*self._in_flight.values(), *self._suspects, *self._waiting]
 
     def _settle(self, pending: _Pending, reply: Reply) -> None:
         self._stop_clock(pending)

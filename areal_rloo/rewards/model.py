@@ -6,6 +6,8 @@ The forward passes run on one thread. A batch does not change a reward: texts ar
 ignores the padding. The text is the model's chat template over the prompt's messages and the completion (the policy's
 last turn) as the assistant's message. If the tokenizer has no template, the text is the prompt followed by the
 completion. A text longer than the model's context has no reward: a cut text would get the reward of another text.
+
+A batch has a deadline. A thread cannot be killed, so if a batch hangs, every waiting completion misses the deadline.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ _Pending = tuple[RewardRequest, "Future[float]"]
 class RewardModel:
     """One model on one device, with one thread. Use it on one event loop."""
 
-    def __init__(self, path: str, *, key: str, device: str, batch_size: int) -> None:
+    def __init__(self, path: str, *, key: str, device: str, batch_size: int, deadline_s: float) -> None:
         """Load the model at `path`, a folder or a hub name, for forward passes of `batch_size` completions.
+
+        A batch that takes longer than `deadline_s` gives no rewards.
 
         `key` is the config key of the path, for errors. `device` is auto (CUDA if there is a device), cpu or cuda:1.
 
@@ -49,8 +53,9 @@ class RewardModel:
         most = int(self._tokenizer.model_max_length)  # huge if the tokenizer has no limit
         self._context_tokens = min(most, int(positions or most))
         self._model.config.pad_token_id = self._pad_id  # a decoder model reads the last token that is no padding
-        self._batch_size = batch_size
+        self._batch_size, self._deadline_s = batch_size, deadline_s
         self._busy_s = 0.0
+        self._began_s: float | None = None  # of the running batch
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
         self._thread.start()
@@ -59,13 +64,23 @@ class RewardModel:
         """Compute the logit of a completion.
 
         Raises:
-            RewardError: the text is longer than the model's context, the forward pass failed, or the logit is not
-                finite.
+            RewardError: the text is longer than the model's context, the forward pass failed or took too long, or the
+                logit is not finite.
         """
         reward: Future[float] = Future()
         self._waiting.put((request, reward))
-        logit: float = await asyncio.wrap_future(reward)
-        return read_worth(logit, request, returns="trajectory")
+        made = asyncio.wrap_future(reward)
+        try:
+            while not made.done():
+                began_s = self._began_s
+                left_s = self._deadline_s - (0 if began_s is None else time.monotonic() - began_s)
+                if left_s <= 0:
+                    detail = f"the reward model has computed a batch for more than {self._deadline_s:g} s"
+                    raise RewardError("reward_timeout", detail)
+                await asyncio.wait([made], timeout=left_s)
+            return read_worth(made.result(), request, returns="trajectory")
+        finally:
+            made.cancel()
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(busy_s=self._busy_s)
@@ -100,17 +115,25 @@ class RewardModel:
                     self._waiting.put(None)  # the end, after this batch
                     break
                 taken.append(following)
-            started_s = time.monotonic()
-            texts = [(ids, pending[1]) for pending in taken if (ids := self._ids_or_none(*pending)) is not None]
-            texts.sort(key=lambda text: len(text[0]))
-            for start in range(0, len(texts), self._batch_size):
-                self._score(texts[start : start + self._batch_size])
+            taken = [pending for pending in taken if pending[1].set_running_or_notify_cancel()]
+            started_s = self._began_s = time.monotonic()
+            try:
+                self._score_all(taken)
+            except BaseException as error:  # noqa: BLE001 - a model's code may raise anything; no wait may be forgotten
+                for _, reward in taken:
+                    if not reward.done():
+                        reward.set_exception(RewardError("reward_error", described(error)))
+            self._began_s = None
             self._busy_s += time.monotonic() - started_s
 
+    def _score_all(self, taken: Sequence[_Pending]) -> None:
+        texts = [(ids, pending[1]) for pending in taken if (ids := self._ids_or_none(*pending)) is not None]
+        texts.sort(key=lambda text: len(text[0]))
+        for start in range(0, len(texts), self._batch_size):
+            self._score(texts[start : start + self._batch_size])
+
     def _ids_or_none(self, request: RewardRequest, reward: Future[float]) -> list[int] | None:
-        """Return the token ids of a text; None if the caller was cancelled, or the text cannot be scored."""
-        if not reward.set_running_or_notify_cancel():
-            return None
+        """Return the token ids of a text; None if the text cannot be scored."""
         try:
             return self._ids(request)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything; drop only this sample
@@ -119,6 +142,7 @@ class RewardModel:
         return None
 
     def _score(self, batch: Sequence[tuple[list[int], Future[float]]]) -> None:
+        self._began_s = time.monotonic()
         try:
             logits = self._logits([ids for ids, _ in batch])
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; drop only this sample

@@ -182,7 +182,8 @@ class _Starter:
 
             batch_size = min(part.config.batch_size for part in sharing)  # a size that fits for all of them
             key = f"{sharing[0].key}.model"
-            model = await asyncio.to_thread(RewardModel, path, key=key, device=device, batch_size=batch_size)
+            load = partial(RewardModel, path, key=key, device=device, batch_size=batch_size)
+            model = await asyncio.to_thread(load, deadline_s=self._config.rollout.reward_timeout_s)
             self._add(model, {part.part_key: model.score for part in sharing})
 
     def _add(self, runner: Runner, score: dict[PartKey, Score]) -> None:

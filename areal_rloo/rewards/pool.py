@@ -3,7 +3,7 @@
     score(request, part) ─► an idle worker process ─► the worth of the part, or a RewardError with the reason
 
 The deadline of a reward starts when a worker process starts to compute the reward; time in the queue does not count.
-The pool kills a process at the deadline and replaces each dead process.
+The pool kills a process at the deadline and replaces each dead process (`outage.py`), while the others go on scoring.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from functools import partial
 
 import msgspec
 
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ArealRlooError, RewardError
+from areal_rloo.rewards.outage import Outage, RestartPolicy, final
 from areal_rloo.rewards.process import AnswerJob, Job, PartJob, Reply, WorkerProcess
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistics, Worth
+from areal_rloo.waiting import cancel
 
 _GRACE_S = 0.1  # for a reply to pass from the socket through the event loop
 
@@ -25,16 +28,26 @@ _GRACE_S = 0.1  # for a reply to pass from the socket through the event loop
 class RewardPool:
     """A few worker processes, each with its own scorer. Make and use the pool on one event loop."""
 
-    def __init__(self, factory: str, argument: bytes, *, num_workers: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        factory: str,
+        argument: bytes,
+        *,
+        num_workers: int,
+        deadline_s: float,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
         """Start `num_workers` processes (see `WorkerProcess`). Each reward has `deadline_s` from its start in one."""
-        self._deadline_s = deadline_s
+        self._deadline_s, self._policy = deadline_s, restarts or RestartPolicy()
         self._start_process = partial(WorkerProcess, factory, argument)
         self._restarts, self._busy_s = 0, 0.0
-        self._closing = False
-        self._broken: ConfigError | None = None
+        self._ended: ArealRlooError | None = None
+        self._outage = Outage(self._policy, num_workers)
         self._workers = {self._start_process() for _ in range(num_workers)}
-        self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        self._idle: deque[WorkerProcess] = deque()
+        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
         self._running: set[asyncio.Task[Reply]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._ids = itertools.count(1)
 
     async def ready(self) -> None:
@@ -43,16 +56,18 @@ class RewardPool:
         Raises:
             ConfigError: the factory cannot be imported, or raises.
         """
-        await asyncio.gather(*(worker.ready() for worker in self._workers))
+        await asyncio.gather(*(worker.ready(self._policy.ready_within_s) for worker in self._workers))
         for worker in self._workers:
-            self._idle.put_nowait(worker)
+            self._outage.served()
+            self._offer(worker)
 
     async def score(self, request: RewardRequest, part: str) -> Worth:
         """Compute one part of a completion's reward.
 
         Raises:
-            RewardError: the reward took too long, raised, crashed the process, or is no finite number.
-            ConfigError: the scorer cannot be made for a new process; the pool is unusable.
+            RewardError: the reward took too long, raised, crashed the process, or is no finite number; or no process
+                could be started in time.
+            StartError: no process can be started any more; the pool is unusable.
         """
         return (await self._run(PartJob(job_id=next(self._ids), request=request, part=part))).value(Worth)
 
@@ -65,28 +80,57 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill the processes; discard running rewards."""
-        self._closing = True
-        await asyncio.gather(*(worker.end() for worker in self._workers))
+        self._end(RewardError("reward_crash", "the pool was closed"))
+        await cancel(self._replacing)
+        await asyncio.gather(self._outage.close(), *(worker.end() for worker in self._workers))
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self, job: Job) -> Reply:
         encoded = msgspec.msgpack.encode(job)  # may raise, so before a process is taken
-        running = asyncio.create_task(self._run_on(await self._idle.get(), job.job_id, encoded))
+        running = asyncio.create_task(self._run_on(await self._take(), job.job_id, encoded))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be cancelled
         return await asyncio.shield(running)  # a process computes on although its caller is cancelled
 
+    async def _take(self) -> WorkerProcess:
+        """Wait for an idle process."""
+        while self._ended is None:
+            given: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
+            self._waiting.append(given)
+            self._hand_out()
+            try:
+                worker = await self._outage.wait(given)
+            except asyncio.CancelledError:
+                if given.done() and not given.cancelled() and given.exception() is None:
+                    self._offer(given.result())
+                raise
+            if not worker.died_idle():
+                return worker
+            self._replace(worker)
+        raise self._ended
+
+    def _offer(self, worker: WorkerProcess) -> None:
+        self._idle.append(worker)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._idle and self._waiting:
+            given = self._waiting.popleft()
+            if not given.done():  # else the caller was cancelled
+                given.set_result(self._idle.popleft())
+
     async def _run_on(self, worker: WorkerProcess, job_id: int, job: bytes) -> Reply:
+        lost = True
         try:
-            if worker.died_idle():
-                worker = await self._replacement(worker)
             reply = await self._ask(worker, job_id, job)
-            if reply.reason in ("reward_timeout", "reward_crash"):
-                worker = await self._replacement(worker)
+            lost = reply.reason in ("reward_timeout", "reward_crash")
             return reply
         finally:
-            self._idle.put_nowait(worker)  # always: the next reward would wait forever
+            if lost:
+                self._replace(worker)
+            else:
+                self._offer(worker)
 
     async def _ask(self, worker: WorkerProcess, job_id: int, job: bytes) -> Reply:
         started_s = time.monotonic()
@@ -105,23 +149,34 @@ class RewardPool:
             receiving.cancel()
             self._busy_s += time.monotonic() - started_s
 
-    async def _replacement(self, worker: WorkerProcess) -> WorkerProcess:
-        await worker.end()
-        if self._closing:
-            return worker
-        if self._broken is not None:
-            raise self._broken
-        self._workers.discard(worker)
-        worker = self._start_process()
-        self._workers.add(worker)
-        self._restarts += 1
+    def _replace(self, worker: WorkerProcess) -> None:
+        """Replace a process in the background: neither the lost reward nor other processes wait for the new process."""
+        self._outage.lost()
+        if self._ended is None:
+            self._restarts += 1
+            replacing = asyncio.create_task(self._replaced(worker))
+            self._replacing.add(replacing)
+            replacing.add_done_callback(self._replacing.discard)
+
+    async def _replaced(self, worker: WorkerProcess) -> None:
         try:
-            await worker.ready()
-        except ConfigError as error:
-            if not self._closing:
-                self._broken = error
-                raise
-        return worker
+            await worker.end()
+            self._workers.discard(worker)
+            worker = await self._outage.replacement(self._start_process)
+        except Exception as error:  # noqa: BLE001 - in this task nothing else could end the waits
+            self._end(final(error))
+        else:
+            self._workers.add(worker)
+            self._outage.served()
+            self._offer(worker)
+
+    def _end(self, error: ArealRlooError) -> None:
+        """End all waits with an error, now and later."""
+        self._ended = self._ended or error
+        while self._waiting:
+            given = self._waiting.popleft()
+            if not given.done():
+                given.set_exception(error)
 
 
 async def _reply_to(job_id: int, worker: WorkerProcess) -> Reply:

@@ -3,8 +3,8 @@
     first message: the argument of the scorer's factory   ─►   ready, or why the scorer cannot be made
     a job                                                 ─►   a Reply
 
-Messages are msgpack over a socket pair, each after its length; nothing is pickled. The process leads its own session,
-so that `kill` also ends every process that a reward started.
+Messages are msgpack over a socket pair, each after its length; nothing is pickled. The process has a keeper
+(`areal_rloo/keeper.py`), so `kill` and the death of the rollout worker also end every process that a reward started.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.keeper import kept
 from areal_rloo.rewards.request import FailureReason, FinalAnswer, RewardRequest, Worth
 
-_START_S = 120.0  # a scorer may import a large library
+_KEEPER_S = 10.0  # for the keeper to kill everything; then the keeper hangs
+_END_S = 20.0  # for the end of a killed process
+_LOOK_S = 0.005
 _STDERR = 2
 _LENGTH = struct.Struct("!i")  # the format of `multiprocessing.connection`, which the other end uses
 _Result = TypeVar("_Result", Worth, FinalAnswer)
@@ -73,47 +77,56 @@ class WorkerProcess:
     """This end of one worker process. Make and use it on one event loop."""
 
     def __init__(self, factory: str, argument: bytes, *, async_deadline_s: float | None = None) -> None:
-        """Start the process. On Linux it ends with the thread that calls this.
+        """Start the process. On Linux the process ends with the thread that calls this function.
 
         `factory` is the import path of a function that is called with `argument` in the process and returns the scorer.
         With `async_deadline_s` the scorer is async, jobs run concurrently, and the process gives each this many
         seconds. Without, jobs run one after the other, and the caller of `receive` keeps the deadline.
+
+        Raises:
+            OSError: the machine cannot start another process.
         """
         self._argument, self._killed = argument, False
+        self._last_resort: asyncio.TimerHandle | None = None
         self._socket, theirs = socket.socketpair()
         self._disconnect: Callable[[], None] = self._socket.close
         command = [sys.executable, "-m", "areal_rloo.rewards", str(theirs.fileno()), factory]
         if async_deadline_s is not None:
             command.append(str(async_deadline_s))
-        with theirs:
+        with theirs, contextlib.ExitStack() as failed:
+            failed.callback(self._socket.close)
             self._process = subprocess.Popen(
-                command,
+                kept(command),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # output of a reward is a log
                 start_new_session=True,
             )
+            failed.pop_all()
 
-    async def ready(self) -> None:
-        """Wait until the scorer is made. Call this before `send` and `receive`.
+    async def ready(self, within_s: float) -> None:
+        """Wait until the scorer is made. Call this before `send` and `receive`. If this fails, the process is ended.
 
         Raises:
             ConfigError: the scorer cannot be made.
         """
-        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._disconnect = self._writer.close
-        self.send(self._argument)
         try:
-            async with asyncio.timeout(_START_S):
+            self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._disconnect = self._writer.close
+            self.send(self._argument)
+            async with asyncio.timeout(within_s):
                 reply = await self.receive()
+            if reply.reason is not None:
+                raise ConfigError(reply.detail)
         except EOFError:
             code = await self.end()
             raise ConfigError(f"rewards: a worker process ended with code {code} before it was ready") from None
         except TimeoutError:
-            reply = Reply(reason="reward_error", detail=f"rewards: a worker process was not ready after {_START_S:g} s")
-        if reply.reason is not None:
             await self.end()
-            raise ConfigError(reply.detail)
+            raise ConfigError(f"rewards: a worker process was not ready after {within_s:g} s") from None
+        except BaseException:
+            await self.end()
+            raise
 
     def send(self, job: bytes) -> None:
         """Send an encoded job, without waiting; to a dead process, nothing is sent."""
@@ -143,13 +156,32 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and everything it started. `receive` then raises EOFError."""
-        if not self._killed:  # not reaped yet, so no other session can have this number
+        if not self._killed and self._process.returncode is None:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal_session(signal.SIGCONT)  # a reward may have stopped the keeper
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            self._last_resort = asyncio.get_running_loop().call_later(_KEEPER_S, self._signal_session, signal.SIGKILL)
 
-    async def end(self) -> int:
-        """Kill the process, wait for the end, and return the exit code."""
+    async def end(self) -> int | None:
+        """Kill the process, wait for the end, and return the exit code; None if the kernel cannot end the process."""
         self.kill()
         self._disconnect()
-        return await asyncio.to_thread(self._process.wait)
+        ends_s = time.monotonic() + _END_S
+        while not self._has_ended() and time.monotonic() < ends_s:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(_LOOK_S)
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+        self._signal_session(signal.SIGKILL)  # if the keeper itself was killed, the session may have other processes
+        return self._process.poll()
+
+    def _has_ended(self) -> bool:
+        """Return whether the process has ended. Does not reap: until then, no other session can have this number."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _signal_session(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)

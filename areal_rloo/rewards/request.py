@@ -19,7 +19,14 @@ from areal_rloo.trajectory import FinishReason, Item, Purpose
 Returns = Literal["trajectory", "token"]
 """`algorithm.returns`: says if single tokens may have a reward."""
 
-FailureReason = Literal["reward_timeout", "reward_crash", "reward_error", "reward_not_finite", "reward_wrong_type"]
+FailureReason = Literal[
+    "reward_timeout",
+    "reward_crash",
+    "reward_error",
+    "reward_not_finite",
+    "reward_wrong_type",
+    "reward_unavailable",
+]
 """Says why a completion has no reward: the label under which the sample is dropped."""
 
 SourceKey = tuple[Purpose, str]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import sys
 import uuid
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import serve_metrics, watch
+from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics, WorkerChannel
 from areal_rloo.wire.columns import Limits
@@ -68,7 +68,7 @@ def main() -> int:
 
 def _run(config: Config, arguments: Arguments) -> int:
     try:
-        asyncio.run(_generate(config, arguments))
+        run_beside_user_code(_generate(config, arguments))
     except WentBackError as error:
         logger.warning("%s", error)
         return EXIT_WENT_BACK
@@ -160,4 +160,4 @@ def _parse() -> Arguments:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_despite_threads(main())

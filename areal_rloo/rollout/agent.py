@@ -4,7 +4,7 @@
            ─► a trajectory for each conversation of the session, all with this reward
 
 Plain functions run in a thread for each session, async functions on an event loop of another thread, so an agent that
-blocks delays neither heartbeats nor the engine. A thread cannot be killed: after `rollout.episode.timeout_s` the
+blocks delays neither heartbeats nor the engine. A thread cannot be killed: after `rollout.episode.agent_timeout_s` the
 session's key is refused, so the agent's next call fails. Agents share the worker's interpreter lock, so at most
 `rollout.episode.num_agents` run at a time; the timeout of the others has not started.
 """
@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -30,7 +31,7 @@ from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, Trajectory
-from areal_rloo.waiting import on_daemon_thread
+from areal_rloo.waiting import on_daemon_thread, run_beside_user_code
 
 _JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
 
@@ -51,7 +52,7 @@ class Agent:
         self._path = path
         self._function = import_function("rollout.episode.agent", path)
         self._parameters = inspect.signature(self._function).parameters
-        self._timeout_s = config.rollout.episode.timeout_s
+        self._timeout_s = config.rollout.episode.agent_timeout_s
         self._max_prompt_tokens = config.data.max_prompt_tokens
         self._server = ChatServer(config.rollout.sampling)
         self._loop = _AgentLoop()
@@ -96,7 +97,7 @@ class Agent:
             if session.failure.done():
                 raise session.failure.result()
             if not call.done():
-                raise EpisodeError("episode_timeout", f"the agent took more than {self._timeout_s:g} s")
+                raise EpisodeError("agent_timeout", f"the agent took more than {self._timeout_s:g} s")
             value = _Crash("the agent cancelled itself") if call.cancelled() else call.result()
         finally:
             call.cancel()
@@ -150,28 +151,30 @@ class Agent:
 
 
 class _AgentLoop:
-    """A thread with the event loop of async agents; starts with the first agent."""
+    """A thread with the event loop of async agents; starts with the first agent.
+
+    A `sys.exit` in a task of an agent does not stop the loop. `asyncio.to_thread` has a thread for each call, so
+    a hanging call delays no other agent.
+    """
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # sets no loop for the thread of `run`
         self._end = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def run(self, call: Coroutine[Any, Any, object]) -> asyncio.Future[object]:
         """Run a call; return a future on the caller's loop. Cancelling the future cancels the call."""
-        loop = self._runner.get_loop()
-        if not self._thread.is_alive():
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            serve = partial(run_beside_user_code, self._end.wait(), self._loop)  # the end cancels all agents
+            self._thread = threading.Thread(target=serve, name="agents", daemon=True)
             self._thread.start()
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._runner.get_loop().call_soon_threadsafe(self._end.set)
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(_JOIN_S)
-
-    def _serve(self) -> None:
-        with self._runner:  # the end cancels all agents
-            self._runner.run(self._end.wait())
 
 
 def _in_thread(function: Callable[..., object], arguments: dict[str, object]) -> asyncio.Future[object]:

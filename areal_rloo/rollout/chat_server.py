@@ -6,14 +6,17 @@
 The endpoint runs on the worker's event loop. A request waits for its completion, and no request waits for another. A
 client that disconnects aborts the completion, and nothing of the completion is trained on. Every session has a random
 key, which identifies the agent. Errors are JSON in OpenAI's format and tell the client not to retry: a retry would get
-the same error, and a client that retries a 409 only keeps its agent from ending.
+the same error, and a client that retries a 409 only keeps its agent from ending. A client that does not finish a
+request, or does not read an answer, is disconnected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections import Counter, deque
+from collections.abc import Awaitable
 
 import msgspec
 from aiohttp import web
@@ -40,6 +43,7 @@ MODEL = "policy"
 _HOST = "127.0.0.1"
 _MOST_BYTES = 64 * 2**20  # of a request's body: far more than a full context
 _ENDED_KEYS = 10_000  # keys of ended sessions to remember: for a better error than "invalid key"
+_CLIENT_S = 60.0  # for a client to send its whole request, and to read a chunk of the answer
 _CLOSE_S = 1.0  # for connections to close, after all sessions have ended
 
 
@@ -151,7 +155,7 @@ class ChatServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await request.read())
+        asked = read_request(await _body(request))
         self._warn(asked)
         turn = await session.complete(asked)
         self._counts["completions"] += 1
@@ -160,9 +164,9 @@ class ChatServer:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
         for chunk in completion_chunks(turn, asked):
-            await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await stream.write(b"data: [DONE]\n\n")
-        await stream.write_eof()
+            await _written(stream.write(f"data: {json.dumps(chunk)}\n\n".encode()))
+        await _written(stream.write(b"data: [DONE]\n\n"))
+        await _written(stream.write_eof())
         return stream
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -170,7 +174,7 @@ class ChatServer:
         named = request.match_info.get("session_id", session.session_id)
         if named != session.session_id:
             raise ApiError(404, f"session {named}: the key is of session {session.session_id}", code="not_found")
-        body = read_json(await request.read(), _RewardBody)
+        body = read_json(await _body(request), _RewardBody)
         session.post(Scored(reward=body.reward, parts=body.parts or {"agent": body.reward}))
         return web.json_response({"session": session.session_id, "reward": body.reward})
 
@@ -190,3 +194,19 @@ class ChatServer:
                 self._warned.add(key)
                 told = "an agent asks for %s=%s: ignored, sampling follows rollout.sampling and data.eval"
                 logger.warning(told, key, value)
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(_CLIENT_S):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"{request.path}: the request did not arrive within {_CLIENT_S:g} s") from None
+
+
+async def _written(writing: Awaitable[None]) -> None:
+    try:
+        async with asyncio.timeout(_CLIENT_S):
+            await writing
+    except TimeoutError:
+        raise ConnectionResetError(f"the client did not read its answer within {_CLIENT_S:g} s") from None

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
+from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters, integers
 from areal_rloo.errors import EngineError, EpisodeError, SampleError
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.tasks.chat import ChatFormat
@@ -44,7 +44,7 @@ class TurnEngine(Protocol):
         """Sample a completion of these tokens with the sampling options of the run (or of the evaluation set).
 
         Raises:
-            EpisodeError: the context has no room for another token.
+            SampleError: a token is no id of the vocabulary, or the context has no room for another token.
             EngineError: the engine is gone; this ends the worker, not only the sample.
         """
 
@@ -237,12 +237,11 @@ class Submitter:
         collected, self._collected = [pair for pair in self._collected if not pair[1].done()], []
         try:
             futures = self._engine.submit([request for request, _ in collected])
-        except EngineError as error:
-            for _, submitted in collected:
+            for (_, submitted), future in zip(collected, futures, strict=True):
+                submitted.set_result(future)
+        except Exception as error:  # noqa: BLE001 - raised again by `complete`; here nothing could catch the error
+            for submitted in (submitted for _, submitted in collected if not submitted.done()):
                 submitted.set_exception(error)
-            return
-        for (_, submitted), future in zip(collected, futures, strict=True):
-            submitted.set_result(future)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,8 +261,8 @@ class SampleEngine:
         return self.sampling.max_new_tokens
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        limits = (self.max_new_tokens, self.max_turn_tokens, max_new_tokens)
-        room = min(self.submitter.context_tokens - len(tokens), *(limit for limit in limits if limit is not None))
+        limits = [limit for limit in (self.max_new_tokens, self.max_turn_tokens, max_new_tokens) if limit is not None]
+        room = min(self.submitter.context_tokens - len(tokens), *integers("max_new_tokens", limits))
         if room < 1:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
         turn, seed = self.num_turns, self.sampling.seed
@@ -274,13 +273,12 @@ class SampleEngine:
             min_new_tokens=min(self.sampling.min_new_tokens, room),
             seed=None if seed is None else seed ^ (turn * _SEED_STEP),
         )
-        name = f"{self.name}/{turn}"
-        request = GenerationRequest(name, tuple(tokens), sampling, min_version=self.min_version, pinned=self.pinned)
+        name, prompt_tokens = f"{self.name}/{turn}", integers("tokens", tokens)
+        request = GenerationRequest(name, prompt_tokens, sampling, min_version=self.min_version, pinned=self.pinned)
         return await self.submitter.complete(request)
 
 
 def _check_length(field: str, num: int, expected: int, noun: str) -> None:
     if num != expected:
-        raise EpisodeError(
-            "reward_wrong_type", f"{field}: expected one number for each of the {expected} {noun}, got {num}"
-        )
+        told = f"{field}: expected one number for each of the {expected} {noun}, got {num}"
+        raise EpisodeError("reward_wrong_type", told)

@@ -27,7 +27,7 @@ def make_episode(config: Config) -> Episode:
     made = import_function("rollout.episode.type", path)
     try:
         return made(config)  # type: ignore[no-any-return]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"rollout.episode.type: {path} cannot be made from the config: {type(error).__name__}: {error}"
         ) from error

@@ -21,6 +21,7 @@ from areal_rloo.rollout.episode import Conversation, Rewards, Sample, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import make_tools
 from areal_rloo.trajectory import Message, Trajectory
+from areal_rloo.waiting import cancel
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
 _ROUNDING = 1e-9  # rounding error of a weighted sum of reward parts
@@ -68,12 +69,19 @@ class ToolUse:
             calls = tool_calls(chat.text(conversation.last.tokens.tolist()))
             if not calls or turn + 1 == self._settings.max_turns or conversation.last.finish_reason != "stop":
                 break
-            results = await asyncio.gather(*(self._call(call) for call in calls))
-            messages = [Message("tool", result) for result in results]
+            messages = [Message("tool", result) for result in await self._results(calls)]
             said = chat.between(messages, last_token=int(conversation.last.tokens[-1]))
             if not conversation.reply(said, engine):
                 break
         return [conversation.trajectory(sample, await rewards.score(conversation.request(sample, chat)))]
+
+    async def _results(self, calls: Sequence[str]) -> list[str]:
+        """Call tools in parallel; the first failure cancels the others."""
+        results = [asyncio.ensure_future(self._call(call)) for call in calls]
+        try:
+            return await asyncio.gather(*results)
+        finally:
+            await cancel(results)
 
     async def _call(self, text: str) -> str:
         try:

@@ -29,6 +29,7 @@ from areal_rloo.errors import (
     described,
     shortened,
 )
+from areal_rloo.rollout.deadline import run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
@@ -173,7 +174,8 @@ class RolloutWorker:
             max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
         )
         try:
-            given = await self._episode.run(sample, engine, self._rewards, self._chat)
+            within_s = self._config.rollout.episode.timeout_s
+            given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, timeout_s=within_s)
             trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:
             task = asyncio.current_task()

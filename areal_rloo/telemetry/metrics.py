@@ -46,7 +46,7 @@ class LearnerMetrics:
 
 def watch(registry: CollectorRegistry, struct: type[Measured], read: Callable[[], Measured]) -> None:
     """Serve the metrics that a struct declares; each scrape calls `read` on a separate thread."""
-    registry.register(_Served(struct, read))
+    registry.register(_Safe(struct.__name__, _Served(struct, read)))
 
 
 def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
@@ -55,7 +55,7 @@ def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
     Metrics about the other process itself are left out, because ours have the same names. If the text cannot be read,
     the other's metrics are missing from this scrape.
     """
-    registry.register(_Relay(scrape))
+    registry.register(_Safe("another process", _Relay(scrape)))
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
@@ -173,13 +173,34 @@ class _Relay(Collector):
         self._scrape = scrape
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        try:
-            families = list(text_string_to_metric_families(self._scrape()))
-        except ValueError as error:
-            logger.warning("metrics of another process cannot be read: %s", error)
-            return
+        families = list(text_string_to_metric_families(self._scrape()))
         yield from (family for family in families if not family.name.startswith(("python_", "process_")))
 
     def describe(self) -> Iterator[PrometheusMetric]:
         """Give nothing: the names are unknown before the first scrape."""
         return iter(())
+
+
+class _Safe(Collector):
+    """Leaves out the metrics of a collector that raises, and logs the first error in a row.
+
+    Without this class, the error would fail the whole scrape on a thread whose errors are in no log.
+    """
+
+    def __init__(self, name: str, collector: _Served | _Relay) -> None:
+        self._name, self._collector = name, collector
+        self._failed = False
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        try:
+            families = list(self._collector.collect())
+        except Exception:
+            if not self._failed:
+                logger.exception("metrics of %s cannot be read; they are left out", self._name)
+            self._failed = True
+            return
+        self._failed = False
+        yield from families
+
+    def describe(self) -> Iterator[PrometheusMetric]:
+        return self._collector.describe()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -214,8 +215,12 @@ async def _cancelled(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]
     return trajectories
 
 
+async def _exited(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    sys.exit(0)
+
+
 async def _crashed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    raise KeyError("no such thing")
+    raise KeyError("no such thing: \ud83d")
 
 
 async def _unsendable(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -224,7 +229,8 @@ async def _unsendable(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory
 
 
 def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) -> None:
-    for wrong, words in ((_cancelled, "cancelled itself"), (_crashed, "no such thing"), (_unsendable, "can be sent")):
+    words_of = {_cancelled: "cancelled itself", _crashed: "no such thing", _exited: "Exit", _unsendable: "can be sent"}
+    for wrong, words in words_of.items():
 
         async def scenario(learner: _Learner, words: str = words) -> None:
             learner.lease(1)

@@ -26,7 +26,7 @@ from support.sglang_support import (
 from torch import Tensor
 
 from areal_rloo.engines.sglang import BucketLayout
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import EngineError, GenerationError
 
 pytestmark = pytest.mark.full
 
@@ -125,10 +125,11 @@ def test_more_requests_than_slots_wait_in_the_client(engine: EngineOnThread) -> 
 
 
 def test_a_bad_request_is_refused_by_name(engine: EngineOnThread) -> None:
-    with pytest.raises(EngineError, match="request long: needs 5005 tokens, the context holds 1200"):
-        engine.submit([request("long", max_new_tokens=5000)])
-    with pytest.raises(EngineError, match="request strange: a prompt: expected token ids from 0 to"):
-        engine.submit([request("strange", prompt=(3, 10**6))])
+    long, strange = engine.submit([request("long", max_new_tokens=5000), request("strange", prompt=(3, 10**6))])
+    with pytest.raises(GenerationError, match="request long: needs 5005 tokens, the context holds 1200"):
+        long.result(timeout=0)
+    with pytest.raises(GenerationError, match="request strange: a prompt: expected token ids from 0 to"):
+        strange.result(timeout=0)
     assert engine.statistics().num_waiting == 0
 
 

@@ -10,15 +10,9 @@ REPO = PACKAGE.parent
 NOT_RUN = {"learner/loop.py"}
 # Named below the table in ARCHITECTURE.md: a reader can skip them.
 BESIDE = (
-    *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "intake/evaluation.py"),
-    *(
-        "intake/fleet.py",
-        "intake/reward_failures.py",
-        "weights/offers.py",
-        "learner/parallel/",
-        "learner/team.py",
-        "algorithm/diagnostics.py",
-    ),
+    *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
+    *("intake/evaluation.py", "intake/fleet.py", "intake/reward_failures.py", "weights/offers.py"),
+    *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),
 )
 MOST_FILES, MOST_LINES = 30, 5_900  # both ends of the protocol are state machines, apart from their I/O

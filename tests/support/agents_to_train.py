@@ -74,9 +74,18 @@ def crashes(base_url, api_key, prompt):
     return 1
 
 
+async def leave(code):
+    sys.exit(code)
+
+
 async def crashes_async(prompt):
     if prompt == "exit":
         sys.exit(3)
+    if prompt == "task":
+        await asyncio.create_task(leave(4))
+    if prompt == "callback":
+        asyncio.get_running_loop().call_soon(sys.exit, 5)
+        await asyncio.Event().wait()
     if prompt == "cancel":
         asyncio.current_task().cancel()
         await asyncio.sleep(0)
@@ -125,6 +134,14 @@ async def sleeps():
 def blocks(prompt):
     SEEN.append(prompt)
     HOLD.wait()
+
+
+async def threads_async(base_url, api_key, prompt):
+    if prompt == "hang":
+        SEEN.append(prompt)
+        await asyncio.to_thread(HOLD.wait)
+    await asyncio.to_thread(converse, base_url, api_key, "policy", prompt, 1)
+    return 1.0
 
 
 def two(base_url, api_key, prompt):

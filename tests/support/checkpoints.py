@@ -38,9 +38,9 @@ def checkpoint_state(version: int) -> LearnerState:
     completion = Completion(
         np.array([5, 6], np.int32), np.array([-1, -2], np.float32), np.array([0, 1], np.int32), "stop"
     )
-    ledger.lease((1, 0), "rollout-0")
     parted = msgspec.structs.replace(completion, spans=(1, 1))
-    ledger.finish([Trajectory(1, 0, np.array([3], np.int32), made, 0.5) for made in (completion, parted)])
+    done = [Trajectory(1, 0, np.array([3], np.int32), made, 0.5) for made in (completion, parted)]
+    ledger.groups[1].samples[0].finish(done)
     return LearnerState(
         policy_version=version,
         seed=0,

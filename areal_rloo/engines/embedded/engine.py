@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from areal_rloo.config import EmbeddedConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests, uncancellable_future
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
 from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
 from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
 
@@ -87,17 +87,10 @@ class EmbeddedEngine:
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        futures: list[Future[Completion]] = [uncancellable_future() for _ in requests]
         with self._changed:
             if self._death is not None:
                 raise self._death
-            self._check(requests)
-            for request, future in zip(requests, futures, strict=True):
-                seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-                submission = Submission(request, future, seed, self._num_submitted)
-                self._live[request.request_id] = submission
-                self._waiting.add(WaitingRequest.of(submission))
-                self._num_submitted += 1
+            futures = [self._queued(request) for request in requests]
             self._changed.notify()
         return futures
 
@@ -139,15 +132,29 @@ class EmbeddedEngine:
             self._changed.notify()
         self._thread.join()
 
-    def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        check_requests(requests, in_use=self._live, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
-        for request in requests:
-            needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
-            if needed > self._cache.capacities[-1]:
-                raise EngineError(
-                    f"request {request.request_id}: needs {needed} tokens, the cache holds "
-                    f"{self._cache.capacities[-1]}; raise rollout.embedded.cache_tokens"
-                )
+    def _queued(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue a request if it can be served; return the future."""
+        future: Future[Completion] = uncancellable_future()
+        try:
+            self._check(request)
+        except GenerationError as error:
+            future.set_exception(error)
+            return future
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        submission = Submission(request, future, seed, self._num_submitted)
+        self._waiting.add(WaitingRequest.of(submission))
+        self._live[request.request_id] = submission
+        self._num_submitted += 1
+        return future
+
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(request, in_use=self._live, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
+        needed, held = len(request.prompt_tokens) + request.sampling.max_new_tokens, self._cache.capacities[-1]
+        if needed > held:
+            raise GenerationError(
+                f"request {request.request_id}: needs {needed} tokens, the cache holds {held}; raise "
+                "rollout.embedded.cache_tokens"
+            )
 
     def _make_batch(self, parameters: Parameters, kind: RowKind) -> DecodeBatch:
         batch = self._scheduler.batches[kind] = DecodeBatch(

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_requests, uncancellable_future
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
 from areal_rloo.engines.sglang.client import Capabilities
-from areal_rloo.errors import ArealRlooError, EngineError, shortened
+from areal_rloo.errors import ArealRlooError, EngineError, GenerationError, shortened
 from areal_rloo.trajectory import Completion, FinishReason
 
 _LARGEST_SEED = 2**63 - 1
@@ -221,7 +221,7 @@ class FlightQueue:
 
     def __init__(self, *, num_slots: int, context_tokens: int, vocab_size: int) -> None:
         self._num_slots = num_slots
-        self._check = partial(check_requests, vocab_size=vocab_size, context_tokens=context_tokens)
+        self._check = partial(check_request, vocab_size=vocab_size, context_tokens=context_tokens)
         self._sequence = itertools.count()
         self._waiting: deque[Flight] = deque()  # in the order of submission, requeued flights too
         self._under_way: dict[str, Flight] = {}  # by request id, in the order of sending
@@ -234,18 +234,14 @@ class FlightQueue:
         self.death: EngineError | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Append requests.
+        """Append requests; the future of a request that cannot be served has a `GenerationError`.
 
         Raises:
-            EngineError: a request cannot be served, or the engine has stopped; then none of the call is queued.
+            EngineError: the engine has stopped.
         """
         if self.death is not None:
             raise self.death
-        self._check(requests, in_use=self._live)
-        flights = [Flight(request, uncancellable_future(), next(self._sequence)) for request in requests]
-        self._waiting += flights
-        self._live |= {flight.request.request_id: flight for flight in flights}
-        return [flight.future for flight in flights]
+        return [self._queued(request) for request in requests]
 
     def abort(self, request_ids: Iterable[str]) -> list[Flight]:
         """End waiting flights; return the flights under way, which the server must abort."""
@@ -309,6 +305,17 @@ class FlightQueue:
         self._waiting.clear()
         for flight in list(self._live.values()):
             self.end(flight, death if failed else "abort")
+
+    def _queued(self, request: GenerationRequest) -> Future[Completion]:
+        future: Future[Completion] = uncancellable_future()
+        try:
+            self._check(request, in_use=self._live)
+        except GenerationError as error:
+            future.set_exception(error)
+            return future
+        flight = self._live[request.request_id] = Flight(request, future, next(self._sequence))
+        self._waiting.append(flight)
+        return future
 
     def statistics(self, *, ready: bool, policy_version: int, weight_updates: int, swap_s: float) -> EngineStatistics:
         """Return a snapshot; the arguments are the server's part."""

@@ -4,7 +4,8 @@ Mistakes of the model (a missing argument, a wrong expression, a failing program
 exception means a mistake of this package or of the machine.
 
 - `calculator`: computes arithmetic expressions exactly.
-- `sandbox`: runs Python programs of the model in a locked process.
+- `programs`: runs Python programs of the model, and tries again if a sandbox fails.
+- `sandbox`: runs a Python program in a locked process.
 - `sandbox_child`: the locked process.
 - `landlock`: rules for files, enforced by the kernel.
 - `seccomp`: rules for system calls, enforced by the kernel.
@@ -12,14 +13,13 @@ exception means a mistake of this package or of the machine.
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from areal_rloo.config import EpisodeConfig
 from areal_rloo.tasks.tools.calculator import calculate
-from areal_rloo.tasks.tools.sandbox import SandboxLimits, run_python
+from areal_rloo.tasks.tools.programs import Programs
+from areal_rloo.tasks.tools.sandbox import SandboxLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,6 @@ _CALCULATOR = Tool(
 
 
 def _python(limits: SandboxLimits) -> Tool:
-    # The time limit counts from the start of a program, so more programs than cores would cause timeouts.
-    cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-
-    async def run(code: str) -> str:
-        async with cores:
-            return (await run_python(code, limits)).text
-
     return Tool(
         name="python",
         description=(
@@ -91,7 +84,7 @@ def _python(limits: SandboxLimits) -> Tool:
         ),
         argument="code",
         argument_description="the whole program; print what you want to see",
-        function=run,
+        function=Programs(limits).run,
     )
 
 

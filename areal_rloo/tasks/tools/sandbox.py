@@ -15,6 +15,7 @@ Code of an adversary, rather than of a model in training, needs a virtual machin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import marshal
 import math
 import os
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from areal_rloo.errors import PreflightError
+from areal_rloo.errors import EpisodeError, PreflightError
 from areal_rloo.tasks.tools import landlock, sandbox_child
 from areal_rloo.tasks.tools.seccomp import seccomp_filter
 
@@ -43,6 +44,7 @@ _WATCH_S = 0.1  # between two checks of limits that the kernel does not enforce
 _MOST_FILES = 256
 _MOST_OPEN_FILES = 64
 _START_S = 60.0  # limit of the trial before a run; the machine may be busy
+_END_S = 20.0  # for the end of a killed program; a system call may delay the end
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TZ": "UTC",
@@ -101,7 +103,10 @@ def check_sandbox(private: Sequence[Path] = ()) -> None:
                 raise PreflightError(
                     f"the tool 'python' lets programs read {path}, which contains {folder}; choose another folder"
                 )
-    result = asyncio.run(run_python("print('locked')", SandboxLimits(wall_s=_START_S)))
+    try:
+        result = asyncio.run(run_python("print('locked')", SandboxLimits(wall_s=_START_S)))
+    except EpisodeError as error:
+        raise PreflightError(f"a trial of {error.detail}") from error
     if result.text != "locked":
         raise PreflightError(f"a trial of the tool 'python' failed: {result.text}")
 
@@ -113,24 +118,35 @@ async def run_python(code: str, limits: SandboxLimits) -> SandboxResult:
 
     Raises:
         PreflightError: the kernel cannot lock the program; the program did not run.
+        EpisodeError: the process was killed before it had locked itself in, could not be started, or could not be
+            ended; not the fault of the program.
     """
     with tempfile.TemporaryDirectory(prefix="areal_rloo-sandbox-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder) / "scratch"  # writable; the orders stay outside
-        process = await asyncio.create_subprocess_exec(
-            *_command(scratch, code, limits),
-            cwd=scratch,
-            env={**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,  # without a terminal, outside the process group of Ctrl-C
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_command(scratch, code, limits),
+                cwd=scratch,
+                env={**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,  # without a terminal, outside the process group of Ctrl-C
+            )
+        except OSError as error:  # too little memory, too many processes, a full disk
+            raise EpisodeError("tool_failed", f"the tool 'python' cannot start a process: {error}") from error
         run = _Run(process, scratch, limits)
         try:
-            return await run.result()
+            async with asyncio.timeout(limits.wall_s + _END_S):
+                return await run.result()
+        except TimeoutError:
+            detail = f"the tool 'python' could not end a program within {_END_S:g} s after its deadline"
+            raise EpisodeError("tool_timeout", detail) from None
         finally:
             run.kill()
-            await process.communicate()  # returns, because no child of the program can hold the pipes
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await process.communicate()  # returns, because no child of the program can hold the pipes
 
 
 class _Run:
@@ -150,7 +166,7 @@ class _Run:
             await self._process.wait()  # a program may close both pipes and continue
         finally:
             watch.cancel()
-        if not out.startswith(sandbox_child.LOCKED) and self._stopped is None:
+        if not out.startswith(sandbox_child.LOCKED):
             raise _not_locked(self._process.returncode, err)
         reason, detail = self._stopped or self._end()
         stdout = self._text(out.removeprefix(sandbox_child.LOCKED))
@@ -241,6 +257,7 @@ def _command(scratch: Path, code: str, limits: SandboxLimits) -> list[str]:
     return [sys.executable, *flags, sandbox_child.__file__, str(path)]
 
 
-def _not_locked(code: int | None, stderr: bytes) -> PreflightError:
+def _not_locked(code: int | None, stderr: bytes) -> PreflightError | EpisodeError:
     said = stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"the process ended with code {code}"
-    return PreflightError(f"the tool 'python' could not lock the program, so nothing was run: {said}")
+    detail = f"the tool 'python' could not lock the program, so nothing was run: {said}"
+    return PreflightError(detail) if code == sandbox_child.NOT_LOCKED else EpisodeError("tool_failed", detail)

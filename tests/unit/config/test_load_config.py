@@ -344,7 +344,11 @@ def test_the_resolved_config_is_complete(tmp_path: Path) -> None:
         ("{agent: 'a.py:b'}", "rollout.episode.agent: expected a function exactly with type=agent"),
         ("{max_turns: 3}", "rollout.episode.max_turns: nothing reads it with type=single_turn; leave it out"),
         ("{type: tool_use, feedback: no}", "rollout.episode.feedback"),
-        ("{type: multi_turn, timeout_s: 3}", "rollout.episode.timeout_s: nothing reads it with type=multi_turn"),
+        ("{type: agent, agent: a:b, timeout_s: 3}", "rollout.episode.agent_timeout_s: expected at most"),
+        (
+            "{type: multi_turn, agent_timeout_s: 3}",
+            "rollout.episode.agent_timeout_s: nothing reads it with type=multi_turn",
+        ),
         ("{type: tool_use, tools: []}", "rollout.episode.tools: expected different tools, at least one, got []"),
         ("{type: tool_use, tools: [calculator, calculator]}", "rollout.episode.tools: expected different tools"),
         ("{type: tool_use, tools: [abacus]}", "rollout.episode.tools"),

@@ -1,5 +1,6 @@
 """Which groups are worth training on: by the deviation of their rewards, and by a function of the user's."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
+from areal_rloo.errors import TrainingError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt
@@ -89,5 +91,17 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(TrainingError, match="ZeroDivisionError"):
+        bench.complete(1.0, 0.0)
+
+
+def test_a_filter_that_exits_drops_the_group_and_later_fails_the_run() -> None:
+    def keep(group: Group) -> bool:
+        sys.exit(0)
+
+    bench = _Bench(group_filter=keep)
+    bench.complete(1.0, 0.0)
+    bench.complete(1.0, 0.0)
+    assert bench.dropped() == {"group_filter_error": 4}
+    with pytest.raises(TrainingError, match=r"algorithm\.group_filter: SystemExit"):
         bench.complete(1.0, 0.0)

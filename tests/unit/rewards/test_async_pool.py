@@ -49,6 +49,21 @@ async def reward(completion, fields):
             raise asyncio.CancelledError
         elif completion == "fork":
             os.fork()
+        elif completion == "exit":
+            await asyncio.sleep(0.05)
+            sys.exit(3)
+        elif completion == "exit in a task":
+            async def leave():
+                await asyncio.sleep(0.05)
+                sys.exit(3)
+            await asyncio.create_task(leave())
+        elif completion == "exit in a callback":
+            asyncio.get_running_loop().call_soon(sys.exit, 0)
+            await asyncio.sleep(0.1)
+        elif completion == "hang in a thread":
+            await asyncio.to_thread(time.sleep, 3600)
+        elif completion == "answer in a thread":
+            await asyncio.to_thread(time.sleep, 0)
         elif completion == "garbage":
             os.write(int(sys.argv[1]), b"\\xff" * 64)
             await asyncio.sleep(3600)
@@ -63,13 +78,6 @@ def make(argument):
         request = job.request
         return read_worth(await reward(request.completion, request.item.fields), request, returns="trajectory")
     return score
-
-def once(argument):
-    path = argument.decode()
-    if os.path.exists(path):
-        raise RuntimeError("not a second time")
-    open(path, "w").close()
-    return make(b"")
 """
 
 Scenario = Callable[[AsyncRewardPool], Coroutine[Any, Any, Any]]
@@ -98,7 +106,7 @@ def _run(
 
 
 def _processes() -> list[psutil.Process]:
-    return children_with("areal_rloo.rewards")
+    return [child for keeper in children_with("areal_rloo.rewards") for child in keeper.children()]
 
 
 async def _outcome(pool: AsyncRewardPool, completion: str, **fields: Any) -> float | str:
@@ -218,19 +226,29 @@ def test_closing_the_pool_ends_the_process_and_all_waits(scorer: str) -> None:
     assert alive == []
 
 
-def test_a_broken_scorer_is_refused_at_start_and_at_restart(scorer: str, tmp_path: Path) -> None:
+def test_a_broken_scorer_is_refused_at_start(scorer: str) -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="has no function 'absent'"):
             await AsyncRewardPool(f"{scorer}:absent", b"", num_at_once=1, deadline_s=1.0).ready()
-        argument = str(tmp_path / "made").encode()
-        pool = AsyncRewardPool(f"{scorer}:once", argument, num_at_once=2, deadline_s=1.0)
-        await pool.ready()
-        outcomes = await asyncio.gather(
-            *(_outcome(pool, completion) for completion in ("crash", "right", "right")), return_exceptions=True
-        )
-        assert [type(outcome) for outcome in outcomes] == [ConfigError] * 3
-        with pytest.raises(ConfigError, match="not a second time"):
-            await _outcome(pool, "right")
-        await pool.close()
 
     asyncio.run(scenario())
+
+
+def test_an_exit_of_a_reward_or_its_task_drops_only_its_sample(scorer: str) -> None:
+    completions = ["right", "exit", "exit in a task", "exit in a callback", "right"]
+
+    async def scenario(pool: AsyncRewardPool) -> None:
+        assert await _outcomes(pool, *completions) == [1.0, "reward_error", "reward_error", 0.0, 1.0]
+        assert pool.statistics().restarts == 0
+
+    _run(scorer, scenario)
+
+
+def test_calls_that_hang_in_threads_delay_no_other_reward(scorer: str) -> None:
+    """The default executor of a loop has a few threads for all rewards."""
+
+    async def scenario(pool: AsyncRewardPool) -> None:
+        assert await _outcomes(pool, *["hang in a thread"] * 40) == ["reward_timeout"] * 40
+        assert await _outcome(pool, "answer in a thread") == 0.0
+
+    _run(scorer, scenario, deadline_s=3.0, grace_s=60.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from areal_rloo.trajectory import Item, Message
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 MOST_TOKENS = 256
+KEY = "data.train.rewards.0.model"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
@@ -53,11 +55,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: _save(tmp_path_factory.mktemp(kind), kind) for kind in ("decoder", "encoder")}
 
 
-def _run(path: Path, scenario: Callable[[RewardModel], Coroutine[Any, Any, Any]], *, batch_size: int = 16) -> Any:
+def _run(
+    path: Path,
+    scenario: Callable[[RewardModel], Coroutine[Any, Any, Any]],
+    *,
+    batch_size: int = 16,
+    deadline_s: float = 60.0,
+) -> Any:
     """What a scenario gives, with the model loaded."""
 
     async def with_model() -> Any:
-        model = RewardModel(str(path), key="data.train.rewards.0.model", device="cpu", batch_size=batch_size)
+        model = RewardModel(str(path), key=KEY, device="cpu", batch_size=batch_size, deadline_s=deadline_s)
         try:
             return await scenario(model)
         finally:
@@ -180,7 +188,7 @@ def test_a_model_without_a_reward_head_is_refused_with_its_key(
     ]
     for path, device, told in cases:
         with pytest.raises(ModelError, match=told):
-            RewardModel(str(path), key="data.train.rewards.0.model", device=device, batch_size=1)
+            RewardModel(str(path), key=KEY, device=device, batch_size=1, deadline_s=60.0)
 
 
 def test_a_model_without_a_pad_token_pads_with_the_end_of_sequence(tmp_path: Path) -> None:
@@ -199,10 +207,56 @@ def test_a_model_without_a_pad_token_pads_with_the_end_of_sequence(tmp_path: Pat
     _run(folder, scenario)
 
 
+def test_a_batch_that_hangs_drops_its_completions_and_those_that_wait(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    logits = RewardModel._logits
+
+    def hang(model: RewardModel, texts: Any) -> list[float]:
+        goes_on.wait()
+        return logits(model, texts)
+
+    monkeypatch.setattr(RewardModel, "_logits", hang)
+
+    async def scenario(model: RewardModel) -> None:
+        scores = [asyncio.create_task(model.score(_request(text))) for text in COMPLETIONS]
+        await asyncio.sleep(0.1)  # the first batch hangs; the next waits behind it
+        scores.append(asyncio.create_task(model.score(_request("late"))))
+        failures = await asyncio.gather(*scores, return_exceptions=True)
+        assert {getattr(failure, "reason", None) for failure in failures} == {"reward_timeout"}
+        goes_on.set()
+        monkeypatch.setattr(RewardModel, "_logits", logits)
+        while model.statistics().busy_s == 0:  # noqa: ASYNC110 - until the thread has the batch behind it
+            await asyncio.sleep(0.01)
+        await model.score(_request("afterwards"))
+
+    _run(folders["decoder"], scenario, deadline_s=2.0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), MemoryError()])
+def test_no_exception_of_a_model_ends_its_thread(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    logits = RewardModel._logits
+
+    def fail(model: RewardModel, texts: Any) -> list[float]:
+        raise error
+
+    async def scenario(model: RewardModel) -> None:
+        monkeypatch.setattr(RewardModel, "_logits", fail)
+        with pytest.raises(RewardError, match=f"reward_error: {type(error).__name__}"):
+            await model.score(_request("2"))
+        monkeypatch.setattr(RewardModel, "_logits", logits)
+        await model.score(_request("2"))
+
+    _run(folders["decoder"], scenario)
+
+
 @pytest.mark.gpu
 def test_rewards_on_cuda_equal_rewards_on_cpu(folders: dict[str, Path]) -> None:
     async def scenario(device: str) -> list[float]:
-        model = RewardModel(str(folders["decoder"]), key="key", device=device, batch_size=4)
+        model = RewardModel(str(folders["decoder"]), key="key", device=device, batch_size=4, deadline_s=60.0)
         worths = await asyncio.gather(*(model.score(_request(text)) for text in COMPLETIONS))
         await model.close()
         return [worth.reward for worth in worths]

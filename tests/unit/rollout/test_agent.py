@@ -47,7 +47,9 @@ def _nothing_seen() -> Iterator[None]:
 def _config(
     function: str, *, module: str = "support.agents_to_train", timeout_s: float = 120.0, num_agents: int | None = None
 ) -> Config:
-    episode = EpisodeConfig(type="agent", agent=f"{module}:{function}", timeout_s=timeout_s, num_agents=num_agents)
+    episode = EpisodeConfig(
+        type="agent", agent=f"{module}:{function}", agent_timeout_s=timeout_s, num_agents=num_agents
+    )
     return Config(data=DATA, rollout=RolloutConfig(episode=episode))
 
 
@@ -151,7 +153,16 @@ def test_an_agent_that_breaks_the_rules_drops_its_sample(
     ("function", "mistakes"),
     [
         ("crashes", {"crash": "an agent's own mistake", "exit": "SystemExit: 3", "stop": "StopIteration"}),
-        ("crashes_async", {"crash": "own mistake", "exit": "SystemExit: 3", "cancel": "cancelled itself"}),
+        (
+            "crashes_async",
+            {
+                "crash": "own mistake",
+                "exit": "SystemExit: 3",
+                "task": "SystemExit: 4",
+                "callback": "took more than",
+                "cancel": "cancelled itself",
+            },
+        ),
     ],
 )
 def test_a_crashing_agent_drops_only_its_sample(
@@ -163,12 +174,13 @@ def test_a_crashing_agent_drops_only_its_sample(
         samples = [a_sample(group_id, Item(prompt)) for group_id, prompt in enumerate(prompts)]
         return await asyncio.gather(*map(run, samples), return_exceptions=True)
 
-    for prompt, outcome in zip(prompts, _with(_config(function), engine, folder, use), strict=True):
+    outcomes = _with(_config(function, timeout_s=5.0), engine, folder, use)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
         if prompt == "fine" and function == "crashes":
             assert outcome[0].reward == 1.0
         else:
             assert isinstance(outcome, EpisodeError)
-            assert outcome.reason == "episode_error"
+            assert outcome.reason == ("agent_timeout" if prompt == "callback" else "episode_error")
             assert mistakes.get(prompt, "an agent's own mistake") in outcome.detail
 
 
@@ -186,7 +198,7 @@ def test_a_session_timeout_drops_the_sample_and_refuses_the_key(engine: Recorder
     async def use(run: Run) -> None:
         with pytest.raises(EpisodeError) as dropped:
             await run(a_sample(0))
-        assert dropped.value.reason == "episode_timeout"
+        assert dropped.value.reason == "agent_timeout"
         HOLD.set()  # its thread goes on, to its next call
         await until(lambda: SEEN)
 
@@ -196,7 +208,7 @@ def test_a_session_timeout_drops_the_sample_and_refuses_the_key(engine: Recorder
 
 def test_an_async_agent_is_cancelled_at_its_timeout(engine: Recorder, folder: Path) -> None:
     async def use(run: Run) -> None:
-        with pytest.raises(EpisodeError, match="episode_timeout"):
+        with pytest.raises(EpisodeError, match="agent_timeout"):
             await run(a_sample(0))
         await until(lambda: SEEN)
 
@@ -207,7 +219,7 @@ def test_an_async_agent_is_cancelled_at_its_timeout(engine: Recorder, folder: Pa
 @pytest.mark.parametrize("function", ["converse", "hangs_async"])
 def test_a_session_timeout_aborts_its_completions(engine: Recorder, folder: Path, function: str) -> None:
     engine.holds = True
-    with pytest.raises(EpisodeError, match="episode_timeout"):
+    with pytest.raises(EpisodeError, match="agent_timeout"):
         _with(_config(function, timeout_s=1.0), engine, folder, lambda run: run(a_sample(0)))
     assert engine.aborted == [request.request_id for request, _ in engine.calls]
     assert function == "converse" or SEEN == ["cancelled"]
@@ -247,10 +259,23 @@ def test_hanging_agents_free_their_slots_at_the_timeout(engine: Recorder, folder
     async def use(run: Run) -> None:
         samples = [a_sample(group_id, Item(str(group_id))) for group_id in range(12)]
         outcomes = await asyncio.gather(*map(run, samples), return_exceptions=True)
-        assert [outcome.reason for outcome in outcomes] == ["episode_timeout"] * 12
+        assert [outcome.reason for outcome in outcomes] == ["agent_timeout"] * 12
         assert len(SEEN) == 12  # all of them had begun, although none had ended
 
     _with(_config("blocks", timeout_s=0.2, num_agents=4), engine, folder, use)
+
+
+def test_threads_of_hanging_async_agents_delay_no_other_agent(engine: Recorder, folder: Path) -> None:
+    async def use(run: Run) -> None:
+        hanging = [asyncio.ensure_future(run(a_sample(group_id, Item("hang")))) for group_id in range(40)]
+        await until(lambda: len(SEEN) == 40)
+        (trajectory,) = await run(a_sample(99, Item("fine")))
+        assert trajectory.reward == 1.0
+        assert not any(task.done() for task in hanging)
+        HOLD.set()
+        await asyncio.gather(*hanging, return_exceptions=True)
+
+    _with(_config("threads_async", num_agents=100), engine, folder, use)
 
 
 def test_no_more_agents_run_than_num_agents(engine: Recorder, folder: Path) -> None:

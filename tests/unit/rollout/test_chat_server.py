@@ -321,3 +321,35 @@ def test_an_unknown_path_is_refused_in_json(folder: Path, engine: Recorder) -> N
             assert "/v1/embeddings" in refused["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_a_request_that_never_arrives_whole_is_refused(
+    engine: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_server, "_CLIENT_S", 0.2)
+
+    async def run() -> None:
+        async with endpoint(engine, chat_format(folder)) as there:
+            _, key = there.open()
+            port = int(there.server.base_url.split(":")[2].partition("/")[0])
+            for path in ("chat/completions", "reward"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = (
+                    f"POST /v1/{path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Length: 9\r\n\r\n{{"
+                )
+                writer.write(head.encode())
+                assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+                writer.close()
+            assert there.server.statistics().num_refused == 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "_CLIENT_S", 0.1)
+
+    async def run() -> None:
+        with pytest.raises(ConnectionResetError, match="did not read"):
+            await chat_server._written(asyncio.sleep(3600))
+
+    asyncio.run(run())

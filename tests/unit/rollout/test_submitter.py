@@ -5,13 +5,16 @@ import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.chat_endpoint import Recorder
 from support.episodes import engine_of, episode_config, watched_engine
+from support.patience import PATIENCE_S
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import EngineError, EpisodeError, SampleError
 from areal_rloo.rollout.episode import SampleEngine, Submitter
 from areal_rloo.trajectory import Completion
 
@@ -101,3 +104,81 @@ def test_an_error_after_an_abort_is_not_logged(caplog: pytest.LogCaptureFixture)
     gc.collect()  # asyncio logs an error of a collected future
     assert engine.aborted == ["1/0/0"]
     assert caplog.messages == []
+
+
+class _Stopped:
+    """An engine whose `submit` raises, or gives too few futures."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Know no request."""
+
+
+@pytest.mark.parametrize("error", [EngineError("gone"), RuntimeError("a bug"), None])
+def test_every_wait_ends_if_the_engine_fails_to_submit(error: BaseException | None) -> None:
+    config = episode_config()
+
+    async def scenario() -> None:
+        submitter = Submitter(_Stopped(error), context_tokens=256)  # type: ignore[arg-type]
+        waits = (engine_of(submitter, n, config).generate((5, 6)) for n in range(3))
+        async with asyncio.timeout(PATIENCE_S):
+            failures = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [EngineError] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [(5, None), ("5",), (5.5,), (5, 10**6), (5, 10**30), (-1,), (), (5,) * 250],
+    ids=["none", "text", "float", "vocabulary", "huge", "negative", "empty", "long"],
+)
+def test_bad_tokens_drop_their_sample_and_spare_the_others(folder: Path, bad: tuple[int, ...]) -> None:
+    engine, config = watched_engine(folder), episode_config()
+
+    async def scenario() -> None:
+        submitter = Submitter(engine, context_tokens=1000)  # more than the engine's, which must refuse as well
+        prompts = [(5, 6), bad, (7, 8)]
+        turns = (engine_of(submitter, n, config).generate(prompt) for n, prompt in enumerate(prompts))
+        async with asyncio.timeout(PATIENCE_S):
+            first, refused, last = await asyncio.gather(*turns, return_exceptions=True)
+        assert isinstance(first, Completion)
+        assert isinstance(last, Completion)
+        assert isinstance(refused, SampleError)
+        assert refused.reason in ("wrong_tokens", "generation_failed")
+
+    asyncio.run(scenario())
+    engine.close()
+
+
+@pytest.mark.parametrize("limit", ["5", 5.5])
+def test_a_wrong_limit_of_tokens_drops_its_sample(folder: Path, limit: Any) -> None:
+    engine, config = watched_engine(folder), episode_config()
+
+    async def scenario() -> None:
+        submitter = Submitter(engine, context_tokens=256)
+        with pytest.raises(EpisodeError, match="wrong_tokens: max_new_tokens: expected integers"):
+            await engine_of(submitter, 0, config).generate((5, 6), max_new_tokens=limit)
+
+    asyncio.run(scenario())
+    engine.close()
+
+
+def test_tokens_of_numpy_are_submitted_as_integers(folder: Path) -> None:
+    """A server gets them as JSON."""
+    engine, config = watched_engine(folder), episode_config()
+
+    async def scenario() -> None:
+        await engine_of(Submitter(engine, context_tokens=256), 0, config).generate(np.array([5, 6]))  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    engine.close()
+    ((request, _),) = engine.calls
+    assert [type(token) for token in request.prompt_tokens] == [int, int]

@@ -6,6 +6,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from areal_rloo.errors import DataError
 from areal_rloo.report.metrics_page import SERVED
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
-from areal_rloo.telemetry.metric import PREFIX, Measured
+from areal_rloo.telemetry.metric import PREFIX, Measured, Metric
 from areal_rloo.telemetry.metrics import (
     LearnerMetrics,
     MetricsFile,
@@ -32,6 +33,14 @@ from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 from areal_rloo.wire.channels import ChannelStatistics
 
 MakeTrainRecord = Callable[..., TrainRecord]
+
+
+class WorkStatistics(msgspec.Struct, frozen=True):
+    """Statistics to watch."""
+
+    metrics_prefix: ClassVar[str] = ""
+
+    num: Annotated[int, Metric("A number")]
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -142,13 +151,17 @@ def test_watched_statistics_are_read_at_each_scrape() -> None:
 
 
 def test_watch_reads_nothing_before_the_first_scrape() -> None:
-    def read() -> ChannelStatistics:
-        raise AssertionError("read before a scrape")
+    reads = []
+
+    def read() -> WorkStatistics:
+        reads.append(1)
+        return WorkStatistics(num=7)
 
     registry = CollectorRegistry()
-    watch(registry, ChannelStatistics, read)
-    with pytest.raises(AssertionError, match="read before a scrape"):
-        list(registry.collect())
+    watch(registry, WorkStatistics, read)
+    assert reads == []
+    list(registry.collect())
+    assert reads == [1]
 
 
 OTHERS = """# HELP sglang:num_running_reqs The number of running requests.
@@ -181,6 +194,32 @@ def test_with_unreadable_relayed_metrics_our_own_are_still_served(text: str) -> 
     Gauge("areal_rloo_own", "Ours.", registry=registry).set(1)
     relay(registry, lambda: text)
     assert "areal_rloo_own 1.0" in generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_metrics_that_cannot_be_read_are_logged_once_and_left_out(
+    relayed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry, fails = CollectorRegistry(), True
+    Gauge("areal_rloo_own", "Ours.", registry=registry).set(1)
+
+    def read() -> WorkStatistics:
+        if fails:
+            raise KeyError("mine")
+        return WorkStatistics(num=7)
+
+    if relayed:
+        relay(registry, lambda: f"# TYPE {PREFIX}num gauge\n{PREFIX}num {read().num}\n")
+    else:
+        watch(registry, WorkStatistics, read)
+    for _ in range(3):
+        served = generate_latest(registry).decode()
+        assert "areal_rloo_own 1.0" in served
+        assert f"{PREFIX}num" not in served
+    (message,) = caplog.messages
+    assert "they are left out" in message
+    fails = False
+    assert f"{PREFIX}num 7.0" in generate_latest(registry).decode()
 
 
 def test_metrics_are_served_on_a_free_port_until_stopped(make_train_record: MakeTrainRecord) -> None:

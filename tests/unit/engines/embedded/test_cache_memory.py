@@ -31,7 +31,7 @@ from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded.cache import RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import GenerationError
 from areal_rloo.trajectory import Completion
 
 
@@ -141,11 +141,12 @@ def _as_policy(folder: Path, factor: float) -> torch.nn.Module:
 def test_a_request_larger_than_the_cache_is_refused_with_the_key(tiny_folders: dict[str, Path]) -> None:
     options = EmbeddedConfig(cache_tokens=256)
     with serving(tiny_folders["qwen2"], context_tokens=1024, options=options) as engine:
+        (refused,) = engine.submit([request("a", max_new_tokens=300)])
         with pytest.raises(
-            EngineError,
+            GenerationError,
             match=r"request a: needs 305 tokens, the cache holds 256; raise rollout\.embedded\.cache_tokens",
         ):
-            engine.submit([request("a", max_new_tokens=300)])
+            refused.result(timeout=0)
         (completion,) = results(engine.submit([request("a", max_new_tokens=251)]))
     assert len(completion.tokens) == 251
 

@@ -13,7 +13,7 @@ from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache
 from areal_rloo.engines.embedded.parameters import Parameters
 from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
-from areal_rloo.errors import EngineError
+from areal_rloo.errors import EngineError, GenerationError
 
 REFUSED = {
     "needs 155 tokens, the context holds 128": request("bad", max_new_tokens=150),
@@ -22,6 +22,8 @@ REFUSED = {
     "expected a temperature above 0, got 0": request("bad", temperature=0),
     "a prompt: expected token ids from 0 to 257, got 258": request("bad", prompt=(5, 258, 3)),
     "a prompt: expected token ids from 0 to 257, got -1": request("bad", prompt=(5, -1, 300)),
+    "a prompt: expected token ids from 0 to 257, got None": request("bad", prompt=(5, None)),
+    "a prompt: expected token ids from 0 to 257, got '7'": request("bad", prompt=("7",)),
     "stop_token_ids: expected token ids from 0 to 257, got 100000": request("bad", stop_token_ids=(2, 100000)),
     "stop_token_ids: expected token ids from 0 to 257, got -7": request("bad", stop_token_ids=(-7,)),
 }
@@ -31,16 +33,20 @@ REFUSED = {
 def test_a_bad_request_is_refused_by_name_and_others_continue(complaint: str, tiny_folders: dict[str, Path]) -> None:
     with serving(tiny_folders["qwen2"]) as engine:
         running = engine.submit([request("good", max_new_tokens=60)])
-        with pytest.raises(EngineError, match=f"request bad: {complaint}"):
-            engine.submit([request("beside"), REFUSED[complaint]])
-        (completion,) = results(running)
+        beside, bad = engine.submit([request("beside"), REFUSED[complaint]])
+        with pytest.raises(GenerationError, match=f"request bad: {complaint}"):
+            bad.result(timeout=0)
+        (completion, _) = results([*running, beside])
         results(engine.submit([request("beside"), request("bad")]))
     assert len(completion.tokens) == 60
 
 
 def test_a_request_id_in_use_is_refused(tiny_folders: dict[str, Path]) -> None:
-    with serving(tiny_folders["qwen2"]) as engine, pytest.raises(EngineError, match="request a: this id is in use"):
-        engine.submit([request("a"), request("a")])
+    with serving(tiny_folders["qwen2"]) as engine:
+        first, second = engine.submit([request("a"), request("a")])
+        with pytest.raises(GenerationError, match="request a: this id is in use"):
+            second.result(timeout=0)
+        results([first])
 
 
 def test_a_failed_engine_fails_all_requests_and_updates(

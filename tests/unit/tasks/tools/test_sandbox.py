@@ -281,8 +281,8 @@ def test_root_keeps_only_the_capability_to_read() -> None:
 )
 def test_no_program_outlives_the_deadline(program: str) -> None:
     began_s = time.monotonic()
-    result = _run(program, wall_s=1.5, cpu_s=60)
-    assert time.monotonic() - began_s < 30, "a bound for a busy machine; the deadline was 1.5 s"
+    result = _run(program, wall_s=3, cpu_s=60)
+    assert time.monotonic() - began_s < 30, "a bound for a busy machine; the deadline was 3 s"
     assert result.exit_reason in ("timeout", "killed")
 
 

@@ -1,0 +1,118 @@
+"""A keeper starts a command and outlives the command: everything that the command started ends with the command.
+
+    starter ─► keeper ─► command ─► children, their children, and processes in sessions of their own
+
+The keeper kills all descendants when the command ends, when the starting thread ends, or on SIGTERM. Linux passes every
+orphan below the keeper on to the keeper (a "child subreaper"), so a new session or a double fork hides no process. If
+the keeper itself is killed, the command ends, and other processes live on. A process of another user, or started by
+another service for the command (systemd, docker, at), is out of reach.
+
+Run by path, without this package and `site`, so a keeper starts in milliseconds and needs little memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_S = 5.0  # a process in an uninterruptible system call ends later
+_LOOK_S = 0.05
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def kept(command: Sequence[str]) -> tuple[str, ...]:
+    """Wrap a command, to be started by this process; other systems than Linux have no keepers."""
+    if sys.platform != "linux":
+        return tuple(command)
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *command)
+
+
+def main() -> None:
+    """Start the command; exit with the command's code after everything has ended."""
+    starter, command = int(sys.argv[1]), sys.argv[2:]
+    libc = ctypes.CDLL(None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != starter:  # the starter died before the request above
+        os._exit(1)
+    keeper, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != keeper:
+            os._exit(1)
+        os.execvp(command[0], command)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket of the command
+    status = None
+    while status is None and signal.sigwait(_SIGNALS) != signal.SIGTERM:
+        status, _ = _reaped(child)
+    _exit(_kill_descendants(child, status))
+
+
+def _reaped(child: int) -> tuple[int | None, bool]:
+    """Reap all dead children; return the status of the command if it was among them, and whether children are left."""
+    status = None
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status, False
+        if pid == 0:
+            return status, True
+        if pid == child:
+            status = ended
+
+
+def _kill_descendants(child: int, status: int | None) -> int | None:
+    """Kill until no descendant is left, as a process may fork meanwhile; return the status of the command."""
+    ends_s = time.monotonic() + _KILL_S
+    while time.monotonic() < ends_s:
+        for pid in _descendants(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # has ended, or runs as another user
+                continue
+        ended, others = _reaped(child)
+        status = ended if status is None else status
+        if not others:
+            break
+        signal.sigtimedwait((signal.SIGCHLD,), _LOOK_S)
+    return status
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - pathlib is slow to import
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:  # has ended
+            continue
+        children.setdefault(parent, []).append(int(name))
+    found = children.get(root, [])
+    for pid in found:  # grows
+        found += children.get(pid, [])
+    return found
+
+
+def _exit(status: int | None) -> None:
+    """Exit as the command did, also by a signal."""
+    code = 1 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped the core already
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (-code,))
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Run the episode of a sample, which may be the user's code, so that it costs at most its own sample.
+
+Input: an episode and its arguments. Output: the episode's trajectories, or an `EpisodeError`. Used on the worker's
+event loop. Not covered: an episode that blocks the loop itself. Then the worker sends no heartbeats, and the learner
+gives the samples to other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from areal_rloo.errors import EpisodeError, described
+from areal_rloo.rollout.episode import Episode, Rewards, Sample, TurnEngine
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Trajectory
+
+_CANCEL_S = 5.0  # for a cancelled episode to end; then the episode is abandoned
+
+
+async def run_episode(
+    episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat, *, timeout_s: float
+) -> Sequence[Trajectory]:
+    """Run an episode within `timeout_s`. A cancellation ends the wait, even if the episode does not obey.
+
+    Raises:
+        EpisodeError: the episode took too long, or called `sys.exit`.
+        Exception: the exception of the episode.
+    """
+    running = asyncio.create_task(_run(episode, sample, engine, rewards, chat))
+    running.add_done_callback(lambda done: done.cancelled() or done.exception())  # an abandoned episode's is read, too
+    try:
+        await asyncio.wait([running], timeout=timeout_s)
+        if running.done():
+            return running.result()
+    finally:
+        if not running.done():
+            running.cancel()
+            await asyncio.wait([running], timeout=_CANCEL_S)
+    raise EpisodeError("episode_timeout", f"the episode took more than rollout.episode.timeout_s={timeout_s:g}")
+
+
+async def _run(
+    episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat
+) -> Sequence[Trajectory]:
+    try:
+        return await episode.run(sample, engine, rewards, chat)
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # asyncio would end the worker for a SystemExit or a KeyboardInterrupt
+        raise EpisodeError("episode_error", described(error)) from error
