@@ -47,6 +47,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record
 from areal_rloo.telemetry.trajectories import FILE_NAME, cut_trajectories
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.columns import Limits
@@ -272,6 +273,7 @@ def _recorder(
 def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:
     manifest, timeout_s = rank.manifest, config.weights.timeout_s
     transport: SendTransport
+    sampler: Sampler | None = None
     if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
         transport = SharedMemorySender(manifest, arguments.segment_folder)
     else:
@@ -282,7 +284,10 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
             timeout_s=timeout_s,
             ranks_per_worker=config.rollout.tensor_parallel,
         )
-    return Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
+        if config.rollout.engine == "sglang":  # the servers receive the buckets, so no worker can check the bytes
+            on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
+            sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
+    return Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s, sampler=sampler)
 
 
 def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:

@@ -20,9 +20,11 @@ import msgspec
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
+from areal_rloo.models.fingerprint import Sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
@@ -55,6 +57,7 @@ class _Version:
     policy_version: int
     buckets: Sequence[Tensor]
     checksum: int | None = None  # computed by the first broadcast
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,8 +71,10 @@ class _Member:
 class Broadcaster:
     """One per learner, used on one event loop alone."""
 
-    def __init__(self, *, manifest: Manifest, transport: SendTransport, timeout_s: float) -> None:
-        self._manifest = manifest
+    def __init__(
+        self, *, manifest: Manifest, transport: SendTransport, timeout_s: float, sampler: Sampler | None = None
+    ) -> None:
+        self._manifest, self._sampler = manifest, sampler
         self._transport = transport
         self._timeout_s = timeout_s
         self._members: dict[str, _Member] = {}
@@ -182,6 +187,9 @@ class Broadcaster:
     async def _broadcast(self, version: _Version, send_notice: Callable[[str, int, bytes], None]) -> None:
         if version.checksum is None:
             version.checksum = await asyncio.to_thread(checksum, version.buckets)
+            if self._sampler is not None:
+                take, manifest = self._sampler.samples, self._manifest
+                version.samples = await asyncio.to_thread(take, manifest, version.buckets, version.policy_version)
         if not self._behind():
             return  # the last worker behind left meanwhile
         started_s = time.monotonic()
@@ -193,7 +201,8 @@ class Broadcaster:
             for worker_id in sorted(self._pending):
                 self.fail(worker_id, version.policy_version, str(error))
             return
-        body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, version.checksum, offer))
+        notice = Notice(version.policy_version, self._manifest, version.checksum, offer, version.samples)
+        body = msgspec.msgpack.encode(notice)
         for worker_id in audience:
             send_notice(worker_id, version.policy_version, body)
         try:

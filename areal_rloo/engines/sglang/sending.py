@@ -51,6 +51,9 @@ class ServerState:
     restarts: int = 0
     health_failures: int = 0
     weights_lost: int = 0
+    proven_updates: int = 0
+    unproven_updates: int = 0
+    weight_mismatches: int = 0
     retractions: int = 0
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,6 +65,7 @@ class ServerState:
             self.connection is not None
             and not self.paused
             and not self.suspicious
+            and self.hung is None
             and self.policy_version >= self.required_version
         )
 

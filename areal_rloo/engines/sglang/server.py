@@ -26,6 +26,7 @@ from areal_rloo.engines.sglang.client import (
     too_early,
 )
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_python
+from areal_rloo.engines.sglang.readback import first_difference, sample_of_folder
 from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
 from areal_rloo.telemetry.logs import get_logger
@@ -34,6 +35,7 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.2
 _CALL_TIMEOUT_S = 10.0
+_CHECK_TIMEOUT_S = 60.0
 _WARN_EVERY_S = 30.0
 _MAX_BACKOFF_S = 5.0
 _WATCH_EVERY_S = 0.1
@@ -89,7 +91,8 @@ class _Server:
             await client.close()
             await asyncio.to_thread(self.kill)
             raise
-        return Connection(client, found, named, self._config.pause if found.weight_versions else "abort")
+        mode = self._config.pause if found.weight_versions else "abort"
+        return Connection(client, found, named, mode, found.digest)
 
 
 class ManagedServer(_Server):
@@ -137,7 +140,29 @@ class ManagedServer(_Server):
         client = ServerClient(process.url, api_key=process.api_key)
         pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
-        return await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
+        connection = await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
+        return await self._checked(connection)
+
+    async def _checked(self, connection: Connection) -> Connection:
+        """Compare the weights of the start with the model's files. If they differ, do not compare later weights.
+
+        Servers of some devices and options hold the weights in another form. Weights of the start are never trained on.
+        """
+        plan, digest = self._plan, connection.digest
+        if digest is None:
+            why: str | None = f"SGLang {connection.capabilities.version} does not tell comparable digests"
+        else:
+            sample, names = await asyncio.to_thread(
+                sample_of_folder, plan.model_path, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel
+            )
+            try:
+                why = await first_difference(connection.client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
+            except EngineError as error:
+                why = str(error)
+        if why is None:
+            return connection
+        logger.warning("the server's weights cannot be compared with the learner's: %s", why)
+        return replace(connection, digest=None)
 
     async def _until_healthy(self, process: ServerProcess, client: ServerClient) -> str:
         ends_s = time.monotonic() + self._config.start_timeout_s
