@@ -146,7 +146,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     """Apply the finalizer of MurmurHash3 to 32-bit words."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         values = (values ^ values >> np.uint32(shift)) * np.uint32(factor)
-    return values ^ values >> np.uint32(16)
+    final: np.ndarray = values ^ values >> np.uint32(16)
+    return final
 
 
 def _splitmix64(value: int) -> int:

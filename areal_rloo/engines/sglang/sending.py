@@ -71,7 +71,7 @@ class ServerState:
 
     def forget_version(self, connection: Connection) -> None:
         """Mark the weights of this connection as unknown; `now_has` reports the weights later."""
-        if self.connection is connection:  # else the server has reconnected, and the weights are known
+        if self.connection in (connection, None):  # else the server has reconnected, and the weights are known
             self.required_version = max(self.required_version, self.policy_version)
             self.policy_version = UNKNOWN
 

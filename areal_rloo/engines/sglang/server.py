@@ -270,8 +270,8 @@ class Supervision:
             if time.monotonic() - opened_s > _HEALTHY_PERIOD_S:
                 self._num_restarts = 0
             await self._disconnect(connection)
-            before = state.policy_version
             connection = await self._reopen(why)
+            before = state.policy_version  # an update that the failure interrupted has forgotten the version meanwhile
             state.restarts += 1
             self._connect(connection)
             if self._server.managed:

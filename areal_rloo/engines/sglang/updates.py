@@ -191,8 +191,8 @@ class ServerUpdates:
             raise WeightsDifferError(f"the server does not hold version {policy_version}: {difference}")
         return True
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        await self.connection.client.post(path, body, timeout_s=timeout_s)
+    async def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> None:
+        await self.connection.client.post(path, body, timeout_s=timeout_s or _CALL_TIMEOUT_S)
 
     async def _end_if_open(self) -> None:
         with suppress(ServerRefusedError):  # no session is open
@@ -293,7 +293,7 @@ class Swapping:
         if not update.in_group:
             await state.connected.wait()
         connection = state.connection
-        if connection is None:
+        if connection is None or state.hung is not None:
             raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
         if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
