@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from areal_rloo.children import exit_code_of
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.waiting import wait_until
@@ -54,9 +55,9 @@ class LocalProcess:
         self.label = f"pid {self._process.pid}"
 
     def exit_code(self) -> int | None:
-        if self._process.returncode is None and self._process.poll() is not None:
-            self._kill_session()  # at once: later the system may give this process id to another process
-        code = self._process.returncode
+        if self._process.returncode is None and exit_code_of(self._process) is not None:
+            self._kill_session()  # before `poll` reaps: later the system may give this process id to another process
+        code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:

@@ -124,7 +124,7 @@ class FakeSGLang:
                 self.label = body.get("weight_version", self.label)
             case "/weights_checker":
                 checksums = {_DIGESTED: f"{self.version:016x}"}
-                return web.json_response({"ranks": [{"checksums": checksums, "parallelism_info": {"tp_rank": 0}}]})
+                return web.json_response({"ranks": [{"checksums": checksums, "parallelism_info": [{"tp_rank": 0}]}]})
         return web.json_response({"success": True, "weight_version": self.label})
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

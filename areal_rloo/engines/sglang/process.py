@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
+from areal_rloo.children import exit_code_of
 from areal_rloo.config import SGLangConfig, argument_name
 from areal_rloo.engines.sglang.client import TESTED_VERSION
 from areal_rloo.errors import ConfigError
@@ -110,14 +111,17 @@ class ServerProcess:
 
     def exit_code(self) -> int | None:
         """Return the exit code; None while the server runs."""
-        return self._process.poll()
+        return exit_code_of(self._process)
 
     def forget_secrets(self) -> None:
         """Remove the file with the api key; the server has read it."""
         self._secrets.unlink(missing_ok=True)
 
     def kill(self) -> None:
+        """Kill the session, and reap the server; only this method reaps, so the session's id stays ours until then."""
         self._clear()
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         try:

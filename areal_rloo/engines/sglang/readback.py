@@ -43,9 +43,9 @@ async def first_difference(
     }
     answer = await client.ask("/weights_checker", body, timeout_s=timeout_s)
     try:
-        ranks = sorted(answer["ranks"], key=lambda rank: int(rank["parallelism_info"]["tp_rank"]))
+        ranks = sorted(answer["ranks"], key=lambda rank: int(rank["parallelism_info"][0]["tp_rank"]))
         found: list[Mapping[str, str]] = [rank["checksums"] for rank in ranks]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerGoneError(f"/weights_checker: expected the checksums of each rank, got {answer!r:.300}") from error
     differences = (_difference(expected, found) for expected in sample.fingerprints)
     return next((difference for difference in differences if difference is not None), None)

@@ -29,6 +29,7 @@ from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_py
 from areal_rloo.engines.sglang.readback import first_difference, sample_of_folder
 from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
+from areal_rloo.models.fingerprint import Digest, Sample
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -87,12 +88,33 @@ class _Server:
             check_capabilities(
                 found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
             )
+            digest = await self._usable_digest(client, found)
         except BaseException:
             await client.close()
             await asyncio.to_thread(self.kill)
             raise
         mode = self._config.pause if found.weight_versions else "abort"
-        return Connection(client, found, named, mode, found.digest)
+        return Connection(client, found, named, mode, digest)
+
+    async def _usable_digest(self, client: ServerClient, found: Capabilities) -> Digest | None:
+        """Return the server's digest if known weights have the expected fingerprints; else later weights cannot be
+        compared: the server has another device, or options that change the form of the weights.
+        """
+        if found.digest is None:
+            why: str | None = f"SGLang {found.version} with these options gives no digests that we know"
+        else:
+            sample, names = await asyncio.to_thread(self._known, found.digest)
+            try:
+                why = await first_difference(client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
+            except EngineError as error:
+                why = str(error)
+        if why is not None:
+            logger.warning("%s: updates cannot be proven: %s", client.url, why)
+        return None if why is not None else found.digest
+
+    def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
+        """Return a sample of weights that the server certainly holds, and the names of all parameters."""
+        return Sample(digest, ()), [""]  # of no parameter: the empty name leaves out all
 
 
 class ManagedServer(_Server):
@@ -140,29 +162,11 @@ class ManagedServer(_Server):
         client = ServerClient(process.url, api_key=process.api_key)
         pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
-        connection = await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
-        return await self._checked(connection)
+        return await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
 
-    async def _checked(self, connection: Connection) -> Connection:
-        """Compare the weights of the start with the model's files. If they differ, do not compare later weights.
-
-        Servers of some devices and options hold the weights in another form. Weights of the start are never trained on.
-        """
-        plan, digest = self._plan, connection.digest
-        if digest is None:
-            why: str | None = f"SGLang {connection.capabilities.version} does not tell comparable digests"
-        else:
-            sample, names = await asyncio.to_thread(
-                sample_of_folder, plan.model_path, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel
-            )
-            try:
-                why = await first_difference(connection.client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
-            except EngineError as error:
-                why = str(error)
-        if why is None:
-            return connection
-        logger.warning("the server's weights cannot be compared with the learner's: %s", why)
-        return replace(connection, digest=None)
+    def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
+        plan = self._plan
+        return sample_of_folder(plan.model_path, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel)
 
     async def _until_healthy(self, process: ServerProcess, client: ServerClient) -> str:
         ends_s = time.monotonic() + self._config.start_timeout_s
