@@ -4,24 +4,28 @@ The fake server samples token 10 + v under the weights of version v, so each tok
 """
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from support.sglang_support import CAPABILITIES
 
+from areal_rloo.config import SGLangConfig
+from areal_rloo.engines.sglang import ServerPlan, SGLangEngine
 from areal_rloo.models.fingerprint import Fingerprint, Sample
 
-Fault = Literal["refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore"]
+Fault = Literal["refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore", "wait"]
 FAULTS: tuple[Fault, ...] = ("refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FIRST_TOKEN = 10
 _DIGESTED = "model.layers.0.mlp.down_proj.weight"
-_TOKEN_S = 0.003
 _MIXED = 99  # the version of partly loaded weights
 
 
@@ -35,14 +39,17 @@ class Faults:
     left: int = 0
 
     async def apply(self, asked: web.Request, handler: Handler) -> web.StreamResponse:
-        if asked.path != self.path or self.left == 0:
+        strikes = asked.path == self.path and self.left > 0 and self.skip == 0
+        if asked.path == self.path and self.left > 0:
+            self.skip, self.left = max(0, self.skip - 1), self.left - strikes
+        if not strikes or self.fault == "wait":
+            await asyncio.sleep(2.0 if strikes else 0)
             return await handler(asked)
-        if self.skip > 0:
-            self.skip -= 1
-            return await handler(asked)
-        self.left -= 1
         if self.fault.endswith("after"):
             await handler(asked)
+        return await self._wrong_answer(asked)
+
+    async def _wrong_answer(self, asked: web.Request) -> web.StreamResponse:
         match self.fault.removesuffix(" after"):
             case "refuse":
                 return web.json_response({"success": False, "message": "refused"}, status=400)
@@ -99,6 +106,10 @@ class FakeSGLang:
     label: str = "0"
     paused: bool = False
     session: bool = False
+    token_s: float = 0.003
+    sampled: int = 0
+    loses: int = 0  # number of the next requests that are never answered
+    loses_prompt: tuple[int, ...] | None = None  # requests with this prompt are never answered
     running: set[str] = field(default_factory=set)
     aborted: set[str] = field(default_factory=set)
 
@@ -129,15 +140,19 @@ class FakeSGLang:
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         rid, wanted = body["rid"], body["sampling_params"]["max_new_tokens"]
+        if self.loses > 0 or tuple(body["input_ids"]) == self.loses_prompt:
+            self.loses = max(0, self.loses - 1)
+            await asyncio.sleep(3600)
         tokens: list[int] = []
         spans: list[dict[str, Any]] = []
         self.running.add(rid)
         while len(tokens) < wanted and rid not in self.aborted:
-            await asyncio.sleep(_TOKEN_S)
+            await asyncio.sleep(self.token_s)
             if self.paused:
                 continue
             if not spans or spans[-1]["version"] != self.label:
                 spans.append({"version": self.label, "start": len(tokens), "end": len(tokens)})
+            self.sampled += 1
             tokens.append(FIRST_TOKEN + self.version)
             spans[-1]["end"] = len(tokens)
         self.running.discard(rid)
@@ -146,3 +161,21 @@ class FakeSGLang:
             "finish_reason": {"type": "length" if len(tokens) == wanted else "abort"},
         }
         return {"output_ids": tokens, "meta_info": meta | ({"weight_versions": spans} if self.tagged else {})}
+
+
+@asynccontextmanager
+async def engine_on_faulty(
+    folder: Path, fake: FakeSGLang, *, timeout_s: float, **options: Any
+) -> AsyncIterator[tuple[SGLangEngine, Faults]]:
+    """An engine on a fake external server with faults."""
+    async with faulty(fake.answer) as (url, faults):
+        engine = SGLangEngine(
+            ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
+            config=SGLangConfig(urls=(url,), health_every_s=0.2, **{"health_timeout_s": 2.0, **options}),
+            url=url,
+            update_timeout_s=timeout_s,
+            log=folder / "no.log",
+            capabilities=dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged),
+        )
+        async with engine:
+            yield engine, faults

@@ -78,7 +78,7 @@ class ServerClient:
         return _parsed(path, await self._ask("POST", path, body, timeout_s))
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Generate a completion. There is no timeout by default: health checks notice a hanging server."""
+        """Generate a completion. Without a timeout the caller cancels the call (`sending.Sending`)."""
         return _parsed("/generate", await self._ask("POST", "/generate", body, timeout_s))
 
     async def capabilities(self, *, timeout_s: float) -> Capabilities:

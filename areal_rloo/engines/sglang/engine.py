@@ -56,6 +56,7 @@ class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
     health_failures: Annotated[int, Metric("Times the server missed its health timeout", kind="counter")]
     resumed: Annotated[int, Metric("Requests that came back unfinished and were sent again", kind="counter")]
     retractions: Annotated[int, Metric("Requests the server preempted because its cache was full", kind="counter")]
+    overdue: Annotated[int, Metric("Requests without an answer for too long, aborted and continued", kind="counter")]
     weights_lost: Annotated[int, Metric("Times the server was found with earlier or unknown weights", kind="counter")]
     proven_updates: Annotated[int, Metric("Updates after which the server held the published weights", kind="counter")]
     unproven_updates: Annotated[
@@ -102,7 +103,7 @@ class SGLangEngine:
         self._folder: WeightsFolder | None = None
         self._closing = asyncio.Event()
         self._state = ServerState()
-        self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size)
+        self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size, config=config)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
 
@@ -195,6 +196,7 @@ class SGLangEngine:
             health_failures=state.health_failures,
             resumed=self._queue.resumed,
             retractions=state.retractions,
+            overdue=state.overdue,
             weights_lost=state.weights_lost,
             proven_updates=state.proven_updates,
             unproven_updates=state.unproven_updates,

@@ -1,20 +1,16 @@
 """Every call of an update fails in every way: tokens keep right tags, and the next update succeeds."""
 
 import asyncio
-import dataclasses
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, Fault, Faults, fake_sample, faulty
+from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, Fault, engine_on_faulty, fake_sample
 from support.model_versions import model_of
-from support.sglang_support import CAPABILITIES, in_buckets, request
+from support.sglang_support import in_buckets, request
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import BucketLayout, ServerPlan, SGLangEngine, UpdateGroup, server, updates
+from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup, server, updates
 from areal_rloo.errors import EngineError
 
 TIMEOUT_S = 0.6  # of each call of an update
@@ -31,21 +27,6 @@ CALLS = {  # the calls of an update: path, and calls of this path before the fai
 }
 
 
-@asynccontextmanager
-async def _engine(folder: Path, fake: FakeSGLang) -> AsyncIterator[tuple[SGLangEngine, Faults]]:
-    async with faulty(fake.answer) as (url, faults):
-        engine = SGLangEngine(
-            ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-            config=SGLangConfig(urls=(url,), health_every_s=0.2, health_timeout_s=2.0),
-            url=url,
-            update_timeout_s=TIMEOUT_S,
-            log=folder / "no.log",
-            capabilities=dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged),
-        )
-        async with engine:
-            yield engine, faults
-
-
 async def _update(engine: SGLangEngine, version: int, layouts: list[BucketLayout]) -> int:
     group = UpdateGroup("127.0.0.1", 1, f"group-{version}", 1, 2, "gloo", TIMEOUT_S)
     return await asyncio.wrap_future(engine.update_from_group(version, group, layouts, [fake_sample(version)]))
@@ -53,7 +34,7 @@ async def _update(engine: SGLangEngine, version: int, layouts: list[BucketLayout
 
 async def _fail(folder: Path, layouts: list[BucketLayout], tagged: bool, call: str, fault: Fault, times: int) -> None:
     fake = FakeSGLang(tagged=tagged)
-    async with asyncio.timeout(60), _engine(folder, fake) as (engine, faults):
+    async with asyncio.timeout(60), engine_on_faulty(folder, fake, timeout_s=TIMEOUT_S) as (engine, faults):
         assert await _update(engine, 1, layouts) == 1
         options: Any = {"max_new_tokens": 40, "prompt": (1, 2)}
         futures = engine.submit([request(f"r{i}", **options) for i in range(4)])
