@@ -10,6 +10,7 @@ from torch import Tensor
 from areal_rloo.errors import WeightsError
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather
 from areal_rloo.weights.receive import Receiver
 
@@ -36,10 +37,11 @@ class Broadcasting:
         transport: SendTransport,
         timeout_s: float,
         send_notice: Callable[[str, int, bytes], None],
+        sampler: Sampler | None = None,
     ) -> None:
         self._loop = LoopThread("broadcast")
         self._broadcaster = self._loop.call(
-            lambda: Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s)
+            lambda: Broadcaster(manifest=manifest, transport=transport, timeout_s=timeout_s, sampler=sampler)
         )
         self._loop.begin(self._broadcaster.run(send_notice), lambda task: task.cancelled() or task.result())
 
