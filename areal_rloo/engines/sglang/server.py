@@ -106,7 +106,7 @@ class _Server:
             sample, names = await asyncio.to_thread(self._known, found.digest)
             try:
                 why = await first_difference(client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
-            except EngineError as error:
+            except ServerRefusedError as error:
                 why = str(error)
         if why is not None:
             logger.warning("%s: updates cannot be proven: %s", client.url, why)

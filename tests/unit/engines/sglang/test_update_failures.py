@@ -68,6 +68,8 @@ def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
 ) -> None:
     monkeypatch.setattr(updates, "_CALL_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(server, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "_CHECK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "_RESTART_BACKOFF_S", (0.1,))
     folder = tiny_folders["qwen2"]
     layouts, _ = in_buckets(model_of(folder))
 
