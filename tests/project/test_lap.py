@@ -14,7 +14,7 @@ BESIDE = (
     *("intake/reward_failures.py", "learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),
 )
-MOST_FILES, MOST_LINES = 30, 5_500
+MOST_FILES, MOST_LINES = 30, 5_540
 
 
 def _table(document: str) -> list[str]:
