@@ -76,6 +76,8 @@ class SGLangConfig(Section, frozen=True):
     start_timeout_s: PositiveFloat = 600.0  # limit for the start of a server; large models take minutes
     health_every_s: PositiveFloat = 5.0
     health_timeout_s: PositiveFloat = 30.0  # a server without a good answer for this long counts as hung
+    # A request without an answer for this long is aborted, and continues from the tokens so far.
+    request_timeout_s: PositiveFloat = 900.0
     max_server_restarts: Natural = 3  # in a row; then the worker exits, and the launcher decides
 
 

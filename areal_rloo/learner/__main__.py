@@ -51,6 +51,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
@@ -276,6 +277,7 @@ def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, 
 def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:
     manifest, timeout_s = rank.manifest, config.weights.timeout_s
     transport: SendTransport
+    sampler: Sampler | None = None
     if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
         remove_abandoned()  # under Slurm and Ray, the launcher may be on another host
         transport = SharedMemorySender(manifest, memory_folder())
@@ -287,9 +289,12 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
             timeout_s=timeout_s,
             ranks_per_worker=config.rollout.tensor_parallel,
         )
+        if config.rollout.engine == "sglang":  # the servers receive the buckets, so no worker can check the bytes
+            on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
+            sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
     call_timeout_s = 2 * config.wire.heartbeat_s
     offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=call_timeout_s)
-    return Broadcaster(manifest=manifest, transport=transport, offers=offers)
+    return Broadcaster(manifest=manifest, transport=transport, offers=offers, sampler=sampler)
 
 
 def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:

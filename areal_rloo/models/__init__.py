@@ -1,4 +1,5 @@
-"""Policies as torch modules (`policy`, `attention`), and model folders (`folder`, `files`, `loading`, `tiny`).
+"""Policies as torch modules (`policy`, `attention`), model folders (`folder`, `files`, `loading`, `tiny`), and
+fingerprints of weights (`fingerprint`).
 
 Import the modules, not this package: the launcher reads `folder` and must not wait for torch.
 """

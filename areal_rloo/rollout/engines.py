@@ -128,6 +128,7 @@ def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, Colle
         )
         tensors = ([(spec.name, spec.dtype, spec.shape) for spec in bucket] for bucket in by_bucket(notice.manifest))
         layouts = [BucketLayout(*zip(*bucket, strict=True)) for bucket in tensors]
-        return await asyncio.wrap_future(server.update_from_group(notice.policy_version, group, layouts))
+        updated = server.update_from_group(notice.policy_version, group, layouts, notice.samples)
+        return await asyncio.wrap_future(updated)
 
     return join_group

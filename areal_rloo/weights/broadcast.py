@@ -18,10 +18,12 @@ import msgspec
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError, first_line
+from areal_rloo.models.fingerprint import Sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.waiting import cancel
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
 from areal_rloo.weights.offers import Answered, Begin, Call, Command, Offers, Over, Repeat
 from areal_rloo.weights.shared_memory import SharedMemorySender
@@ -60,7 +62,7 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Version:
     policy_version: int
     buckets: Sequence[Tensor]
-    checksum: asyncio.Task[int] | None = None  # computed for the first offer
+    proofs: asyncio.Task[tuple[int, tuple[Sample, ...]]] | None = None  # computed for the first offer
     offers: set[int] = field(default_factory=set)  # that still use the buckets
 
 
@@ -74,9 +76,12 @@ class _OpenOffer:
 class Broadcaster:
     """One per learner, used on one event loop alone."""
 
-    def __init__(self, *, manifest: Manifest, transport: SendTransport, offers: Offers) -> None:
+    def __init__(
+        self, *, manifest: Manifest, transport: SendTransport, offers: Offers, sampler: Sampler | None = None
+    ) -> None:
+        """`sampler`: takes the samples that prove which version a server runs; None if the workers check the bytes."""
         self.offers = offers
-        self._manifest = manifest
+        self._manifest, self._sampler = manifest, sampler
         self._transport = transport
         self._newest: _Version | None = None  # nothing is published yet
         self._open: dict[int, _OpenOffer] = {}
@@ -161,11 +166,11 @@ class Broadcaster:
         version, workers = offer.version, command.workers
         self._num_begun += 1
         try:
-            if version.checksum is None:
-                version.checksum = asyncio.create_task(asyncio.to_thread(checksum, version.buckets))
-            found = await asyncio.shield(version.checksum)
+            if version.proofs is None:
+                version.proofs = asyncio.create_task(asyncio.to_thread(self._proofs, version))
+            found, samples = await asyncio.shield(version.proofs)
             made = await self._transport.offer(version.buckets, workers)
-            offer.body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, found, made))
+            offer.body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, found, made, samples))
             self.offers.begun(command.offer_id, found)
             for worker_id in workers:
                 send_notice(worker_id, command.offer_id, version.policy_version, offer.body)
@@ -178,6 +183,13 @@ class Broadcaster:
         finally:
             self.offers.sent(command.offer_id)
             self.changed()
+
+    def _proofs(self, version: _Version) -> tuple[int, tuple[Sample, ...]]:
+        """Compute the checksum of a version, and the samples; runs on a thread."""
+        samples: tuple[Sample, ...] = ()
+        if self._sampler is not None:
+            samples = self._sampler.samples(self._manifest, version.buckets, version.policy_version)
+        return checksum(version.buckets), samples
 
     def _release_if_unused(self, version: _Version) -> None:
         if version is not self._newest and not version.offers:

@@ -14,6 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from areal_rloo.models.fingerprint import Sample
+
 _ALIGNMENT = 64  # bytes; bucket lengths are multiples
 _CHECKSUM_ROW = 4096  # words with a common factor
 _DTYPES = {
@@ -71,12 +73,16 @@ class CollectiveOffer(msgspec.Struct, frozen=True, tag="collective"):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """A version on offer."""
+    """A version on offer.
+
+    `samples` prove the version to a worker whose engine receives the buckets itself; each has another digest.
+    """
 
     policy_version: int
     manifest: Manifest
     checksum: int
     offer: SharedMemoryOffer | CollectiveOffer
+    samples: tuple[Sample, ...] = ()
 
 
 def build_manifest(

@@ -20,10 +20,12 @@ from support.sglang_support import (
     request,
     results,
     running_engine,
+    samples_of,
     server_processes,
     version_runs,
 )
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from areal_rloo.engines.sglang import BucketLayout
 from areal_rloo.errors import EngineError, GenerationError
@@ -31,7 +33,7 @@ from areal_rloo.errors import EngineError, GenerationError
 pytestmark = pytest.mark.full
 
 REPO = Path(__file__).resolve().parents[2]
-Buckets = tuple[list[BucketLayout], list[Tensor]]
+Buckets = tuple[list[BucketLayout], list[Tensor], PreTrainedModel]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +59,14 @@ def _load(engine: EngineOnThread, factor: float, folder: Path) -> int:
 
 
 def _buckets(folder: Path, *factors: float) -> list[Buckets]:
-    return [in_buckets(model_of(folder, factor=factor)) for factor in factors]
+    models = [model_of(folder, factor=factor) for factor in factors]
+    return [(*in_buckets(model), model) for model in models]
 
 
 def _in_group(engine: EngineOnThread, sender: Sender, version: int, buckets: Buckets, *, meet: bool) -> None:
-    layouts, flat = buckets
-    loaded = engine.update_from_group(version, sender.group, layouts)
+    layouts, flat, model = buckets
+    samples = samples_of(model, version, num_ranks=sender.group.world_size - 1)
+    loaded = engine.update_from_group(version, sender.group, layouts, samples)
     if meet:
         sender.meet()
     sender.send(flat)
@@ -84,7 +88,7 @@ def test_a_missing_sender_ends_in_a_timeout(engine: EngineOnThread, folder: Path
     assert engine.statistics().policy_version == 0
     futures = engine.submit([request(f"t{i}", max_new_tokens=300) for i in range(3)])
     layouts, _ = in_buckets(model_of(folder))
-    update = engine.update_from_group(1, Sender("nobody", timeout_s=3.0).group, layouts)
+    update = engine.update_from_group(1, Sender("nobody", timeout_s=3.0).group, layouts, ())
     assert "no answer within 3 s" in str(update.exception(timeout=PATIENCE_S))
     for completion in results(futures):
         assert len(completion.tokens) == 300
@@ -236,13 +240,14 @@ def test_a_layout_that_does_not_fit_is_refused_before_the_pause(engine: EngineOn
     layouts, _ = in_buckets(model_of(folder))
     with pytest.raises(EngineError, match="is missing"):
         sender = Sender("unfit")
-        engine.update_from_group(before.policy_version + 1, sender.group, layouts[1:]).result(timeout=PATIENCE_S)
+        version = before.policy_version + 1
+        engine.update_from_group(version, sender.group, layouts[1:], ()).result(timeout=PATIENCE_S)
     assert engine.statistics().swap_s == before.swap_s
 
 
 def _fails(engine: EngineOnThread, sender: Sender, version: int, folder: Path, send: Callable[[Sender], None]) -> str:
-    ((layouts, _),) = _buckets(folder, 1.0)
-    loaded = engine.update_from_group(version, sender.group, layouts)
+    ((layouts, *_),) = _buckets(folder, 1.0)
+    loaded = engine.update_from_group(version, sender.group, layouts, ())
     sender.meet()
     send(sender)
     sender.leave()
@@ -267,7 +272,7 @@ def test_a_half_done_update_stops_generation_until_the_next(engine: EngineOnThre
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=0.97).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
-    ((_, flat),) = _buckets(folder, 5.0)
+    ((_, flat, _),) = _buckets(folder, 5.0)
     futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(3)])
     after(0.2, engine)
     words = _fails(engine, Sender(f"middle-{base}"), base + 2, folder, lambda sender: sender.send(flat[:1]))
@@ -291,6 +296,7 @@ def test_a_server_on_two_devices_loads_its_parts_of_the_weights(folder: Path, tm
             (completion,) = results(engine.submit([request(f"f{version}")]))
             assert version_runs(completion) == [version]
             assert_close(completion, cached_logprobs(models, PROMPT, completion))
+        assert engine.server_statistics().proven_updates == 1
 
 
 def test_mode_retract_computes_the_cache_again(retracting: EngineOnThread, folder: Path) -> None:

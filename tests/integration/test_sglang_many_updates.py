@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import build_manifest, gather
 
 NUM_VERSIONS = 200
@@ -95,7 +96,9 @@ def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
         sizes = _publish_all(engine, models, load, lambda: _resident_bytes(log))
         load.finish()
         statistics = engine.statistics()
+        proven = engine.server_statistics()
     assert statistics.weight_updates == NUM_VERSIONS
+    assert (proven.proven_updates, proven.unproven_updates, proven.weight_mismatches) == (NUM_VERSIONS, 0, 0)
     assert statistics.num_finished == len(load.done)
     assert sizes[-1] - sizes[STEADY_FROM] < MOST_GROWTH_BYTES, f"bytes after each version: {sizes[::20]}"
 
@@ -118,6 +121,7 @@ def _publish_all(engine: EngineOnThread, models: Models, load: Load, measure: Ca
         transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=30),
         timeout_s=30,
         send_notice=lambda worker_id, version, body: bodies.append(body),
+        sampler=Sampler(("sha256", "tiles"), num_ranks=1),
     )
     failures: list[str] = []
     receiver = Receiving(

@@ -11,6 +11,7 @@ from torch import Tensor
 from areal_rloo.errors import WeightsError
 from areal_rloo.intake.service import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
@@ -41,11 +42,12 @@ class Broadcasting:
         timeout_s: float,
         send_call: Callable[[str, int], None],
         send_notice: Callable[[str, int, int, bytes], None],
+        sampler: Sampler | None = None,
     ) -> None:
         self._loop = LoopThread("broadcast")
         self._offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._broadcaster = self._loop.call(
-            lambda: Broadcaster(manifest=manifest, transport=transport, offers=self._offers)
+            lambda: Broadcaster(manifest=manifest, transport=transport, offers=self._offers, sampler=sampler)
         )
         running = self._broadcaster.run(send_call, send_notice)
         self._loop.begin(running, lambda task: task.cancelled() or task.result())

@@ -35,6 +35,7 @@ from areal_rloo.engines.sglang import (
 )
 from areal_rloo.errors import ArealRlooError
 from areal_rloo.intake.service import LoopThread
+from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
 from areal_rloo.trajectory import Completion
 
 REPO = Path(__file__).resolve().parents[2]
@@ -53,6 +54,7 @@ CAPABILITIES = Capabilities(
     update_session=True,
     seeds=False,
     overlap=False,
+    digest=None,
 )
 
 
@@ -272,6 +274,13 @@ class Sender:
 
     def leave(self) -> None:
         self._gloo = None
+
+
+def samples_of(model: PreTrainedModel, version: int, *, num_ranks: int = 1) -> tuple[Sample, ...]:
+    """Return the samples of a version, as a sender takes the sample for servers on CPUs."""
+    named_weights = dict(model.named_parameters())
+    sampled = {name: named_weights[name] for name in sampled_names(named_weights, version)}
+    return (take_sample(sampled, digest="sha256", num_ranks=num_ranks),)
 
 
 def in_buckets(model: PreTrainedModel, num: int = 3) -> tuple[list[BucketLayout], list[Tensor]]:

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from areal_rloo.errors import ConfigError, EngineError
+from areal_rloo.models.fingerprint import Digest
 
 TESTED_VERSION = "0.5.23"
 _Json = Mapping[str, Any]
@@ -72,8 +73,12 @@ class ServerClient:
     async def post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float) -> None:
         await self._ask("POST", path, body or {}, timeout_s)
 
+    async def ask(self, path: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Post, and return the answer."""
+        return _parsed(path, await self._ask("POST", path, body, timeout_s))
+
     async def generate(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Generate a completion. There is no timeout by default: health checks notice a hanging server."""
+        """Generate a completion. Without a timeout the caller cancels the call (`sending.Sending`)."""
         return _parsed("/generate", await self._ask("POST", "/generate", body, timeout_s))
 
     async def capabilities(self, *, timeout_s: float) -> Capabilities:
@@ -141,6 +146,7 @@ class Capabilities:
         update_session: True if begin_weight_update and end_weight_update must bracket an update.
         seeds: True if a sampling_seed has an effect (--enable-deterministic-inference).
         overlap: True if a step is launched before the token of the last step has arrived.
+        digest: of the parameters that the server reports; None if the server reports none, or of changed parameters.
     """
 
     version: str
@@ -156,6 +162,7 @@ class Capabilities:
     update_session: bool
     seeds: bool
     overlap: bool
+    digest: Digest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +173,14 @@ class Connection:
         label: the server's name for the weights.
         update_mode: how generation pauses for new weights. A server without version tags is only updated in mode
             abort, while no request is under way (see `flights.read_output`).
+        digest: compares the server's parameters with published ones; None if these cannot be compared.
     """
 
     client: ServerClient
     capabilities: Capabilities
     label: str
     update_mode: Literal["in_place", "retract", "abort"]
+    digest: Digest | None = None
 
 
 def read_capabilities(description: _Json, server_info: _Json, models: _Json, *, probe: _Json) -> Capabilities:
@@ -204,9 +213,18 @@ def read_capabilities(description: _Json, server_info: _Json, models: _Json, *, 
             update_session={"/begin_weight_update", "/end_weight_update"} <= set(paths),
             seeds=bool(server_info.get("enable_deterministic_inference")),
             overlap=not server_info.get("disable_overlap_schedule"),
+            digest=_digest(description, server_info),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise too_early(f"/server_info or /v1/models without {error}", version=version) from error
+
+
+def _digest(description: _Json, server_info: _Json) -> Digest | None:
+    """Return the digest of /weights_checker. A quantized server reports digests of other numbers than ours."""
+    fields = _fields_of(description, "/weights_checker")
+    if server_info.get("quantization") or not {"action", "skip_tensor_list", "selector"} <= set(fields):
+        return None
+    return "sha256" if server_info.get("device") == "cpu" else "tiles"
 
 
 def check_capabilities(
@@ -240,6 +258,7 @@ def _fields_of(description: _Json, path: str) -> _Json:
     """Return the fields of the body of POST `path`; none if the document has no such body."""
     try:
         schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = next((option for option in schema.get("anyOf", ()) if "$ref" in option), schema)  # an optional body
         while "$ref" in schema:
             schema = description["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         return dict(schema["properties"])

@@ -15,7 +15,7 @@ an update came between a prompt and its first token, the token is tagged with th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 import msgspec
+import torch
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
@@ -35,6 +36,7 @@ from areal_rloo.engines.sglang.sending import Sending, ServerState
 from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Server, Supervision
 from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Swapping, Update, UpdateGroup
 from areal_rloo.errors import EngineError
+from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
@@ -54,7 +56,15 @@ class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
     health_failures: Annotated[int, Metric("Times the server missed its health timeout", kind="counter")]
     resumed: Annotated[int, Metric("Requests that came back unfinished and were sent again", kind="counter")]
     retractions: Annotated[int, Metric("Requests the server preempted because its cache was full", kind="counter")]
+    overdue: Annotated[int, Metric("Requests without an answer for too long, aborted and continued", kind="counter")]
     weights_lost: Annotated[int, Metric("Times the server was found with earlier or unknown weights", kind="counter")]
+    proven_updates: Annotated[int, Metric("Updates after which the server held the published weights", kind="counter")]
+    unproven_updates: Annotated[
+        int, Metric("Updates whose weights could not be compared", kind="counter", healthy=(0, 0))
+    ]
+    weight_mismatches: Annotated[
+        int, Metric("Updates after which the server held other weights", kind="counter", healthy=(0, 0))
+    ]
     last_pause_s: Annotated[float, Metric("Time that the last update of the weights paused the server", "s")]
 
 
@@ -80,6 +90,7 @@ class SGLangEngine:
         """
         self._facts = facts = read_model(plan.model_path)
         self._update_timeout_s = update_timeout_s
+        self._dtype: torch.dtype = getattr(torch, plan.dtype)
         plan = replace(plan, model_context_tokens=facts.context_tokens)
         self._server: Server = (
             ManagedServer(config, plan, capabilities, log)
@@ -92,7 +103,7 @@ class SGLangEngine:
         self._folder: WeightsFolder | None = None
         self._closing = asyncio.Event()
         self._state = ServerState()
-        self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size)
+        self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size, config=config)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
 
@@ -127,14 +138,16 @@ class SGLangEngine:
         async def prepare(updates: ServerUpdates) -> Load:
             if self._folder is None:
                 self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
-            folder = self._folder
-            written = await asyncio.to_thread(folder.write, policy_version, weights)
+            folder, tensors = self._folder, await asyncio.to_thread(dict, weights)
+            written = await asyncio.to_thread(folder.write, policy_version, tensors.items())
+            samples = await asyncio.to_thread(self._samples, policy_version, tensors, updates.connection)
 
-            async def load() -> None:
+            async def load() -> bool:
                 try:
                     await updates.load_folder(policy_version, written, timeout_s=self._update_timeout_s)
                 finally:
                     await asyncio.to_thread(folder.remove, written)
+                return await updates.prove(policy_version, samples, tensors)
 
             return load
 
@@ -142,12 +155,12 @@ class SGLangEngine:
         return self._swapping.stage(update)
 
     def update_from_group(
-        self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout]
+        self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout], samples: Sequence[Sample]
     ) -> Future[int]:
         """Load weights through a process group: the server receives each bucket from the sender.
 
         The server's present version is received again, because all members of a group must take part. An earlier
-        version is not received.
+        version is not received. Afterwards the server's parameters must equal one of the sender's samples.
 
         Raises (through the future):
             EngineError: a parameter does not fit the model, the sender did not come, or the update failed.
@@ -157,7 +170,12 @@ class SGLangEngine:
         async def prepare(updates: ServerUpdates) -> Load:
             check_shapes(self._facts, shapes)
             await updates.join(group)
-            return lambda: updates.load_buckets(policy_version, group, buckets)
+
+            async def load() -> bool:
+                await updates.load_buckets(policy_version, group, buckets)
+                return await updates.prove(policy_version, samples, shapes)
+
+            return load
 
         update = Update(policy_version, in_group=True, timeout_s=group.timeout_s, prepare=prepare)
         return self._swapping.stage(update)
@@ -178,7 +196,11 @@ class SGLangEngine:
             health_failures=state.health_failures,
             resumed=self._queue.resumed,
             retractions=state.retractions,
+            overdue=state.overdue,
             weights_lost=state.weights_lost,
+            proven_updates=state.proven_updates,
+            unproven_updates=state.unproven_updates,
+            weight_mismatches=state.weight_mismatches,
             last_pause_s=state.last_pause_s,
         )
 
@@ -186,6 +208,13 @@ class SGLangEngine:
         """Return the server's /metrics, as `ServerClient.metrics_text` does."""
         connection = self._state.connection
         return "" if connection is None else connection.client.metrics_text()
+
+    def _samples(self, policy_version: int, tensors: Mapping[str, Tensor], connection: Connection) -> list[Sample]:
+        if connection.digest is None:
+            return []
+        num_ranks = connection.capabilities.tensor_parallel
+        sampled = {name: tensors[name].to("cpu", self._dtype) for name in sampled_names(tensors, policy_version)}
+        return [take_sample(sampled, digest=connection.digest, num_ranks=num_ranks)]
 
     async def _serve(self, connection: Connection) -> None:
         """Serve until the engine is closed, or until the server has failed for good."""

@@ -118,6 +118,7 @@ class ServerProcess:
         self._secrets.close()
 
     def kill(self) -> None:
+        """Kill the session, and reap the server."""
         self._clear()
         if not self._leader.kill(_KILL_TIMEOUT_S):  # a hung system call, for example of a GPU driver
             logger.error("the server (pid %d) was killed and does not end; its device may stay in use", self.pid)

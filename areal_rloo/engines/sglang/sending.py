@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
 from areal_rloo.errors import EngineError, GenerationError
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.waiting import cancel
+
+logger = get_logger(__name__)
 
 UNKNOWN = -1
 _MAX_FUTILE = 5  # consecutive HTTP requests without a token; after as many, the request fails
 _ABORT_AGAIN_S = 0.5  # the server ignores an abort before its request
+_LOOK_EVERY_S = 5.0
 _CALL_TIMEOUT_S = 10.0
 
 
@@ -33,6 +39,8 @@ class ServerState:
         paused: the server is paused for new weights, or is about to be.
         suspicious: a connection broke, and no health check has succeeded since.
         hung: why the connection is given up.
+        num_answers: number of answers with a token.
+        overdue: number of requests that were aborted because they took too long.
         changed: set when the gate may have opened.
         landed: set after a request returned.
     """
@@ -51,7 +59,12 @@ class ServerState:
     restarts: int = 0
     health_failures: int = 0
     weights_lost: int = 0
+    proven_updates: int = 0
+    unproven_updates: int = 0
+    weight_mismatches: int = 0
     retractions: int = 0
+    num_answers: int = 0
+    overdue: int = 0
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     landed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,12 +75,13 @@ class ServerState:
             self.connection is not None
             and not self.paused
             and not self.suspicious
+            and self.hung is None
             and self.policy_version >= self.required_version
         )
 
     def forget_version(self, connection: Connection) -> None:
         """Mark the weights of this connection as unknown; `now_has` reports the weights later."""
-        if self.connection is connection:  # else the server has reconnected, and the weights are known
+        if self.connection in (connection, None):  # else the server has reconnected, and the weights are known
             self.required_version = max(self.required_version, self.policy_version)
             self.policy_version = UNKNOWN
 
@@ -83,10 +97,11 @@ class ServerState:
 class Sending:
     """Takes flights from the queue while the gate is open, and sends them."""
 
-    def __init__(self, state: ServerState, queue: FlightQueue, *, vocab_size: int) -> None:
+    def __init__(self, state: ServerState, queue: FlightQueue, *, vocab_size: int, config: SGLangConfig) -> None:
         self._state = state
         self._queue = queue
         self._vocab_size = vocab_size
+        self._config = config
         self._cache_of = secrets.token_hex(4)  # unique: a server may still cache prompts of another run
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
@@ -197,7 +212,7 @@ class Sending:
         body = flight.next_body(capabilities, f"{self._cache_of}-{version}")
         self._queue.prefill_tokens += len(body["input_ids"])
         try:
-            answer = await connection.client.generate(body)
+            answer = await self._answer(connection, flight, body)
         except ServerGoneError:
             state.suspicious = True
             return None
@@ -212,9 +227,49 @@ class Sending:
             late_tokens=in_place and capabilities.overlap,
             vocab_size=self._vocab_size,
         )
+        state.num_answers += bool(output.tokens)
         state.retractions += int(answer["meta_info"].get("num_retractions") or 0)
         # The update came between sending and the server's prefill, and the prompt was cached under the former version.
         # In the other modes the cache does not survive an update.
         if in_place and output.overtaken and answer["meta_info"].get("cached_tokens"):
             return None
         return output
+
+    async def _answer(self, connection: Connection, flight: Flight, body: dict[str, Any]) -> dict[str, Any]:
+        """Post a request. Abort an overdue request, so that the server returns the tokens so far.
+
+        If no request got a token meanwhile, the server makes no progress, and is given up.
+
+        Raises:
+            ServerRefusedError, ServerGoneError: of the call.
+            EngineError: the server does not even return the aborted request.
+        """
+        state, config, before = self._state, self._config, self._state.num_answers
+        asking = asyncio.create_task(connection.client.generate(body))
+        try:
+            if await self._returns(asking, config.request_timeout_s):
+                return asking.result()
+            state.overdue += 1
+            logger.warning("request %s is overdue: abort it", flight.request.request_id)
+            left_s = config.health_timeout_s
+            while not asking.done() and left_s > 0:
+                await self._abort_once(flight)
+                await self._returns(asking, _ABORT_AGAIN_S)
+                left_s -= _ABORT_AGAIN_S
+            answer = asking.result() if asking.done() else {}
+        finally:
+            await cancel([asking])
+        if not answer.get("output_ids") and state.num_answers == before and state.connection is connection:
+            state.hung = f"the server gave no token within {config.request_timeout_s:g} s"
+        if not answer:
+            raise EngineError(f"no answer within {config.request_timeout_s:g} s, not even to an abort")
+        return answer
+
+    async def _returns(self, asking: asyncio.Task[dict[str, Any]], timeout_s: float) -> bool:
+        """Wait for an answer; the time of pauses does not count, because a paused server answers nothing."""
+        while not asking.done() and timeout_s > 0:
+            started_s = time.monotonic()
+            await asyncio.wait([asking], timeout=min(timeout_s, _LOOK_EVERY_S))
+            if not self._state.paused:
+                timeout_s -= time.monotonic() - started_s
+        return asking.done()

@@ -26,14 +26,17 @@ from areal_rloo.engines.sglang.client import (
     too_early,
 )
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_python
+from areal_rloo.engines.sglang.readback import first_difference, sample_of_folder
 from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
+from areal_rloo.models.fingerprint import Digest, Sample
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
 _POLL_S = 0.2
 _CALL_TIMEOUT_S = 10.0
+_CHECK_TIMEOUT_S = 60.0
 _WARN_EVERY_S = 30.0
 _MAX_BACKOFF_S = 5.0
 _WATCH_EVERY_S = 0.1
@@ -85,11 +88,33 @@ class _Server:
             check_capabilities(
                 found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
             )
+            digest = await self._usable_digest(client, found)
         except BaseException:
             await client.close()
             await asyncio.to_thread(self.kill)
             raise
-        return Connection(client, found, named, self._config.pause if found.weight_versions else "abort")
+        mode = self._config.pause if found.weight_versions else "abort"
+        return Connection(client, found, named, mode, digest)
+
+    async def _usable_digest(self, client: ServerClient, found: Capabilities) -> Digest | None:
+        """Return the server's digest if known weights have the expected fingerprints; else later weights cannot be
+        compared: the server has another device, or options that change the form of the weights.
+        """
+        if found.digest is None:
+            why: str | None = f"SGLang {found.version} with these options gives no digests that we know"
+        else:
+            sample, names = await asyncio.to_thread(self._known, found.digest)
+            try:
+                why = await first_difference(client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
+            except ServerRefusedError as error:
+                why = str(error)
+        if why is not None:
+            logger.warning("%s: updates cannot be proven: %s", client.url, why)
+        return None if why is not None else found.digest
+
+    def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
+        """Return a sample of weights that the server certainly holds, and the names of all parameters."""
+        return Sample(digest, ()), [""]  # of no parameter: the empty name leaves out all
 
 
 class ManagedServer(_Server):
@@ -138,6 +163,10 @@ class ManagedServer(_Server):
         pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
         return await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
+
+    def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
+        plan = self._plan
+        return sample_of_folder(plan.model_path, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel)
 
     async def _until_healthy(self, process: ServerProcess, client: ServerClient) -> str:
         ends_s = time.monotonic() + self._config.start_timeout_s
@@ -245,8 +274,8 @@ class Supervision:
             if time.monotonic() - opened_s > _HEALTHY_PERIOD_S:
                 self._num_restarts = 0
             await self._disconnect(connection)
-            before = state.policy_version
             connection = await self._reopen(why)
+            before = state.policy_version  # an update that the failure interrupted has forgotten the version meanwhile
             state.restarts += 1
             self._connect(connection)
             if self._server.managed:

@@ -1,23 +1,26 @@
 """Load new weights into a server that generates: the HTTP calls, and the state after a success or a failure.
 
-    prepare ─► close the gate ─► pause ─► begin ─► each bucket ─► end ─► continue, always ─► open the gate
+    prepare ─► close the gate ─► pause ─► begin ─► each bucket ─► end ─► prove ─► continue, always ─► open the gate
 
 `prepare` does the work outside of the pause: writing files, or joining a group. A server joining a new group stands
-still anyway until all members are there. A call past the deadline raises ServerGoneError: the server hangs, and is
-restarted (managed) or awaited (external).
+still anyway until all members are there. `prove` compares a sample of the server's parameters with the published ones.
+A call without an answer, or past the deadline, raises ServerGoneError: the server is restarted (managed) or opened
+again (external), because the call may have had an effect.
 
 | the update failed               | weights      | flights under way            | gate                             |
 |---------------------------------|--------------|------------------------------|----------------------------------|
 | before anything was loaded      | unchanged    | continue                     | opens                            |
 | when something may be loaded    | unknown      | aborted, output discarded    | closed until an update succeeds  |
+| the sample differs              | unknown      | aborted, output discarded    | so; the second time: restarted   |
 | and the server does not answer  | unknown      | requeued                     | the server is restarted          |
+| and does not continue           | unknown      | requeued                     | the server is restarted          |
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,15 +29,27 @@ from typing import Any, Literal
 
 from areal_rloo.engines.base import uncancellable_future
 from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.sglang.readback import first_difference
 from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import EngineError
+from areal_rloo.models.fingerprint import Sample
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0  # of calls without weights
+_CONTINUE_TRIES = 3
+_CONTINUE_AGAIN_S = 0.5
+_MAX_MISMATCHES = 2  # in a row; after as many, the server is restarted
 _NOTHING_LOADED = "Failed to receive weights"  # SGLang's message if a bucket did not arrive at all
 
 
 class WeightsUnknownError(EngineError):
     """The server reports a failed update, and part of it may have been loaded."""
+
+
+class WeightsDifferError(WeightsUnknownError):
+    """The server reports a successful update, but holds other parameters than the learner published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +172,27 @@ class ServerUpdates:
         except ServerRefusedError as error:
             raise WeightsUnknownError(f"version {policy_version} was not loaded: {error.words}") from error
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        await self.connection.client.post(path, body, timeout_s=timeout_s)
+    async def prove(self, policy_version: int, samples: Iterable[Sample], names: Iterable[str]) -> bool:
+        """Compare the server's parameters with the sample of the server's digest; return False if there is none.
+
+        Raises:
+            WeightsDifferError: a parameter differs.
+            WeightsUnknownError: the server refuses the call.
+        """
+        connection = self.connection
+        sample = next((sample for sample in samples if sample.digest == connection.digest), None)
+        if sample is None:
+            return False
+        try:
+            difference = await first_difference(connection.client, sample, names, timeout_s=_CALL_TIMEOUT_S)
+        except ServerRefusedError as error:
+            raise WeightsUnknownError(f"version {policy_version} could not be compared: {error}") from error
+        if difference is not None:
+            raise WeightsDifferError(f"the server does not hold version {policy_version}: {difference}")
+        return True
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> None:
+        await self.connection.client.post(path, body, timeout_s=timeout_s or _CALL_TIMEOUT_S)
 
     async def _end_if_open(self) -> None:
         with suppress(ServerRefusedError):  # no session is open
@@ -187,7 +221,8 @@ class ServerUpdates:
             raise WeightsUnknownError(f"the update failed halfway: {error.words}") from error
 
 
-Load = Callable[[], Awaitable[None]]
+Load = Callable[[], Awaitable[bool]]
+"""Loads the weights while the server is paused; returns True if the weights were also proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +250,7 @@ class Swapping:
         self._sending = sending
         self._staged: asyncio.Queue[tuple[Update, Future[int]]] = asyncio.Queue()
         self._updates: ServerUpdates | None = None  # of the latest connection
+        self._mismatches = 0  # in a row on this connection
         self._death: EngineError | None = None
 
     def stage(self, update: Update) -> Future[int]:
@@ -257,30 +293,43 @@ class Swapping:
         if not update.in_group:
             await state.connected.wait()
         connection = state.connection
-        if connection is None:
+        if connection is None or state.hung is not None:
             raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
         if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
         if self._updates is None or self._updates.connection is not connection:
-            self._updates = ServerUpdates(connection)
+            self._updates, self._mismatches = ServerUpdates(connection), 0
         state.updating = True
         started_s = time.monotonic()
         try:
             load = await update.prepare(self._updates)
             # A server joining a group stands still already.
-            await self._swap(self._updates, update, load, started_s if update.in_group else time.monotonic())
+            proven = await self._swap(self._updates, update, load, started_s if update.in_group else time.monotonic())
+            self._check_still_connected(connection, update)
         except ServerGoneError as error:
-            if state.connection is connection:
-                state.hung = str(error)
+            self._give_up(connection, error)
+            raise
+        except WeightsDifferError as error:
+            logger.error("%s", error)
+            state.weight_mismatches += 1
+            self._mismatches += 1
+            if self._mismatches >= _MAX_MISMATCHES:
+                self._give_up(connection, error)
             raise
         finally:
             state.updating = False
+        self._mismatches = 0
+        state.proven_updates += proven
+        state.unproven_updates += not proven
         state.weight_updates += 1
         state.now_has(update.policy_version)
         return update.policy_version
 
-    async def _swap(self, updates: ServerUpdates, update: Update, load: Load, still_since_s: float) -> None:
-        """Close the gate, load, and open the gate. In mode abort all flights return before the pause."""
+    async def _swap(self, updates: ServerUpdates, update: Update, load: Load, still_since_s: float) -> bool:
+        """Close the gate, load, and open the gate. In mode abort all flights return before the pause.
+
+        Returns: True if the weights were proven.
+        """
         state = self._state
         self._check_still_connected(updates.connection, update)
         state.paused = True
@@ -288,7 +337,7 @@ class Swapping:
             if updates.connection.update_mode == "abort":
                 await self._sending.call_back(timeout_s=update.timeout_s)
                 self._check_still_connected(updates.connection, update)
-            await self._load_paused(updates, update, load)
+            return await self._load_paused(updates, update, load)
         except WeightsUnknownError:
             if state.connection is updates.connection:
                 state.now_has(UNKNOWN)
@@ -299,26 +348,47 @@ class Swapping:
             state.last_pause_s = time.monotonic() - still_since_s
             state.swap_s += state.last_pause_s
 
+    def _give_up(self, connection: Connection, why: EngineError) -> None:
+        """Have the server restarted, unless that has happened already."""
+        if self._state.connection is connection:
+            self._state.hung = str(why)
+
     def _check_still_connected(self, connection: Connection, update: Update) -> None:
         if self._state.connection is not connection:
             raise EngineError(f"version {update.policy_version} was not loaded: the server failed before")
 
-    async def _load_paused(self, updates: ServerUpdates, update: Update, load: Load) -> None:
+    async def _load_paused(self, updates: ServerUpdates, update: Update, load: Load) -> bool:
         try:
             await updates.pause(timeout_s=update.timeout_s)
-            await load()
+            proven = await load()
         except ServerGoneError:
             self._state.forget_version(updates.connection)
             raise  # the server cannot be told to continue; opening it again does that
+        except asyncio.CancelledError:
+            with suppress(EngineError):  # otherwise the cancelled task would go on
+                await updates.resume()
+            raise
         except BaseException as error:
             if isinstance(error, WeightsUnknownError):
                 self._state.num_discards += 1  # discard the output of all requests under way
                 self._state.forget_version(updates.connection)  # also if the continue fails
-            try:
-                await updates.resume()
-            except EngineError:
-                if isinstance(error, asyncio.CancelledError):
-                    raise error from None  # otherwise the cancelled task would go on
-                raise
+            await self._continue(updates)
             raise
-        await updates.resume()
+        await self._continue(updates)
+        return proven
+
+    async def _continue(self, updates: ServerUpdates) -> None:
+        """End the pause. If this fails, the server is given up: it may stay paused, or generate on the new weights.
+
+        Raises:
+            ServerGoneError: the server does not continue.
+        """
+        try:
+            for _ in range(_CONTINUE_TRIES - 1):
+                with suppress(ServerRefusedError):
+                    return await updates.resume()
+                await asyncio.sleep(_CONTINUE_AGAIN_S)
+            await updates.resume()
+        except EngineError as error:
+            self._state.forget_version(updates.connection)
+            raise ServerGoneError(f"the server does not continue: {error}") from error

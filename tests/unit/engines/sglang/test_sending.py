@@ -7,6 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.sglang_support import CAPABILITIES
 
+from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.sglang.client import Connection, ServerClient
 from areal_rloo.engines.sglang.flights import FlightQueue
@@ -34,7 +35,7 @@ def test_a_request_without_a_token_fails_after_five_tries() -> None:
             connection = Connection(client, CAPABILITIES, "0", "in_place")
             state = ServerState(connection=connection, policy_version=0)
             queue = FlightQueue(num_slots=2, context_tokens=64, vocab_size=100)
-            sending = asyncio.create_task(Sending(state, queue, vocab_size=100).run())
+            sending = asyncio.create_task(Sending(state, queue, vocab_size=100, config=SGLangConfig()).run())
             (future,) = queue.submit([GenerationRequest("a", (5, 6), SamplingParameters(max_new_tokens=10))])
             state.changed.set()
             await asyncio.wait([asyncio.wrap_future(future)])

@@ -11,6 +11,7 @@ import pytest
 from support.model_versions import model_of
 from support.sglang_support import CAPABILITIES, FakeServer, engine_on_fake, request
 
+from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang import SGLangEngine
 from areal_rloo.engines.sglang.client import Connection, ServerClient
 from areal_rloo.engines.sglang.flights import FlightQueue
@@ -73,7 +74,7 @@ def test_a_close_in_the_turn_in_which_a_request_lands_ends(lands: bool) -> None:
 
     async def main() -> None:
         state, queue = ServerState(policy_version=0), FlightQueue(num_slots=2, context_tokens=64, vocab_size=64)
-        sending = Sending(state, queue, vocab_size=64)
+        sending = Sending(state, queue, vocab_size=64, config=SGLangConfig())
         swapping = Swapping(state, sending)
         capabilities = dataclasses.replace(CAPABILITIES, weight_versions=False)
         state.connection = Connection(cast(ServerClient, Client()), capabilities, "0", "abort")

@@ -1,0 +1,85 @@
+"""Every call of an update fails in every way: tokens keep right tags, and the next update succeeds."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, Fault, engine_on_faulty, fake_sample
+from support.model_versions import model_of
+from support.sglang_support import in_buckets, request
+
+from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup, server, updates
+from areal_rloo.errors import EngineError
+
+TIMEOUT_S = 0.6  # of each call of an update
+CALLS = {  # the calls of an update: path, and calls of this path before the failing call
+    "leave": ("/destroy_weights_update_group", 0),
+    "join": ("/init_weights_update_group", 0),
+    "pause": ("/pause_generation", 0),
+    "begin": ("/begin_weight_update", 0),
+    "first bucket": ("/update_weights_from_distributed", 0),
+    "last bucket": ("/update_weights_from_distributed", 2),
+    "end": ("/end_weight_update", 0),
+    "prove": ("/weights_checker", 0),
+    "continue": ("/continue_generation", 0),
+}
+
+
+async def _update(engine: SGLangEngine, version: int, layouts: list[BucketLayout]) -> int:
+    group = UpdateGroup("127.0.0.1", 1, f"group-{version}", 1, 2, "gloo", TIMEOUT_S)
+    return await asyncio.wrap_future(engine.update_from_group(version, group, layouts, [fake_sample(version)]))
+
+
+async def _fail(folder: Path, layouts: list[BucketLayout], tagged: bool, call: str, fault: Fault, times: int) -> None:
+    fake = FakeSGLang(tagged=tagged)
+    async with asyncio.timeout(60), engine_on_faulty(folder, fake, timeout_s=TIMEOUT_S) as (engine, faults):
+        assert await _update(engine, 1, layouts) == 1
+        options: Any = {"max_new_tokens": 40, "prompt": (1, 2)}
+        futures = engine.submit([request(f"r{i}", **options) for i in range(4)])
+        await asyncio.sleep(0.03)
+        path, skip = CALLS[call]
+        faults.path, faults.fault, faults.skip, faults.left = path, fault, skip, times
+        try:
+            assert await _update(engine, 2, layouts) == 2
+            assert fake.version == 2, "a version is reported that the server does not hold"
+        except EngineError:
+            pass
+        futures += engine.submit([request(f"s{i}", **options) for i in range(4)])
+        for version in itertools.count(3):
+            try:
+                assert await _update(engine, version, layouts) == version
+                break
+            except EngineError:
+                await asyncio.sleep(0.1)
+        for future in futures:
+            completion = await asyncio.wrap_future(future)
+            assert len(completion.tokens) == 40
+            assert (completion.tokens - FIRST_TOKEN).tolist() == completion.versions.tolist()
+        assert engine.statistics().policy_version == fake.version
+        assert not fake.paused
+
+
+@pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
+    fault: Fault, tagged: bool, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "_CHECK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "_RESTART_BACKOFF_S", (0.1,))
+    folder = tiny_folders["qwen2"]
+    layouts, _ = in_buckets(model_of(folder))
+
+    async def main() -> None:
+        # A server that only claims to pause cannot be noticed, and neither can a check that proves nothing be right.
+        calls = set(CALLS) - ({"pause", "prove", "continue"} if fault == "ignore" else set())
+        cases = [(call, times) for call in calls for times in (1, 3)]
+        tries = [_fail(folder, layouts, tagged, call, fault, times) for call, times in cases]
+        outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        failures = {case: repr(found) for case, found in zip(cases, outcomes, strict=True) if found is not None}
+        assert failures == {}
+
+    asyncio.run(main())
