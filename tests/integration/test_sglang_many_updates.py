@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from areal_rloo.trajectory import Completion
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import build_manifest, gather
+from areal_rloo.weights.offers import Offers
 
 NUM_VERSIONS = 200
 NUM_AT_A_TIME = 12  # more than the engine's 8 slots, so that some requests always wait
@@ -114,35 +116,44 @@ def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
 def _publish_all(engine: EngineOnThread, models: Models, load: Load, measure: Callable[[], int]) -> list[int]:
     """Send every version through a real broadcaster and receiver; return the memory size after each."""
     manifest = build_manifest(models[0].named_parameters(), bucket_bytes=100_000)
+    calls: list[int] = []
     assert len(manifest.bucket_num_bytes) > 2, "an update is of several buckets"
-    bodies: list[bytes] = []
+    notices: list[tuple[int, bytes]] = []
     broadcaster = Broadcasting(
         manifest=manifest,
         transport=CollectiveSender(manifest, host="127.0.0.1", device=CPU, timeout_s=30),
         timeout_s=30,
-        send_notice=lambda worker_id, version, body: bodies.append(body),
+        send_call=lambda worker_id, offer_id: calls.append(offer_id),
+        send_notice=lambda worker_id, offer_id, version, body: notices.append((offer_id, body)),
         sampler=Sampler(("sha256", "tiles"), num_ranks=1),
     )
     failures: list[str] = []
+    received: list[tuple[int, int]] = []
     receiver = Receiving(
         worker_id="w",
         policy_version=lambda: engine.statistics().policy_version,
         load_weights=engine.load_weights,
         join_group=joins_group(engine, "w"),
-        on_received=lambda version, total: broadcaster.acknowledge("w", version, total),
-        on_failed=lambda version, detail: failures.append(detail),
+        on_received=lambda offer_id, total: received.append((offer_id, total)),
+        on_failed=lambda offer_id, detail: failures.append(detail),
         device=CPU,
     )
     broadcaster.publish(0, partial(gather, manifest, list(models[0].named_parameters())))
-    broadcaster.join("w", 0)
+    broadcaster.tell(lambda offers: offers.join("w", 0))
     sizes = [measure()]
     for version in range(1, NUM_VERSIONS + 1):
         made = engine.statistics().generated_tokens
         broadcaster.publish(version, partial(gather, manifest, list(models[version].named_parameters())))
 
         def arrived(version: int = version, made: int = made) -> bool:
-            while bodies:
-                receiver.offer(bodies.pop(0))
+            while calls:
+                broadcaster.tell(partial(Offers.ready, worker_id="w", offer_id=calls.pop()))
+            while notices:
+                receiver.offer(*notices.pop(0))
+            while received:
+                offer_id, total = received.pop()
+                values = {"offer_id": offer_id, "checksum": total, "number": version, "now_s": time.monotonic()}
+                broadcaster.tell(partial(Offers.received, worker_id="w", **values))
             load.pump()
             assert failures == []
             there = broadcaster.statistics().versions["w"] == version

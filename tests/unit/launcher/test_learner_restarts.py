@@ -36,7 +36,7 @@ class _Run:
     def __init__(self, folder: Path, max_restarts: int, programs: tuple[str, ...]) -> None:
         self._folder = folder
         self._said = io.StringIO()
-        self.supervisor = Supervisor(LocalStarter(), folder / "logs")
+        self.supervisor = Supervisor(LocalStarter(drain_timeout_s=1.0), folder / "logs", goodbye_s=1.0)
         plan = Plan(
             preparation=None,
             learner=tuple(_spec(rank, folder, program) for rank, program in enumerate(programs)),

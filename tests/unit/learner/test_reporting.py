@@ -36,6 +36,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
         num_workers=1,
         rollout_idle_s=0.0,
         generated_tokens=0,
+        repeated_results=0,
         filtered_prompts=0,
         truncated_prompts=0,
     )

@@ -1,16 +1,13 @@
 """The start of a managed SGLang server, refused options, and weight files."""
 
 import json
-import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from support.patience import eventually
 
 from areal_rloo.config import Config, RolloutConfig, SGLangConfig
 from areal_rloo.config.schema import validate
@@ -61,18 +58,6 @@ def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:
     server.kill()
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", server.port))
-
-
-def test_a_dead_servers_session_is_killed_while_its_id_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), tmp_path / "server.log")  # there is no SGLang
-    eventually(lambda: server.exit_code() == 1, "it ends")
-    killed: list[str] = []
-    monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append(psutil.Process(pid).status()))
-    server.kill()
-    server.kill()
-    assert killed == [psutil.STATUS_ZOMBIE]
-    assert not psutil.pid_exists(server.pid)
-    assert server.exit_code() == 1
 
 
 def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) -> None:
