@@ -72,6 +72,8 @@ class Leasing:
                 self.drop(duty.sample_id, "max_attempts", detail=f"lost {sample.num_attempts} times with its worker")
             elif purpose_of(duty.group_id) == "eval":
                 self.evaluation.wait_again(duty.sample_id)
+            else:
+                self.ledger.wait_again(duty.group_id)
 
     def drop(self, sample_id: SampleId, reason: str, *, detail: str = "") -> None:
         """Drop a sample without an outcome, and the group if too few samples are left; an evaluation counts it 0."""

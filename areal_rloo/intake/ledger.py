@@ -16,7 +16,7 @@ move.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -147,6 +147,7 @@ class Ledger:
         self.groups: dict[int, LedgerGroup] = {}
         self.admitted_groups = 0
         self.dropped_groups = 0
+        self._to_lease: set[int] = set()  # groups that may have waiting samples
         self._admitted = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
@@ -157,6 +158,7 @@ class Ledger:
         samples = {index: Sample() for index in range(group_size)}
         group = LedgerGroup(self.admitted_groups, prompt, admission_version, deadline, samples)
         self.groups[group.group_id] = group
+        self._to_lease.add(group.group_id)
         self.admitted_groups += 1
         self._admitted += group_size
         return group
@@ -200,12 +202,22 @@ class Ledger:
         self._drops.clear()
         return drops
 
-    def waiting(self) -> Iterator[tuple[LedgerGroup, tuple[int, ...]]]:
-        """Yield the groups with samples that wait for a lease, earliest deadline first."""
-        for group in sorted(self.groups.values(), key=lambda g: (g.deadline, g.group_id)):
-            indices = tuple(i for i, s in group.samples.items() if s.worker_id is None and not s.trajectories)
-            if indices:
-                yield group, indices
+    def wait_again(self, group_id: int) -> None:
+        """Record that a sample of this group was lost."""
+        self._to_lease.add(group_id)
+
+    def waiting(self) -> list[tuple[LedgerGroup, tuple[int, ...]]]:
+        """List the groups with samples that wait for a lease, earliest deadline first."""
+        found = []
+        for group_id in list(self._to_lease):
+            group = self.groups.get(group_id)
+            samples = group.samples.items() if group is not None else ()
+            indices = tuple(index for index, sample in samples if sample.worker_id is None and not sample.trajectories)
+            if group is None or not indices:
+                self._to_lease.discard(group_id)
+            else:
+                found.append((group, indices))
+        return sorted(found, key=lambda waiting: (waiting[0].deadline, waiting[0].group_id))
 
     def counts(self) -> LedgerCounts:
         is_here = [bool(sample.trajectories) for group in self.groups.values() for sample in group.samples.values()]
@@ -246,6 +258,7 @@ class Ledger:
         ledger._dropped = Counter(state.dropped)
         for saved in state.groups:
             name = saved.group_id
+            ledger._to_lease.add(name)
             ledger.groups[name] = group = LedgerGroup(name, prompts[name], saved.admission_version, saved.deadline)
             for sample in saved.samples:
                 done = trajectories[(name, sample.sample_index)] if sample.buffered else ()

@@ -71,17 +71,6 @@ def _messages_for_an_earlier_learner_count() -> Any:
     return patch.object(Intake, "handle", mutated)
 
 
-def _leases_of_an_earlier_learner_start() -> Any:
-    handle = WorkerProtocol.handle
-
-    def mutated(self: WorkerProtocol, message: Any, engine: EngineState) -> Orders:
-        if isinstance(message, wire.Leases) and self._learner_id is not None:
-            message = wire.Leases(self._learner_id, message.leases)
-        return handle(self, message, engine)
-
-    return patch.object(WorkerProtocol, "handle", mutated)
-
-
 def _lease_ids_begin_again_at_every_hello() -> Any:
     """Then two ends that lost different leases can agree on a number by chance."""
     welcome = Fleet.welcome

@@ -239,13 +239,12 @@ class SimulatedLearner:
         """Check the ledger, the admission and who holds what."""
         ledger, fleet = self.intake.ledger, self.intake.fleet
         counts = ledger.counts()
-        _demand(counts.balanced, f"the ledger does not balance: {counts}")
-        _demand(counts.trained == sum(self.trained.values()), f"trained {self.trained}, the ledger says {counts}")
+        if not counts.balanced or counts.trained != self.trained.total():
+            raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")
         live = ledger.admitted_groups - ledger.dropped_groups
         algorithm, learner = self.config.algorithm, self.config.learner
-        _demand(
-            live <= (self.version + algorithm.max_staleness + 1) * learner.groups_per_step, f"{live} groups admitted"
-        )
+        if live > (self.version + algorithm.max_staleness + 1) * learner.groups_per_step:
+            raise ViolationError(f"{live} groups are admitted at version {self.version}")
         held = {
             (sample.worker_id, sample.lease_ids[-1], group.group_id, index)
             for group in ledger.groups.values()
@@ -253,10 +252,10 @@ class SimulatedLearner:
             if sample.worker_id is not None
         }
         known = {(w.worker_id, *duty) for w in fleet.alive.values() for duty in w.duties if duty.group_id >= 0}
-        _demand(held == known, f"the ledger has {sorted(held - known)} and the fleet {sorted(known - held)} alone")
-        for worker in fleet.alive.values():
-            num_train = sum(duty.group_id >= 0 for duty in worker.duties)
-            _demand(worker.num_train == num_train, f"{worker.worker_id} has {num_train} train samples")
+        if held != known:
+            raise ViolationError(f"the ledger has {sorted(held - known)} and the fleet {sorted(known - held)} alone")
+        if len(known) != sum(worker.num_train for worker in fleet.alive.values()):
+            raise ViolationError(f"the workers have {len(known)} train samples, and their counts differ")
 
     def _check_batch(self, batch: list[Group]) -> None:
         eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens

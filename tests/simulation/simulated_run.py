@@ -18,7 +18,7 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.wire import messages as wire
 
-_PATIENCE_S = 90.0
+_PATIENCE_S = 60.0
 _START_S = (0.3, 1.5)  # of a process
 _NUM_STEPS = 6
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 FAULTS_END_S = 8.0  # later everything goes well
@@ -64,24 +64,17 @@ class Schedule:
         return replace(self, faults=tuple(fault for fault in self.faults if fault not in faults))
 
 
-@dataclass(order=True, slots=True)
-class _Event:
-    at_s: float
-    number: int
-    act: Callable[[], None] = field(compare=False)
-
-
 class Clock:
     """Virtual time: events in order."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._events: list[_Event] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # the number breaks ties
         self._number = 0
 
     def at(self, at_s: float, act: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._events, _Event(max(at_s, self.now_s), self._number, act))
+        heapq.heappush(self._events, (max(at_s, self.now_s), self._number, act))
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
         self.at(self.now_s + delay_s, act)
@@ -90,9 +83,8 @@ class Clock:
         """Run the next event; returns False if there is none."""
         if not self._events:
             return False
-        event = heapq.heappop(self._events)
-        self.now_s = event.at_s
-        event.act()
+        self.now_s, _, act = heapq.heappop(self._events)
+        act()
         return True
 
 
