@@ -34,7 +34,7 @@ class SessionLeader:
             return self._reaped()
 
     def signal(self, number: int) -> None:
-        """Send a signal to a child that still runs."""
+        """Send a signal to a running child."""
         with self._lock:
             if self._reaped() is None:
                 os.kill(self.pid, number)

@@ -87,7 +87,7 @@ class Buffer:
         return [self._ledger.begin_training(group_id) for group_id in self._taken]
 
     def trained(self) -> None:
-        """Record that the batch taken last was trained on."""
+        """Count the batch taken last as trained."""
         while self._taken:
             self._ledger.train_group(self._taken.pop())
 

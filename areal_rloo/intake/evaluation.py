@@ -101,7 +101,7 @@ class Evaluation:
 
     @property
     def policy_version(self) -> int:
-        """The version that the running evaluation measures."""
+        """The version of the running evaluation."""
         return self._version
 
     def seed(self, group_id: int) -> int:

@@ -12,7 +12,7 @@ from areal_rloo.wire.messages import Duty, Heartbeat, Hello, Lease, Work, digest
 
 @dataclass(slots=True)
 class Worker:
-    """A rollout worker that said Hello and is alive. Fields without a comment are those of its last message."""
+    """A rollout worker, alive since its Hello. Fields without a comment are those of its last message."""
 
     worker_id: str
     incarnation: str
@@ -45,12 +45,12 @@ class Worker:
         self.newest_lease = lease.lease_id
 
     def hold(self, duty: Duty) -> None:
-        """Record that the worker has this duty."""
+        """Add a duty."""
         self.duties.add(duty)
         self.num_train += purpose_of(duty.group_id) == "train"
 
     def release(self, duty: Duty) -> None:
-        """Record that the worker has this duty no more; ignore other duties."""
+        """Remove a duty; ignore the duties of others."""
         if duty in self.duties:
             self.duties.discard(duty)
             self.num_train -= purpose_of(duty.group_id) == "train"
@@ -61,7 +61,7 @@ class Worker:
 
 
 class Fleet:
-    """All workers that said Hello and were heard since; the work of departed workers, too."""
+    """All workers heard of since their Hello; the work of departed workers, too."""
 
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
@@ -112,7 +112,7 @@ class Fleet:
         self._work[peer] = (start, work)
 
     def work(self) -> Work:
-        """Add up the work that all workers, departed workers too, have done for this learner."""
+        """Add up the work of all workers for this learner, departed workers included."""
         pairs: Sequence[tuple[Work, Work]] = list(self._work.values())
         return Work(
             sum(last.idle_s - first.idle_s for first, last in pairs),

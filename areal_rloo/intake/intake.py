@@ -111,7 +111,7 @@ class Intake:
         return replies + self.grants()
 
     def disconnected(self, peer: str, now_s: float) -> None:
-        """Record that the connection to a peer is lost: the process has ended, or will connect again."""
+        """Record the end of the connection to a peer: the process has ended, or will connect again."""
         if (worker := self.fleet.at(peer)) is not None:
             worker.disconnected_s = now_s
 
@@ -164,7 +164,7 @@ class Intake:
         return self.grants()
 
     def stop(self) -> list[Outgoing]:
-        """Tell every worker to drain; a worker that says Hello later is told then."""
+        """Tell every worker to drain; later workers are told at their Hello."""
         self.draining = self._stopping = True
         return [Outgoing(worker.peer, wire.Drain()) for worker in self.fleet.alive.values()]
 
@@ -196,7 +196,7 @@ class Intake:
     # -- samples -------------------------------------------------------------------------------------------------------
 
     def _apply(self, peer: str, message: _Addressed, now_s: float) -> list[Outgoing]:
-        """Apply a message that is addressed to this learner."""
+        """Apply a message addressed to this learner."""
         worker = self.fleet.at(peer)
         match message:
             case wire.Results():
@@ -257,7 +257,7 @@ class Intake:
         return [Outgoing(worker.peer, wire.Abort(self.learner_id, (duty,)))]
 
     def _fail(self, worker: Worker | None, failed: wire.Failed) -> None:
-        """Record that a sample will never be finished, unless another lease still can."""
+        """Drop a failed sample, unless another lease can still finish the sample."""
         duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
         if worker is not None:
             worker.release(duty)
@@ -298,7 +298,7 @@ class Intake:
         lost = {duty for duty in worker.duties if has_met and duty.lease_id <= hello.newest_lease} - told
         for duty in lost:
             worker.release(duty)
-        self._leasing.lose(lost, started=False)  # the same process loses no duty that has reached it
+        self._leasing.lose(lost, started=False)  # the same process loses no duty once it has come
         void = tuple(sorted(duty for duty in told - worker.duties if not self._adopt(worker, duty)))
         logger.info(
             "%s says hello with version %s: %d duties, %d lost on their way, %d void",
@@ -312,7 +312,7 @@ class Intake:
         return [Outgoing(peer, reply) for reply in replies]
 
     def _adopt(self, worker: Worker, duty: Duty) -> bool:
-        """Let a worker that was taken for dead go on with a duty that no other worker has begun."""
+        """Let a worker taken for dead go on with a duty, unless another worker has begun the sample."""
         sample = self._leasing.sample(duty.sample_id)
         if sample is None or not sample.adopts(duty.lease_id, worker.worker_id):
             return False

@@ -62,7 +62,7 @@ class Leasing:
     def lose(self, lost: Iterable[Duty], *, started: bool) -> None:
         """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.
 
-        `started` says that the leases had reached the worker.
+        `started`: the leases had reached the worker.
         """
         for duty in sorted(lost):
             sample = self.sample(duty.sample_id)

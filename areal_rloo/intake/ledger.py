@@ -53,7 +53,7 @@ class Sample:
         return not self.trajectories and self.lease_ids[-1:] == (lease_id,)
 
     def adopts(self, lease_id: int, worker_id: str) -> bool:
-        """Let a worker that was taken for dead go on; returns False if the sample does not wait for this lease."""
+        """Let a worker taken for dead go on; returns False if the sample does not wait for this lease."""
         if self.worker_id is not None or not self.accepts_failure(lease_id):
             return False
         self.worker_id = worker_id
@@ -147,7 +147,7 @@ class Ledger:
         self.groups: dict[int, LedgerGroup] = {}
         self.admitted_groups = 0
         self.dropped_groups = 0
-        self._to_lease: set[int] = set()  # groups that may have waiting samples
+        self._to_lease: set[int] = set()  # groups to look through for waiting samples
         self._admitted = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
@@ -169,7 +169,7 @@ class Ledger:
         return None if group is None else group.samples.get(sample_id[1])
 
     def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> LedgerGroup:
-        """Drop a sample that is not in training; returns the rest of the group."""
+        """Drop a sample outside training; returns the rest of the group."""
         group = self.groups[sample_id[0]]
         assert not group.in_training, f"sample {sample_id} is being trained on"
         self._drop(group, sample_id[1], reason, detail)
@@ -184,14 +184,14 @@ class Ledger:
         self.dropped_groups += 1
 
     def begin_training(self, group_id: int) -> Group:
-        """Record that a complete group is being trained on; returns the group."""
+        """Begin to train on a complete group; returns the group."""
         group = self.groups[group_id]
         assert not group.in_training, f"group {group_id} is being trained on already"
         group.in_training = True
         return group.group
 
     def train_group(self, group_id: int) -> None:
-        """Record that a group in training was trained on."""
+        """Count a group in training as trained."""
         group = self.groups.pop(group_id)
         assert group.in_training, f"group {group_id} is not being trained on"
         self._trained += len(group.samples)
@@ -203,11 +203,11 @@ class Ledger:
         return drops
 
     def wait_again(self, group_id: int) -> None:
-        """Record that a sample of this group was lost."""
+        """Look again for waiting samples in this group."""
         self._to_lease.add(group_id)
 
     def waiting(self) -> list[tuple[LedgerGroup, tuple[int, ...]]]:
-        """List the groups with samples that wait for a lease, earliest deadline first."""
+        """List the groups with waiting samples, earliest deadline first."""
         found = []
         for group_id in list(self._to_lease):
             group = self.groups.get(group_id)

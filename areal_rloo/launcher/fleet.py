@@ -35,7 +35,7 @@ _START_EVERY_S = 5.0  # after a failed start
 
 
 class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """scale.json: the number of workers that an operator wants."""
+    """scale.json: the wanted number of workers."""
 
     wish_id: str
     num_workers: int
@@ -59,7 +59,7 @@ class Room(Protocol):
         """
 
     def release(self, placement: Placement) -> None:
-        """Release the resources that no seat of this placement has."""
+        """Release the resources without a seat in this placement."""
 
 
 class LocalRoom:
@@ -164,11 +164,11 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """The workers that were started and must stay."""
+        """The workers started and not to be ended."""
         return list(self._started)
 
     def start(self) -> None:
-        """Start all workers that are missing.
+        """Start all missing workers.
 
         Raises:
             OSError: a worker cannot be started now.

@@ -2,7 +2,7 @@
 
 Linux sends the children of a killed launcher SIGTERM, and they drain. A stopped or hung child does not. The launcher
 passes a pidfd of each child to the guard over a socket. The socket closes with the launcher; some time later the guard
-kills the children that are left. A pidfd never means another process, even if the process id is used again.
+kills the rest of the children. A pidfd never means another process, even if the process id is used again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Guard:
             self._unguarded(error)
 
     def watch(self, pid: int) -> None:
-        """Guard a child of this process that is not reaped yet."""
+        """Guard a child of this process, not reaped yet."""
         if sys.platform == "linux" and self._socket is not None:
             try:
                 child = os.pidfd_open(pid)

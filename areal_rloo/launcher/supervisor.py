@@ -168,7 +168,7 @@ class Supervisor:
         self._children[name].handle.kill()
 
     def forget(self, name: str) -> None:
-        """Forget an ended process that shall not be restarted."""
+        """Forget an ended process, without a restart."""
         del self._children[name]
 
     def wait(self, names: Collection[str], timeout_s: float) -> bool:

@@ -67,7 +67,7 @@ def unfinished_path(path: Path) -> Path:
 
 
 def unfinished_checkpoints(folder: Path) -> list[Path]:
-    """Give the checkpoints that the learner is writing, or was writing when the learner died."""
+    """Give the checkpoints under way, or under way when the learner died."""
     return [path.with_name(path.name.removeprefix(_UNFINISHED)) for path in folder.glob(f"{_UNFINISHED}*")]
 
 

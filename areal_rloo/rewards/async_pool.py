@@ -111,7 +111,7 @@ class AsyncRewardPool:
         await asyncio.gather(self._outage.close(), self._process.end())
 
     async def _serve(self) -> None:
-        """Receive replies, and replace a process that has ended, until the pool is closed."""
+        """Receive replies, and replace a dead process, until the pool is closed."""
         try:
             while True:
                 self._outage.served()

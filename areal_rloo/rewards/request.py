@@ -72,7 +72,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start: processes that were replaced, and seconds spent scoring, summed over parallel rewards."""
+    """Counts since the start: replaced processes, and seconds spent scoring, summed over parallel rewards."""
 
     restarts: int = 0
     busy_s: float = 0.0

@@ -109,11 +109,11 @@ class WorkerProtocol:
         self._end(duty, wire.Finished(duty.lease_id, tuple(trajectories)), num_bytes)
 
     def fail(self, failed: wire.Failed, num_bytes: int) -> None:
-        """Record that a duty will never be finished; ignore a cancelled duty."""
+        """Record the failure of a duty; ignore a cancelled duty."""
         self._end(Duty(failed.lease_id, failed.group_id, failed.sample_index), failed, num_bytes)
 
     def weights_received(self, notice: wire.WeightsNotice, checksum: int) -> None:
-        """Record that the engine runs the version of an offer.
+        """Record the success of an offer: the engine runs the version.
 
         Raises:
             WentBackError: the offer is of an earlier learner, and the learner now began with an older version.
@@ -123,7 +123,7 @@ class WorkerProtocol:
         self._answer(notice, lambda number: wire.WeightsReceived(notice.learner_id, number, notice.offer_id, checksum))
 
     def weights_failed(self, notice: wire.WeightsNotice, detail: str) -> None:
-        """Record that the engine does not run the version of an offer."""
+        """Record the failure of an offer: the engine does not run the version."""
         self._answer(notice, lambda number: wire.WeightsFailed(notice.learner_id, number, notice.offer_id, detail))
 
     # -- messages of the learner ---------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class WorkerProtocol:
                 self._num_resent += 1
         if reply.newest_lease > self._newest_lease:
             logger.warning("leases up to %d were lost, %d was the last to come", reply.newest_lease, self._newest_lease)
-            self._newest_lease = reply.newest_lease  # a lease that comes late is void: the Hello gives it back
+            self._newest_lease = reply.newest_lease  # a late lease is void: the Hello gives it back
             self._wants_hello = True
         self._wants_hello |= reply.say_hello
 

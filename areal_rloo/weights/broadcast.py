@@ -44,16 +44,16 @@ SendCall = Callable[[str, int], None]
 
 
 class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start; `versions` is the version that each present worker runs."""
+    """Counts since the start; `versions` has the version of each present worker."""
 
     metrics_prefix: ClassVar[str] = "weights_"
 
-    newest_version: Annotated[int, Metric("Newest version that the broadcaster has", "versions")]
+    newest_version: Annotated[int, Metric("Newest version of the broadcaster", "versions")]
     versions: dict[str, int]
     broadcasts: Annotated[int, Metric("Offers of weights begun", kind="counter")]
     failures: Annotated[int, Metric("Versions that a worker could not take", kind="counter", healthy=(0, 0))]
     left_out: Annotated[int, Metric("Times a timeout left a worker out of a broadcast", kind="counter", healthy=(0, 0))]
-    last_broadcast_s: Annotated[float, Metric("Time that the last broadcast took", "s")]
+    last_broadcast_s: Annotated[float, Metric("Time of the last broadcast", "s")]
     broadcast_s: Annotated[float, Metric("Time spent broadcasting", "s", "counter")]
     sent_bytes: Annotated[int, Metric("Bytes of weights sent", "bytes", "counter")]
 
@@ -63,7 +63,7 @@ class _Version:
     policy_version: int
     buckets: Sequence[Tensor]
     proofs: asyncio.Task[tuple[int, tuple[Sample, ...]]] | None = None  # computed for the first offer
-    offers: set[int] = field(default_factory=set)  # that still use the buckets
+    offers: set[int] = field(default_factory=set)  # still using the buckets
 
 
 @dataclass(slots=True, eq=False)

@@ -88,7 +88,7 @@ class _Offer:
     policy_version: int
     deadline_s: float  # of the call, then of the offer
     begun_s: float
-    workers: set[str]  # that take part
+    workers: set[str]  # taking part
     checksum: int | None = None
     has_begun: bool = False
     sent: bool = False  # the transport has finished
@@ -119,7 +119,7 @@ class Offers:
         self.newest_version = policy_version
 
     def join(self, worker_id: str, policy_version: int | None, *, number: int = 0) -> None:
-        """Record the version that a worker's engine runs; None: the engine takes no weights now, e.g. while it starts.
+        """Record the version of a worker's engine; None: the engine takes no weights now, e.g. while it starts.
 
         `number` orders the messages of a worker: a version told before the last answer to an offer is out of date.
         """
@@ -141,7 +141,7 @@ class Offers:
         receiving: bool,
         now_s: float,
     ) -> None:
-        """Record a heartbeat: the version of the engine, and the newest offer that the worker has seen."""
+        """Record a heartbeat: the version of the engine, and the newest offer seen by the worker."""
         self.join(worker_id, policy_version, number=number)
         member = self.members.get(worker_id)
         if member is None or member.offer_id is None:
@@ -170,7 +170,7 @@ class Offers:
             offer.checksum = checksum
 
     def received(self, worker_id: str, offer_id: int, checksum: int, *, number: int, now_s: float) -> None:
-        """Record that a worker runs the offered version, and the checksum of the received bytes."""
+        """Record the success of an offer: the worker runs the version; with the checksum of the received bytes."""
         member, offer = self.members.get(worker_id), self._offers.get(offer_id)
         if member is None or member.offer_id != offer_id:
             return
@@ -184,7 +184,7 @@ class Offers:
         self._answered(member, worker_id, number, taken=True)
 
     def failed(self, worker_id: str, offer_id: int, detail: str, *, number: int, now_s: float) -> None:
-        """Record that a worker did not receive the offered version; offer again after a backoff."""
+        """Record the failure of an offer: the worker does not run the version. Offer again after a backoff."""
         member = self.members.get(worker_id)
         if member is None or member.offer_id != offer_id:
             return
@@ -195,13 +195,13 @@ class Offers:
         self._answered(member, worker_id, number, taken=False)
 
     def broken(self, offer_id: int, detail: str, now_s: float) -> None:
-        """Record that the transport could not make an offer."""
+        """Record an error of the transport: the offer fails for all its workers."""
         offer = self._offers.get(offer_id)
         for worker_id in sorted(offer.pending) if offer is not None else ():
             self.failed(worker_id, offer_id, detail, number=0, now_s=now_s)
 
     def sent(self, offer_id: int) -> None:
-        """Record that the transport has finished an offer, with or without success."""
+        """Record the end of the transport of an offer, with or without success."""
         offer = self._offers[offer_id]
         offer.sent = True
         self._end_if_over(offer)

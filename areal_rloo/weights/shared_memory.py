@@ -57,12 +57,12 @@ class SharedMemorySender:
         """Nothing to do: the workers read the segment themselves."""
 
     def taken(self, worker_id: str) -> None:
-        """Record that this worker has the version of the last offer and has finished reading."""
+        """Record the success of the last offer to this worker: nothing reads the buckets there any more."""
         for segment in self._in_use:
             segment.readers.discard(worker_id)
 
     def lost(self, worker_id: str) -> None:
-        """Record that this worker may still read, at any later time, the buckets of an offer."""
+        """Record the loss of a worker: it may still read the buckets of an offer at any later time."""
         for segment in self._in_use:
             segment.given_up |= worker_id in segment.readers
 

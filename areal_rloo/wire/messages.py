@@ -20,9 +20,9 @@ No side waits for an answer in lock step, and every message can be lost, delayed
 
 - A message that must arrive has a `number` that the worker never uses again. The worker keeps the message until the
   learner acknowledges the number, and sends it again if the reply to a later heartbeat comes first.
-- A lease has an id that the learner never uses again. A *duty* is a sample under a lease, so an answer to an old lease
-  is no answer to a later lease of the same sample. A worker ignores leases up to the newest lease it has seen.
-- Everything that speaks of leases carries the `learner_id`, because the ids of an earlier learner mean other samples.
+- The learner never uses the id of a lease again. A *duty* is a sample under a lease, so an answer to an old lease is no
+  answer to a later lease of the same sample. A worker ignores leases up to the newest lease it has seen.
+- Everything about leases carries the `learner_id`, because the ids of an earlier learner mean other samples.
 - If the two ends disagree about the duties, the digest of the next heartbeat differs, and a Hello settles the matter.
 """
 
@@ -118,7 +118,7 @@ class Finished(NamedTuple):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """This duty will never be finished (a reward that raised, an episode that failed).
+    """The worker gives up this duty (a reward raised, an episode failed).
 
     The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far.
     """
@@ -132,7 +132,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """Worker to learner: all duties that have ended since the last Results.
+    """Worker to learner: all duties ended since the last Results.
 
     The codec encodes the arrays of the trajectories as columns of raw little-endian numbers.
     """

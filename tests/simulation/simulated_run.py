@@ -19,6 +19,7 @@ from areal_rloo.tasks import Item, Source
 from areal_rloo.wire import messages as wire
 
 _PATIENCE_S = 60.0
+_MOST_EVENTS = 20_000  # some hundreds are usual
 _START_S = (0.3, 1.5)  # of a process
 _NUM_STEPS = 6
 
@@ -68,9 +69,13 @@ class Simulation:
         Raises:
             ViolationError: an invariant does not hold, or the run does not end.
         """
+        num_events = 0
         while self.learner is None or not self.learner.done:
+            num_events += 1
             if not self.clock.step():
                 raise ViolationError("nothing happens any more")
+            if num_events > _MOST_EVENTS:
+                raise ViolationError(f"{num_events} events until {self.clock.now_s:.3f} s: something spins")
             if self.clock.now_s > FAULTS_END_S + _PATIENCE_S:
                 learner = self.learner
                 state = learner.intake.describe(self.clock.now_s) if learner is not None else "there is no learner"
