@@ -118,11 +118,11 @@ async def _receive_acknowledging(count: int, pipe: Connection) -> None:
     while num < count:
         peer, message = await learner.receive()
         if isinstance(message, Hello):
-            learner.send(peer, Welcome("learner", message.number, 0))
+            learner.send(peer, Welcome("learner", message.number, (("learner", 0),)))
             lease = Lease(1, 0, tuple(range(count)), (1,), Item("?"), 0, 0)
             learner.send(peer, Leases("learner", (lease,)))
         elif isinstance(message, Heartbeat):
-            learner.send(peer, HeartbeatReply("learner", message.number, 0, 1, say_hello=False))
+            learner.send(peer, HeartbeatReply("learner", message.number, 1, say_hello=False))
         elif isinstance(message, Results):
             started = started or time.perf_counter()
             num += len(message.finished)

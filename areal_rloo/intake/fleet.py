@@ -26,7 +26,7 @@ class Worker:
     num_train: int = 0  # number of train samples in `duties`
     newest_lease: int = 0  # highest id of a lease sent to the worker
     disconnected_s: float | None = None  # monotonic time of the end of the connection; None: heard since
-    stalled: bool = False  # had duties and made no progress: gets no lease until there is progress
+    stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
 
     @property
     def free_samples(self) -> int:
@@ -101,9 +101,11 @@ class Fleet:
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
-        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, heartbeat.policy_version, None
         if heartbeat.work.generated_tokens != self._work[worker.peer][1].generated_tokens:
             worker.progress_s, worker.stalled = now_s, False
+        elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
+            worker.progress_s = now_s
+        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, heartbeat.policy_version, None
         self.record_work(worker.peer, heartbeat.work)
 
     def record_work(self, peer: str, work: Work) -> None:

@@ -65,7 +65,7 @@ class Intake:
         evaluation: Evaluation,
         offers: Offers,
         policy_version: int,
-        learner_id: str,
+        history: wire.History,
         group_filter: Callable[[Group], bool] | None = None,
         num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -74,14 +74,14 @@ class Intake:
             ledger: empty, or restored from a checkpoint.
             offers: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
-            learner_id: of this start of the learner, never used before.
+            history: the learners up to this one; the last learner id is of this start alone.
             group_filter: returns False for a group to drop (user code).
         """
         self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
         self.draining = self._stopping = False
-        self.learner_id = learner_id
+        self.history, (self.learner_id, _) = history, history[-1]
         self._offers, self._num_truncated = offers, num_truncated
-        self._began_version = self._policy_version = policy_version
+        self._policy_version = policy_version
         self._max_tokens = config.learner.microbatch_tokens
         self._wire = config.wire
         self._num_repeated = 0
@@ -123,10 +123,13 @@ class Intake:
                 silent_s = now_s - worker.last_heard_s
                 logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, silent_s)
                 self._remove(worker)
-            elif not worker.duties:
-                worker.progress_s = now_s
-            elif now_s - worker.progress_s > self._wire.stall_timeout_s:
+            elif worker.duties and now_s - worker.progress_s > self._wire.stall_timeout_s:
                 outgoing.append(self._take_duties(worker, now_s))
+            elif not worker.duties and not worker.stalled:
+                worker.progress_s = now_s
+        if all(worker.stalled for worker in self.fleet.alive.values()):  # better to try them again than to stand still
+            for worker in self.fleet.alive.values():
+                worker.progress_s, worker.stalled = now_s, False
         return outgoing + self.grants()
 
     def grants(self) -> list[Outgoing]:
@@ -304,7 +307,7 @@ class Intake:
             "%s says hello with version %s: %d duties, %d lost on their way, %d void",
             *(worker.worker_id, hello.policy_version, len(told), len(lost), len(void)),
         )
-        replies: list[wire.LearnerMessage] = [wire.Welcome(self.learner_id, hello.number, self._began_version)]
+        replies: list[wire.LearnerMessage] = [wire.Welcome(self.learner_id, hello.number, self.history)]
         if void:
             replies.append(wire.Abort(self.learner_id, void))
         if self._stopping:
@@ -334,16 +337,16 @@ class Intake:
                 now_s=now_s,
             )
             newest_lease, say_hello = worker.newest_lease, worker.differs(heartbeat)
-        reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, self._began_version, newest_lease, say_hello)
+        reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, newest_lease, say_hello)
         return [Outgoing(peer, reply), *([Outgoing(peer, wire.Drain())] if self._stopping else [])]
 
     def _take_duties(self, worker: Worker, now_s: float) -> Outgoing:
-        """Lease the samples of a worker without progress to others; until it makes progress, the worker gets none."""
+        """Lease the samples of a worker without progress to others, and none to the worker until it makes progress."""
         logger.error(
             "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
             *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
         )
-        worker.stalled = True
+        worker.progress_s, worker.stalled = now_s, True
         duties = tuple(sorted(worker.duties))
         for duty in duties:
             worker.release(duty)

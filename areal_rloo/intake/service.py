@@ -22,7 +22,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import cancel
 from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.messages import LearnerMessage, WeightsCall, WeightsNotice
+from areal_rloo.wire.messages import History, LearnerMessage, WeightsCall, WeightsNotice
 
 if TYPE_CHECKING:  # imports torch
     from torch import Tensor
@@ -168,6 +168,11 @@ class IntakeService:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the loop, where all state of intake and broadcaster lives."""
         return self._thread.call(function)
+
+    @property
+    def history(self) -> History:
+        """The learners up to this one, each with the version it began with."""
+        return self._intake.history
 
     @property
     def draining(self) -> bool:

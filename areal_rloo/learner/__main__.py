@@ -47,8 +47,9 @@ from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
 from areal_rloo.telemetry.record_file import cut_records
-from areal_rloo.telemetry.records import EvalRecord, Record
+from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME
+from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
@@ -56,6 +57,7 @@ from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import History
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
@@ -145,22 +147,22 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
     sources = load_train(config.data, seed=config.run.seed)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
+    history: History = ()
     if restored is not None:
         state = restored[1]
         ledger, totals, policy_version = restore_ledger(state, stream), state.totals, state.policy_version
+        history = state.history
         train_step.kl_coefficient = state.kl_coefficient
     registry = CollectorRegistry()
-    records = _open_records(folder, -1 if restored is None else policy_version)
     reporter = Reporter(
         file=MetricsFile(folder / "metrics.jsonl"),
         metrics=LearnerMetrics(registry),
-        evaluations=[record for record in records if isinstance(record, EvalRecord)],
+        evaluations=_open_records(folder, -1 if restored is None else policy_version),
         totals=totals,
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,
     )
     broadcaster = _broadcaster(config, arguments, rank)
-    group_filter = config.algorithm.group_filter
     intake = Intake(
         config,
         ledger=ledger,
@@ -168,8 +170,8 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         evaluation=Evaluation(_eval_sets(config, tokenize), reporter.evaluation),
         offers=broadcaster.offers,
         policy_version=policy_version,
-        learner_id=uuid.uuid4().hex,
-        group_filter=None if group_filter is None else import_function("algorithm.group_filter", group_filter),
+        history=(*history, (uuid.uuid4().hex, policy_version)),
+        group_filter=_group_filter(config),
         num_truncated=lambda: tokenize.num_truncated,
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
@@ -224,6 +226,11 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
     team.stop()
 
 
+def _group_filter(config: Config) -> Callable[[Group], bool] | None:
+    path = config.algorithm.group_filter
+    return None if path is None else import_function("algorithm.group_filter", path)
+
+
 def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:
     keys = load_keys(arguments.run_folder / "keys", end="learner") if config.curve else None
     limits = Limits(max_message_bytes=config.wire.max_message_bytes)
@@ -261,11 +268,11 @@ def _newest_checkpoint(checkpoints: Checkpoints, config: Config) -> tuple[Path, 
     return restored
 
 
-def _open_records(folder: Path, policy_version: int) -> list[Record]:
-    """Remove the records after the checkpoint from metrics.jsonl, and give the others."""
+def _open_records(folder: Path, policy_version: int) -> list[EvalRecord]:
+    """Remove the records after the checkpoint from metrics.jsonl, and give the evaluations before."""
     path = folder / "metrics.jsonl"
     cut_records(path, policy_version)
-    return read_records(path)
+    return [record for record in read_records(path) if isinstance(record, EvalRecord)]
 
 
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:

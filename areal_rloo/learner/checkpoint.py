@@ -37,10 +37,11 @@ from areal_rloo.learner.checkpoint_folder import (
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.messages import History
 
 logger = get_logger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 
@@ -68,6 +69,7 @@ class LearnerState(_Format, frozen=True):
     """The state except weights and optimizer. Buffered trajectories are stored in the encoding of the wire."""
 
     policy_version: int
+    history: History  # the learners that led to these weights
     seed: int
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]

@@ -83,6 +83,7 @@ class Learner:
         self.reporter.update_clock()
         state = LearnerState(
             policy_version=self.policy_version,
+            history=self.intake.history,
             seed=self.config.run.seed,
             totals=msgspec.structs.replace(self.reporter.totals),
             kl_coefficient=self.train_step.kl_coefficient,

@@ -80,7 +80,9 @@ class WorkerProtocol:
         self._worker_id, self._incarnation, self._capacity_samples = worker_id, incarnation, capacity_samples
         self._heartbeat_s, self._max_batch_bytes = heartbeat_s, max_batch_bytes
         self._learner_id: str | None = None
-        self._began_version = self._newest_lease = self._newest_offer = 0  # of this learner
+        self._history: wire.History = ()
+        self._weights: tuple[str | None, int] = (None, 0)  # of the engine: publisher and version
+        self._newest_lease = self._newest_offer = 0  # of this learner
         self._running: set[Duty] = set()
         self._ready: deque[tuple[int, Duty, wire.Finished | wire.Failed]] = deque()  # with the size in bytes
         self._outbox: dict[int, _Sent] = {}  # by number
@@ -112,14 +114,16 @@ class WorkerProtocol:
         """Record the failure of a duty; ignore a cancelled duty."""
         self._end(Duty(failed.lease_id, failed.group_id, failed.sample_index), failed, num_bytes)
 
-    def weights_received(self, notice: wire.WeightsNotice, checksum: int) -> None:
+    def weights_received(self, notice: wire.WeightsNotice, checksum: int, engine: EngineState) -> None:
         """Record the success of an offer: the engine runs the version.
 
         Raises:
-            WentBackError: the offer is of an earlier learner, and the learner now began with an older version.
+            WentBackError: the offer is of an earlier learner, and the version is not of the history of the learner now.
         """
-        if notice.learner_id != self._learner_id:
-            self._check_history(notice.policy_version)
+        self._note_weights(engine)
+        if notice.policy_version > self._weights[1]:  # else the engine had the version already
+            self._weights = (notice.learner_id, notice.policy_version)
+        self._check_history(engine)
         self._answer(notice, lambda number: wire.WeightsReceived(notice.learner_id, number, notice.offer_id, checksum))
 
     def weights_failed(self, notice: wire.WeightsNotice, detail: str) -> None:
@@ -139,9 +143,10 @@ class WorkerProtocol:
             case wire.Welcome():
                 self._meet(message, engine, orders)
                 self._wants_hello &= message.number != self._hello_number
-            case wire.HeartbeatReply():
-                self._meet(message, engine, orders)
+            case wire.HeartbeatReply() if message.learner_id == self._learner_id:
                 self._compare(message)
+            case wire.HeartbeatReply():
+                self._forget_learner(orders)
             case wire.Drain():
                 orders.drain = True
             case wire.Refusal():
@@ -166,33 +171,39 @@ class WorkerProtocol:
                 self._receiving = orders.receive = message
         return orders
 
-    def _meet(self, message: wire.Welcome | wire.HeartbeatReply, engine: EngineState, orders: Orders) -> None:
-        """Compare the learner with the learner before; if it restarted, give up all duties, finished or not.
+    def _meet(self, message: wire.Welcome, engine: EngineState, orders: Orders) -> None:
+        """Compare the learner and its history with this worker's weights, and with the learner before."""
+        if message.learner_id != self._learner_id:
+            self._forget_learner(orders)
+            self._learner_id, self._history = message.learner_id, message.history
+            self._check_history(engine)
 
-        A restarted learner knows nothing of these duties, and group ids may name other prompts.
+    def _forget_learner(self, orders: Orders) -> None:
+        """Give up all duties, finished or not: another learner does not know them, and means others by their ids.
+
+        Nothing of the other learner counts before its Welcome, which tells if this worker's weights are of use.
         """
-        before, self._learner_id = self._learner_id, message.learner_id
-        if before == message.learner_id:
-            return
-        self._began_version = message.began_version
-        if before is not None:
-            self._check_history(engine.running_version)
+        if self._learner_id is not None:
             logger.info("the learner restarted: give up %d duties of the learner before", len(self.duties))
-        orders.cancel = list(self._running)
+        orders.cancel += self._running
         self._running.clear()
         self._ready.clear()
         self._outbox.clear()
+        self._learner_id, self._call, self._wants_hello = None, None, True
         self._num_results = self._newest_lease = self._newest_offer = 0
-        self._call = None
-        self._wants_hello = True
 
-    def _check_history(self, policy_version: int) -> None:
-        """Check a version of an earlier learner."""
-        if policy_version > self._began_version:
+    def _check_history(self, engine: EngineState) -> None:
+        self._note_weights(engine)
+        publisher, version = self._weights
+        if self._learner_id is not None and not wire.is_of(self._history, publisher, version):
             raise WentBackError(
-                f"the learner went back to version {self._began_version}, but this worker has version "
-                f"{policy_version}; the two histories have diverged, so this worker restarts"
+                f"the learner began with version {self._history[-1][1]}; this worker has version {version} of learner "
+                f"{publisher}; the two histories have diverged, so this worker restarts"
             )
+
+    def _note_weights(self, engine: EngineState) -> None:
+        if engine.running_version < self._weights[1]:  # the engine restarted
+            self._weights = (None, engine.running_version)
 
     def _compare(self, reply: wire.HeartbeatReply) -> None:
         """Notice what was lost: everything sent before the heartbeat has an answer before the reply."""

@@ -151,7 +151,7 @@ class RolloutWorker:
                 self._protocol.weights_failed(notice, str(error)[:1000])
             else:
                 if self._engine.statistics().policy_version >= notice.policy_version:
-                    self._protocol.weights_received(notice, checksum)
+                    self._protocol.weights_received(notice, checksum, self._engine_state())
                 else:
                     self._protocol.weights_failed(notice, "the engine restarted with older weights")
             self._due.set()

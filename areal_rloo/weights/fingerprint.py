@@ -24,7 +24,7 @@ class Sampler:
     num_ranks: int
 
     def samples(self, manifest: Manifest, buckets: Sequence[Tensor], policy_version: int) -> tuple[Sample, ...]:
-        """Take the fingerprints of the tensors in the sample of this version, by each digest; the buckets are on the CPU.
+        """Take the fingerprints of the tensors in the sample of a version, by each digest; the buckets are on the CPU.
 
         A layer of 100 MB takes 0.06 s with sha256 and 0.3 s with tiles on a core.
         """

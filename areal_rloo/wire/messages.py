@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +55,24 @@ class Duty(NamedTuple):
 def digest(duties: Iterable[Duty]) -> bytes:
     """Return a digest of a set of duties, equal on every machine."""
     return hashlib.blake2b(msgspec.msgpack.encode(sorted(duties)), digest_size=8).digest()
+
+
+History = tuple[tuple[str, int], ...]
+"""Pairs of a learner id and the version that this learner began with, the present learner last."""
+
+
+def is_of(history: History, learner_id: str | None, policy_version: int) -> bool:
+    """Return True if the weights that this learner published as this version are the history's version, too.
+
+    Version 0 is the initial model for every learner. None: the publisher is unknown, and nothing speaks against it.
+    """
+    if policy_version == 0 or learner_id is None:
+        return True
+    ends = [began for _, began in history[1:]]
+    for (name, _), end in zip_longest(history, ends):
+        if name == learner_id:
+            return end is None or policy_version <= end
+    return False
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -178,12 +197,13 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Learner to worker: the answer to the Hello of this number. `learner_id` differs at every start of the learner.
 
-    The learner began with the weights of `began_version`. Later versions of an earlier learner are other weights.
+    `history` names the learners of this run up to this one, each with the version it began with. Other weights, of a
+    learner that is not named or of versions after the next beginning, belong to a history that was given up.
     """
 
     learner_id: str
     number: int
-    began_version: int
+    history: History
 
 
 class Leases(msgspec.Struct, frozen=True, tag="leases"):
@@ -207,7 +227,6 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
 
     learner_id: str
     number: int
-    began_version: int  # as in Welcome
     newest_lease: int
     say_hello: bool
 

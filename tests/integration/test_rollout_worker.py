@@ -41,6 +41,7 @@ from areal_rloo.wire.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
+    History,
     LearnerMessage,
     Lease,
     Leases,
@@ -70,6 +71,7 @@ class _Learner:
 
     acknowledges = True
     learner_id = "learner"
+    history: History = (("learner", 0),)
 
     def __init__(self, channel: LearnerChannel) -> None:
         self.channel = channel
@@ -100,18 +102,20 @@ class _Learner:
     async def meet(self) -> None:
         await self.until(lambda: False)
         assert isinstance(self.last, Hello)
-        self.send(Welcome(self.learner_id, self.last.number, 0))
+        self.send(Welcome(self.learner_id, self.last.number, self.history))
 
     def lease(self, lease_id: int, min_version: int = 0) -> list[Duty]:
         lease = Lease(lease_id, 7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), min_version, 3)
         self.send(Leases(self.learner_id, (lease,)))
         return lease.duties
 
-    async def reply(self, learner_id: str, began_version: int) -> None:
-        """Answer a heartbeat as this learner."""
+    async def restart(self, *history: tuple[str, int]) -> None:
+        """Answer a heartbeat as another learner, with this history, and meet the worker."""
+        self.history, (self.learner_id, _) = history, history[-1]
         await self.until(lambda: self.beat is not None)
         assert self.beat is not None
-        self.send(HeartbeatReply(learner_id, self.beat.number, began_version, 0, True))
+        self.send(HeartbeatReply(self.learner_id, self.beat.number, 0, True))
+        await self.meet()
 
 
 def _play(
@@ -266,17 +270,18 @@ def test_a_protocol_that_breaks_ends_the_worker_with_the_reason(tiny_folders: di
     assert isinstance(_play(tiny_folders["qwen2"], Broken(), scenario), TypeError)
 
 
-def test_a_learner_with_an_older_version_ends_the_worker(tiny_folders: dict[str, Path]) -> None:
-    """Tokens of our version 57 would count as fresh under the new learner's version 57, which has other weights."""
+def test_a_learner_of_another_history_ends_the_worker(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """Tokens of our version 1 would count as fresh under the new learner's version 1, which has other weights."""
 
     async def scenario(learner: _Learner) -> None:
-        await learner.reply("the same, from a checkpoint", 50)
+        await _give_version_1(learner, tiny_folders["qwen2"], tmp_path)
+        await learner.restart(("another, from the beginning", 0))
         await learner.until(lambda: False)
         assert isinstance(learner.last, Goodbye)
 
-    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57)
+    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario)
     assert isinstance(error, WentBackError)
-    assert "went back to version 50" in str(error)
+    assert "the two histories have diverged" in str(error)
 
 
 def test_another_learner_gets_a_hello_and_no_old_samples(tiny_folders: dict[str, Path]) -> None:
@@ -286,11 +291,10 @@ def test_another_learner_gets_a_hello_and_no_old_samples(tiny_folders: dict[str,
         learner.acknowledges = False
         learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 2)
-        learner.learner_id, learner.acknowledges = "another", True
-        await learner.reply("another", 57)
-        await learner.meet()
+        learner.acknowledges = True
+        await learner.restart(("learner", 0), ("another", 57))
         assert isinstance(learner.last, Hello)
-        assert (learner.last.learner_id, learner.last.duties) == ("another", ())
+        assert (learner.last.learner_id, learner.last.duties) == (None, ())
         learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 4)
 
@@ -335,31 +339,37 @@ async def _until_version(learner: _Learner, broadcaster: Broadcaster, version: i
     return told
 
 
+async def _give_version_1(learner: _Learner, folder: Path, scratch: Path) -> list[WorkerMessage]:
+    """Broadcast a version; return the worker's answers to the offers."""
+    weights = list(model_of(folder, factor=1.5).named_parameters())
+    manifest = build_manifest(weights, bucket_bytes=100_000)
+    transport = SharedMemorySender(manifest, scratch / "segments")
+    broadcaster = Broadcaster(manifest=manifest, transport=transport, offers=make_offers())
+
+    def send_notice(worker_id: str, offer_id: int, version: int, body: bytes) -> None:
+        learner.send(WeightsNotice("learner", offer_id, version, body))
+
+    broadcasting = asyncio.create_task(broadcaster.run(lambda *call: None, send_notice))
+    buckets = await broadcaster.stage()
+    with torch.no_grad():
+        gather(manifest, weights, buckets)
+    broadcaster.offers.join("w", 0)
+    broadcaster.publish(1, buckets)
+    told = await _until_version(learner, broadcaster, 1)
+    broadcasting.cancel()
+    await asyncio.gather(broadcasting, return_exceptions=True)
+    broadcaster.close()
+    return told
+
+
 @pytest.mark.parametrize("engine_type", [_FirstVersionLost, _FirstVersionFails])
 def test_a_lost_first_version_is_reported_and_offered_again(
     tiny_folders: dict[str, Path], tmp_path: Path, engine_type: type[EmbeddedEngine]
 ) -> None:
     async def scenario(learner: _Learner) -> None:
-        weights = list(model_of(tiny_folders["qwen2"], factor=1.5).named_parameters())
-        manifest = build_manifest(weights, bucket_bytes=100_000)
-        transport = SharedMemorySender(manifest, tmp_path / "segments")
-        broadcaster = Broadcaster(manifest=manifest, transport=transport, offers=make_offers())
-
-        def send_notice(worker_id: str, offer_id: int, version: int, body: bytes) -> None:
-            learner.send(WeightsNotice("learner", offer_id, version, body))
-
-        broadcasting = asyncio.create_task(broadcaster.run(lambda *call: None, send_notice))
-        buckets = await broadcaster.stage()
-        with torch.no_grad():
-            gather(manifest, weights, buckets)
-        broadcaster.offers.join("w", 0)
-        broadcaster.publish(1, buckets)
-        lost, received = await _until_version(learner, broadcaster, 1)
+        lost, received = await _give_version_1(learner, tiny_folders["qwen2"], tmp_path)
         assert isinstance(lost, WeightsFailed), "the worker tells of the loss itself, before any timeout of the offer"
         assert isinstance(received, WeightsReceived)
-        broadcasting.cancel()
-        await asyncio.gather(broadcasting, return_exceptions=True)
-        broadcaster.close()
 
     assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
 

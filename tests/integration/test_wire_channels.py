@@ -66,8 +66,8 @@ def test_messages_go_both_ways() -> None:
         assert worker.send(GOODBYE)
         peer, message = await learner.receive()
         assert message == GOODBYE
-        assert learner.send(peer, Welcome("x", 3, 0))
-        assert await worker.receive() == Welcome("x", 3, 0)
+        assert learner.send(peer, Welcome("x", 3, (("x", 0),)))
+        assert await worker.receive() == Welcome("x", 3, (("x", 0),))
         worker.close()
 
     _run(scenario)

@@ -97,7 +97,7 @@ def _lost_leases_are_not_noticed() -> Any:
     compare = WorkerProtocol._compare
 
     def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply) -> None:
-        compare(self, wire.HeartbeatReply(reply.learner_id, reply.number, reply.began_version, 0, reply.say_hello))
+        compare(self, wire.HeartbeatReply(reply.learner_id, reply.number, 0, reply.say_hello))
 
     return patch.object(WorkerProtocol, "_compare", mutated)
 
@@ -155,27 +155,16 @@ def _a_worker_without_progress_keeps_its_samples() -> Any:
 
 
 def _diverged_weights_are_kept() -> Any:
-    return patch.object(WorkerProtocol, "_check_history", lambda self, policy_version: None)
+    return patch.object(WorkerProtocol, "_check_history", lambda self, engine: None)
 
 
-def _the_present_version_is_compared() -> Any:
-    """A learner tells its present version instead of the version with which it began."""
-    welcome, beat = Intake._welcome, Intake._answer_heartbeat
+def _weights_are_known_by_their_version_alone() -> Any:
+    """A worker that missed a whole learner has another history's version, with the same number."""
 
-    def present(make: Callable[..., Any]) -> Callable[..., Any]:
-        def mutated(self: Intake, *arguments: Any) -> Any:
-            began, self._began_version = self._began_version, self._policy_version
-            try:
-                return make(self, *arguments)
-            finally:
-                self._began_version = began
+    def mutated(history: wire.History, learner_id: str | None, policy_version: int) -> bool:
+        return learner_id == history[-1][0] or policy_version <= history[-1][1]
 
-        return mutated
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(Intake, "_welcome", present(welcome)))
-    stack.enter_context(patch.object(Intake, "_answer_heartbeat", present(beat)))
-    return stack
+    return patch.object(wire, "is_of", mutated)
 
 
 def _a_failed_offer_is_not_repeated() -> Any:

@@ -30,6 +30,7 @@ class Checkpoint:
     """What a learner finds after a restart."""
 
     version: int
+    history: wire.History
     ledger: LedgerState
     trajectories: dict[SampleId, tuple[Trajectory, ...]]
     stream: PromptStreamState
@@ -48,6 +49,7 @@ class SimulatedLearner:
         self.config = config = simulation.config
         self.stream = simulation.stream()
         self.version, ledger = 0, Ledger()
+        history: wire.History = ()
         self.trained: Counter[SampleId] = Counter()
         self.trained_prompts: Counter[tuple[int, int]] = Counter()
         self.contents = {0: 0}  # version to the id of its weights
@@ -56,6 +58,7 @@ class SimulatedLearner:
             prompts = {g.group_id: self.stream.prompt(g.epoch, g.item_index) for g in checkpoint.ledger.groups}
             ledger = Ledger.restored(checkpoint.ledger, prompts, checkpoint.trajectories)
             self.version, self.contents = checkpoint.version, dict(checkpoint.contents)
+            history = checkpoint.history
             self.trained, self.trained_prompts = Counter(checkpoint.trained), Counter(checkpoint.trained_prompts)
         self.offers = Offers(
             together=simulation.schedule.together, timeout_s=_OFFER_TIMEOUT_S, call_timeout_s=2 * HEARTBEAT_S
@@ -70,7 +73,7 @@ class SimulatedLearner:
             evaluation=self.evaluation,
             offers=self.offers,
             policy_version=self.version,
-            learner_id=self.learner_id,
+            history=(*history, (self.learner_id, self.version)),
         )
         self._batch: list[Group] | None = None
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id
@@ -161,6 +164,7 @@ class SimulatedLearner:
         buffered = {(g.group_id, i): s.trajectories for g in ledger.groups.values() for i, s in g.samples.items()}
         checkpoint = Checkpoint(
             self.version,
+            self.intake.history,
             ledger.state(),
             {sample_id: trajectories for sample_id, trajectories in buffered.items() if trajectories},
             self.stream.state(),

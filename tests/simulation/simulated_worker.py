@@ -192,7 +192,7 @@ class SimulatedWorker:
             if is_whole:
                 if notice.policy_version > self.version:
                     self.version, self.content = notice.policy_version, content
-                self.protocol.weights_received(notice, content)
+                self.protocol.weights_received(notice, content, self._state())
             else:
                 self.protocol.weights_failed(notice, "a fault")
         except WentBackError as error:

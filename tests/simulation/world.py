@@ -56,6 +56,9 @@ class Schedule:
             at_s = draw.uniform(0.0, 0.8 * FAULTS_END_S)
             lasts_s = min(draw.choice((0.1, 1.0, 3.0, 8.0)), FAULTS_END_S - at_s)
             faults.append(Fault(at_s, draw.choice(KINDS), draw.randrange(num_workers), lasts_s))
+        if draw.random() < 0.15:  # learners that come and go while a worker is away: their versions have equal numbers
+            faults += [Fault(draw.uniform(0.5, 6.0), "kill_learner", 0, 0.1) for _ in range(draw.choice((2, 3)))]
+            faults.append(Fault(draw.uniform(0.5, 3.0), "stop_worker", draw.randrange(num_workers), 4.0))
         faults.sort(key=lambda fault: fault.at_s)
         shape = (draw.randrange(num_configs), draw.random() < 0.5, draw.random() < 0.3)
         return cls(seed, num_workers, *shape, tuple(faults))

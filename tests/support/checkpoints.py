@@ -43,6 +43,7 @@ def checkpoint_state(version: int) -> LearnerState:
     ledger.groups[1].samples[0].finish(done)
     return LearnerState(
         policy_version=version,
+        history=(("learner", 0),),
         seed=0,
         totals=Totals(trained_tokens=7),
         kl_coefficient=0.1,

@@ -39,5 +39,5 @@ def make_intake(
         evaluation=Evaluation([], lambda _: None),
         offers=offers,
         policy_version=0,
-        learner_id="learner",
+        history=(("learner", 0),),
     )

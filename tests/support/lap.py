@@ -72,7 +72,7 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
             evaluation=Evaluation([], lambda _: None),
             offers=offers,
             policy_version=0,
-            learner_id="learner",
+            history=(("learner", 0),),
         )
         train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
         service = IntakeService(

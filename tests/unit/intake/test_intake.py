@@ -203,14 +203,25 @@ def test_an_earlier_process_that_returns_is_told_to_end(intake: Intake) -> None:
 def test_a_worker_without_progress_loses_its_samples() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60")
     duties = _duties(intake.handle("stuck", _hello("stuck"), 0.0))
+    intake.handle("other", _hello("other"), 0.0)
     for second in range(1, 61):
         intake.handle("stuck", _heartbeat(duties=duties, newest=1), float(second))
+        intake.handle("other", _heartbeat(), float(second))
         assert intake.tick(float(second)) == []
-    assert intake.tick(61.0) == [Outgoing("stuck", Abort(LEARNER, tuple(duties)))]
-    assert [peer for peer, _ in intake.handle("other", _hello("other"), 62.0)] == ["other", "other"]
+    abort, again = intake.tick(61.0)
+    assert abort == Outgoing("stuck", Abort(LEARNER, tuple(duties)))
+    assert again.peer == "other"
     assert intake.fleet.alive["stuck"].stalled
     intake.handle("stuck", _heartbeat(newest=1, tokens=5), 63.0)
     assert not intake.fleet.alive["stuck"].stalled
+
+
+def test_the_only_worker_is_tried_again_without_progress() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "wire.heartbeat_timeout_s=1000")
+    duties = _duties(intake.handle("stuck", _hello("stuck"), 0.0))
+    sent = intake.tick(61.0)
+    assert _sent(sent, Abort) == [Abort(LEARNER, tuple(duties))]
+    assert [duty.sample_id for duty in _duties(sent)] == [duty.sample_id for duty in duties]
 
 
 # -- lost messages -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from areal_rloo.wire.messages import (
 )
 
 LEARNER = "learner"
+HISTORY = ((LEARNER, 0),)
 
 
 def _lease(lease_id: int, group_id: int = 0, num: int = 2) -> Lease:
@@ -60,7 +61,7 @@ def _met(**options: int) -> WorkerProtocol:
     protocol = make_protocol(heartbeat_s=1.0, **options)
     hello, beat = protocol.poll(0.0, ENGINE)
     assert isinstance(hello, Hello) and isinstance(beat, Heartbeat)
-    protocol.handle(Welcome(LEARNER, hello.number, 0), ENGINE)
+    protocol.handle(Welcome(LEARNER, hello.number, HISTORY), ENGINE)
     return protocol
 
 
@@ -71,9 +72,9 @@ def _beat(protocol: WorkerProtocol, now_s: float) -> Heartbeat:
 
 
 def _reply(
-    beat: Heartbeat, *, newest_lease: int = 0, say_hello: bool = False, learner_id: str = LEARNER, began: int = 0
+    beat: Heartbeat, *, newest_lease: int = 0, say_hello: bool = False, learner_id: str = LEARNER
 ) -> HeartbeatReply:
-    return HeartbeatReply(learner_id, beat.number, began, newest_lease, say_hello)
+    return HeartbeatReply(learner_id, beat.number, newest_lease, say_hello)
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
@@ -113,9 +114,9 @@ def test_a_hello_is_repeated_until_its_welcome_comes() -> None:
     for now_s in (0.0, 0.5, 2.0, 4.0):
         numbers += [message.number for message in protocol.poll(now_s, ENGINE) if isinstance(message, Hello)]
     assert len(numbers) == 3
-    protocol.handle(Welcome(LEARNER, numbers[0], 0), ENGINE)
+    protocol.handle(Welcome(LEARNER, numbers[0], HISTORY), ENGINE)
     assert len(_of(protocol.poll(6.0, ENGINE), Hello)) == 1, "this Welcome answers an earlier Hello"
-    protocol.handle(Welcome(LEARNER, numbers[-1] + 3, 0), ENGINE)
+    protocol.handle(Welcome(LEARNER, numbers[-1] + 3, HISTORY), ENGINE)
 
 
 def test_an_abort_cancels_running_duties_alone() -> None:
@@ -228,32 +229,63 @@ def test_another_learner_gets_no_old_samples_and_a_hello() -> None:
     assert orders.cancel == [second]
     (hello,) = protocol.poll(2.1, ENGINE)
     assert isinstance(hello, Hello)
-    assert (hello.learner_id, hello.newest_lease, hello.duties) == ("another", 0, ())
-    protocol.handle(Welcome("another", hello.number, 0), ENGINE)
+    assert (hello.learner_id, hello.newest_lease, hello.duties) == (None, 0, ())
+    assert protocol.handle(_leases(1, learner_id="another"), ENGINE).start == [], "its history is not known yet"
+    protocol.handle(Welcome("another", hello.number, (("another", 0),)), ENGINE)
     assert [lease.lease_id for lease in protocol.handle(_leases(1, learner_id="another"), ENGINE).start] == [1]
 
 
-@pytest.mark.parametrize("through_heartbeat", [False, True])
-def test_a_learner_that_began_with_an_older_version_ends_the_worker(through_heartbeat: bool) -> None:
+def _at_57() -> tuple[WorkerProtocol, EngineState]:
+    """Return a worker with version 57 of the learner."""
+    protocol, engine = _met(), EngineState(57, 57, Work())
+    notice = WeightsNotice(LEARNER, 1, 57, b"")
+    protocol.handle(notice, ENGINE)
+    protocol.weights_received(notice, 7, engine)
+    return protocol, engine
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [("another", 0)],
+        [("another", 57)],
+        [(LEARNER, 0), ("another", 50)],
+        [(LEARNER, 0), ("third", 50), ("another", 60)],
+        [("first", 0), (LEARNER, 30), ("another", 56)],
+    ],
+)
+def test_a_learner_of_another_history_ends_the_worker(history: list[tuple[str, int]]) -> None:
     """Also if the learner has caught up since: its version 57 has other weights than this worker's version 57."""
-    protocol, engine = _met(), EngineState(57, 57, Work())
-    began_at_50 = _reply(_beat(protocol, 2.0), learner_id="another", began=50)
-    with pytest.raises(WentBackError, match="went back to version 50"):
-        protocol.handle(began_at_50 if through_heartbeat else Welcome("another", 1, 50), engine)
+    protocol, engine = _at_57()
+    with pytest.raises(WentBackError, match=f"began with version {history[-1][1]}; .* version 57 of learner learner"):
+        protocol.handle(Welcome("another", 1, tuple(history)), engine)
 
 
-def test_a_learner_that_began_with_this_version_changes_nothing() -> None:
-    protocol, engine = _met(), EngineState(57, 57, Work())
-    protocol.handle(Welcome("another", 1, 57), engine)
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(LEARNER, 0), ("another", 57)],
+        [(LEARNER, 0), ("another", 60)],
+        [("first", 0), (LEARNER, 30), ("third", 58), ("another", 99)],
+    ],
+)
+def test_a_learner_of_the_same_history_changes_nothing(history: list[tuple[str, int]]) -> None:
+    protocol, engine = _at_57()
+    protocol.handle(Welcome("another", 1, tuple(history)), engine)
+
+
+def test_initial_weights_are_of_every_history() -> None:
+    protocol, _ = _at_57()
+    protocol.handle(Welcome("another", 1, (("another", 9),)), ENGINE)  # the engine restarted
 
 
 def test_weights_of_an_earlier_learner_that_arrive_late_end_the_worker() -> None:
     protocol = _met()
     notice = WeightsNotice(LEARNER, 1, 51, b"")
     assert protocol.handle(notice, ENGINE).receive is notice
-    protocol.handle(Welcome("another", 1, 50), ENGINE)
-    with pytest.raises(WentBackError, match="went back to version 50"):
-        protocol.weights_received(notice, 7)
+    protocol.handle(Welcome("another", 1, ((LEARNER, 0), ("another", 50))), ENGINE)
+    with pytest.raises(WentBackError, match="version 51 of learner learner"):
+        protocol.weights_received(notice, 7, EngineState(51, 51, Work()))
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -266,7 +298,7 @@ def test_an_offer_is_received_once_and_answered_until_acknowledged() -> None:
     assert protocol.handle(notice, ENGINE).receive is None
     beat = _beat(protocol, 1.0)
     assert (beat.newest_offer, beat.receiving) == (1, True)
-    protocol.weights_received(notice, 7)
+    protocol.weights_received(notice, 7, EngineState(5, 5, Work()))
     (answer,) = protocol.poll(1.1, ENGINE)
     assert isinstance(answer, WeightsReceived)
     assert (answer.offer_id, answer.checksum) == (1, 7)

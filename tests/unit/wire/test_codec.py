@@ -137,10 +137,10 @@ def test_worker_messages_round_trip(message: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Welcome("learner", 3, 8),
+        Welcome("learner", 3, (("before", 0), ("learner", 8))),
         Leases("learner", (Lease(1, 5, (0, 1), (7, 8), ITEM, 3, 2**45), Lease(2, -1, (0,), (7,), Item("?"), 0, 0))),
         Ack(2),
-        HeartbeatReply("learner", 3, 9, 12, True),
+        HeartbeatReply("learner", 3, 12, True),
         WeightsCall("learner", 4),
         WeightsNotice("learner", 4, 7, b"\x00\xff"),
         Abort("learner", (Duty(3, 1, 2),)),
