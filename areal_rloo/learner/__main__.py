@@ -135,9 +135,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     remove_unfinished(folder / _SUMMARY)
     checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
-    if not arguments.resume:
-        checkpoints.begin()
-    restored = _newest_checkpoint(checkpoints, config) if arguments.resume else None
+    restored = _newest_checkpoint(checkpoints, config, resume=arguments.resume)
     tokenizer = load_tokenizer(arguments.model_path)
     model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
     ranks.hand_out([str(restored[0]).encode() if restored is not None else b""] * (ranks.num - 1))
@@ -253,7 +251,10 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     return sets
 
 
-def _newest_checkpoint(checkpoints: Checkpoints, config: Config) -> tuple[Path, LearnerState] | None:
+def _newest_checkpoint(checkpoints: Checkpoints, config: Config, *, resume: bool) -> tuple[Path, LearnerState] | None:
+    if not resume:
+        checkpoints.begin()
+        return None
     restored = checkpoints.load_newest()
     if restored is None:
         logger.warning("there is no checkpoint yet: start from the beginning")
