@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all check lint extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test test-all simulate check lint extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -16,6 +16,10 @@ test: $(STAMP)  # all that needs no cluster, no SGLang server and no C++ compile
 
 test-all: $(STAMP)  # everything; a test skips if its cluster, server or extra is missing
 	$(PYTEST) $(ARGS)
+
+SCHEDULES ?= 100000
+simulate: $(STAMP)  # searches schedules of messages and faults for one that breaks the protocol; minutes on two cores
+	cd tests && ../$(BIN)/python -m simulation.search --schedules $(SCHEDULES) $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q tests/project

@@ -16,7 +16,16 @@ from areal_rloo.config.data import DataConfig, data_mistakes
 from areal_rloo.config.launcher import LauncherConfig, launcher_mistakes
 from areal_rloo.config.learner import LearnerConfig, learner_mistakes
 from areal_rloo.config.rollout import RolloutConfig, rollout_mistakes
-from areal_rloo.config.section import Natural, Port, PositiveFloat, PositiveInt, Section, Share, is_loopback
+from areal_rloo.config.section import (
+    MessageBytes,
+    Natural,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    is_loopback,
+)
 from areal_rloo.errors import ConfigError
 
 
@@ -85,7 +94,7 @@ class WireConfig(Section, frozen=True):
     # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
     # than any call of a tool, an agent or a reward.
     stall_timeout_s: PositiveFloat = 1800.0
-    max_message_bytes: PositiveInt = 256 * 2**20
+    max_message_bytes: MessageBytes = 256 * 2**20
 
 
 class CheckpointConfig(Section, frozen=True):

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -44,6 +46,10 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
         pytest.skip("no unshare(1) here, so no file system of one's own")
     (tmp_path / "disk").mkdir()
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", IN_A_NAMESPACE, "sh", *COMMAND]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command.append(f"telemetry.metrics_port={port}")
     environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
     run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
@@ -55,17 +61,16 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
             said = run.stderr.readline()
             assert said, "the run has ended"
         eventually((tmp_path / "full").exists, "the disk is not full")
-        time.sleep(8)  # steps, and checkpoints that fail: the summary counts them
+        eventually(lambda: _num_failed(port) > 0, "no checkpoint failed")
         assert run.poll() is None
         (learner,) = children_with("areal_rloo.learner", _launcher(run))
         learner.kill()
         while "the learner restarts from step-" not in said:
             said = run.stderr.readline()
             assert said, "the run has ended"
-        time.sleep(15)  # a start and steps
+        eventually(lambda: _num_failed(port) > 0, "no checkpoint of the restarted learner failed")
         assert run.poll() is None
         (tmp_path / "free").touch()
-        time.sleep(5)
         _launcher(run).send_signal(signal.SIGINT)
         _, rest = run.communicate(timeout=200)
     finally:
@@ -80,6 +85,17 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     ledger = summary["ledger"]
     assert ledger["dropped"] == {}
     assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+
+
+def _num_failed(port: int) -> float:
+    """Read the number of failed checkpoints from the learner's metrics; the full disk takes no log."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return 0.0
+    found = re.search(r"^areal_rloo_failed_checkpoints_total (\S+)$", text, re.MULTILINE)
+    return 0.0 if found is None else float(found.group(1))
 
 
 def _launcher(run: "subprocess.Popen[str]") -> psutil.Process:

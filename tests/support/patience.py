@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 6.0  # an SGLang server takes 20 s to start, minutes where the machine is busy
+PATIENCE_S = 240.0  # an SGLang server takes 20 s to start, minutes where the machine is busy
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:

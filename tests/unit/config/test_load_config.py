@@ -55,6 +55,7 @@ def test_a_key_without_similar_keys_is_refused_with_all_keys(tmp_path: Path) -> 
         ("learner: {optimizer: {betas: [0.9]}}", "learner.optimizer.betas", "[0.9]"),
         ("rollout: {sampling: {top_p: 1.5}}", "rollout.sampling.top_p", "1.5"),
         ("wire: {port: 70000}", "wire.port", "70000"),
+        ("wire: {max_message_bytes: 1000}", "wire.max_message_bytes", "1000"),
         ("run: 3", "run", "3"),
         ("data: {train: null}", "data.train", None),
     ],
