@@ -26,11 +26,13 @@ class RewardFailures:
         self._failed.extend([False] * num)
 
     def failed(self, error: RewardError) -> None:
-        """Record a completion without a reward.
+        """Record a completion without a reward. A worker without reward processes says nothing about the rewards.
 
         Raises:
             UserError: too many failed; says how many, and why the first did.
         """
+        if error.reason == "reward_unavailable":
+            return
         self._first = self._first or error
         self._failed.append(True)
         num_failed = sum(self._failed)

@@ -252,6 +252,6 @@ def test_publish_does_not_wait_for_a_broadcast_that_hangs(cluster: Cluster) -> N
     for version in range(1, 6):
         cluster.broadcaster.publish(version, fill_with(version))
     assert cluster.broadcaster.statistics().newest_version == 5
-    assert cluster.broadcaster.statistics().broadcasts == 0
+    assert cluster.broadcaster.statistics().broadcasts <= 1
     cluster.signal("a", signal.SIGCONT)
     cluster.pump(cluster.at("a", 5))

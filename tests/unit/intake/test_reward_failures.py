@@ -43,3 +43,10 @@ def test_a_late_outage_of_a_service_is_noticed_within_a_batch() -> None:
         failures.failed(ERROR)
     with pytest.raises(UserError, match="11 of the last 40 completions"):
         failures.failed(ERROR)
+
+
+def test_rewards_without_a_process_do_not_end_the_run() -> None:
+    """The worker ends after a while, and others may have their processes."""
+    failures = RewardFailures(load_config("quickstart.yaml"))
+    for _ in range(100):
+        failures.failed(RewardError("reward_unavailable", "no process could be started"))
