@@ -46,10 +46,15 @@ def main(words: Sequence[str]) -> int:
     open_missing_streams()
     setup_logs("replay", level="error", file=None)
     try:
-        return run_to_exit_code(lambda: _replay(_parser().parse_args(words, namespace=Arguments())))
+        return run_to_exit_code(lambda: _replay(parse_arguments(words)))
     except BrokenPipeError:  # `| head` has ended
         stop_printing()
         return 0
+
+
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Parse the command line; raises DataError for a mistake."""
+    return _parser().parse_args(words, namespace=Arguments())
 
 
 def _replay(arguments: Arguments) -> int:
@@ -184,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         help="change an option of the run, to see the effect; differences then give exit code 0; repeatable",
     )
     parser.add_argument("--model", metavar="PATH", help="the initial model, if the folder was moved")
-    parser.add_argument("--device", help="instead of the run's; as --set")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the run's; as --set")
     parser.add_argument("--list", action="store_true", help="print what is recorded, and end")
     return parser
 

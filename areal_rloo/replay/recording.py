@@ -73,6 +73,8 @@ def find_part(recording: Recording, version: int, last: int | None) -> Part:
         DataError: names the checkpoint, the batch or the start that is missing, and the steps that can be repeated.
     """
     checkpoint = None
+    if version < 0:
+        raise DataError(f"--from {version}: expected a version of at least 0")
     if version > 0:
         older = (path for at, path in reversed(recording.checkpoints.items()) if at <= version)
         checkpoint = next((path for path in older if is_whole(path)), None)
