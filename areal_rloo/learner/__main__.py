@@ -175,10 +175,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         num_truncated=lambda: tokenize.num_truncated,
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
-    watch(registry, ChannelStatistics, service.channel.statistics)
-    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
-    port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
-    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    _serve(registry, service, broadcaster, address=config.telemetry.metrics_host, port=arguments.metrics_port)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     return Learner(
         config=config,
@@ -192,6 +189,16 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         checkpoints=checkpoints,
         policy_version=policy_version,
     )
+
+
+def _serve(
+    registry: CollectorRegistry, service: IntakeService, broadcaster: Broadcaster, *, address: str, port: int
+) -> None:
+    """Serve the metrics of the learner, of the wire and of the broadcasts."""
+    watch(registry, ChannelStatistics, service.channel.statistics)
+    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
+    port, _ = serve_metrics(registry, port, address=address)
+    logger.info("metrics on http://%s:%d/metrics", address, port)
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:

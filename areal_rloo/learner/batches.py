@@ -1,6 +1,6 @@
 """Write and read the batches of a run, for `areal_rloo.replay`: the folder `batches` of a run with `wire.record`.
 
-    batches/start-000400.json          a learner that began to record at version 400: config and machine
+    batches/start-000400.json          the recording began at version 400: config and machine
             step-000412-0.msgpack      the batch of step 412, in the order of `take_batch`
             step-000412-1.msgpack      the next batch, if the first was refused because nothing was finite
 
@@ -35,9 +35,9 @@ _DIGEST_BYTES = 16
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A learner that records. Together with a checkpoint and the batches, this decides every number of a step."""
+    """The beginning of a recording. Start, checkpoint and batches together decide every number of a step."""
 
-    policy_version: int  # 0, or that of the checkpoint
+    policy_version: int  # 0, or the version of the checkpoint
     config: str  # the resolved config as YAML
     model_path: str  # of the initial weights
     device: str
@@ -65,7 +65,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
 
 def software(device: str) -> dict[str, str]:
-    """Name the parts of this machine that decide the last bits of a sum."""
+    """Name the software and the processor, which decide the last bits of a sum."""
     processor = f"CPU {torch.backends.cpu.get_cpu_capability()}"
     if torch.device(device).type == "cuda":
         processor = torch.cuda.get_device_name(device)

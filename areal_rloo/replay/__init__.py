@@ -5,5 +5,5 @@ with the recorded and the repeated loss. The run folder stays as it is.
 
 - `__main__`: the command and its table.
 - `recording`: the run folder, and which steps can be repeated from where.
-- `steps`: builds the learner of that moment and feeds the batches to it.
+- `steps`: builds the learner and feeds the batches to the learner.
 """

@@ -1,6 +1,6 @@
 """The command: a run folder and steps in, a line for each repeated step out.
 
-Exit codes: 0 all steps are equal, or options were changed; 1 a step differs; 2 a mistake the user can mend.
+Exit codes: 0 all steps are equal, or options were changed; 1 a step differs; 2 a mistake of the user.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _loss(numbers: Numbers | None) -> str:
 
 
 def _list(recording: Recording) -> None:
-    """Print what is recorded."""
+    """Print the recorded steps, the checkpoints and the starts."""
     num_bytes = sum(path.stat().st_size for paths in recording.batches.values() for path in paths)
     _say(f"steps with batches: {spans(recording.batches)} ({num_bytes:,} bytes)")
     _say(f"steps with numbers in metrics.jsonl: {spans(recording.records) or 'none'}")

@@ -1,6 +1,6 @@
 """Read the run folder, and find the beginning of a replay: which start, which checkpoint, which steps.
 
-Everything that a replay lacks is a DataError of one line.
+A missing part is a DataError, a single line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
 
-# The options that decide a train step; a resumed run may change all others.
+# These options decide a train step; a resumed run may change all others.
 _DECIDING = ("model", "algorithm", "learner", "rollout.sampling", "run.seed", "run.entry")
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The parts of a run folder that a replay reads; steps as in metrics.jsonl, step N publishes version N."""
+    """The parts of a run folder for a replay; steps as in metrics.jsonl, step N publishes version N."""
 
     folder: Path
     starts: dict[int, Start]  # by version, the oldest first
@@ -70,7 +70,7 @@ def find_part(recording: Recording, version: int, last: int | None) -> Part:
     """Find the part from the newest whole checkpoint at or below `version` to the step `last`; None: to the end.
 
     Raises:
-        DataError: names the checkpoint, the batch or the start that is missing, and the steps that can be repeated.
+        DataError: names the missing checkpoint, batch or start, and the recorded steps.
     """
     checkpoint = None
     if version < 0:
@@ -101,7 +101,7 @@ def find_part(recording: Recording, version: int, last: int | None) -> Part:
 
 
 def changed_starts(recording: Recording, part: Part) -> Iterator[tuple[int, str]]:
-    """Give each later start of this part that decides steps in another way: its version, and the differences."""
+    """Give the version and the differences of each later start of this part with other deciding options."""
     for version, start in recording.starts.items():
         if part.version < version < part.steps.stop - 1:
             different = _differences(part.start, start)

@@ -38,7 +38,7 @@ class Repeated(NamedTuple):
 
     @property
     def different(self) -> list[str]:
-        """Name the numbers that differ in any bit; empty without a record."""
+        """Name the numbers with a different bit; empty without a record."""
         if self.recorded is None:
             return []
         if self.replayed is None or not self.as_many_refused:
