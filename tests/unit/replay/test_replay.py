@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from support.recorded_runs import RecordedRun, batch_of, without_finite_gradient
 
 from areal_rloo.config import load_config
@@ -191,7 +192,11 @@ def test_a_resume_with_another_option_splits_the_replay(run_folder: Path, capsys
         ),
         (("--set", "learner.offload=parameters"), "learner.offload: expected none, because a replay is a single"),
         (("--model", "/nowhere/model"), "/nowhere/model: the initial model is gone; name its folder with --model"),
-        (("--device", "cuda"), "--device cuda: this machine has no GPU"),
+        pytest.param(
+            ("--device", "cuda"),
+            "--device cuda: this machine has no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
         (("--device", "abacus"), "argument --device: invalid choice: 'abacus'"),
     ],
 )
