@@ -95,6 +95,8 @@ class WireConfig(Section, frozen=True):
     # than any call of a tool, an agent or a reward.
     stall_timeout_s: PositiveFloat = 1800.0
     max_message_bytes: MessageBytes = 256 * 2**20
+    # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
+    record: bool = False
 
 
 class CheckpointConfig(Section, frozen=True):

@@ -20,7 +20,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, import_entry, import_function, load_config
+from areal_rloo.config import Config, dump_config, import_entry, import_function, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
@@ -28,6 +28,8 @@ from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
+from areal_rloo.learner.batches import folder_of as batches_of
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
 from areal_rloo.learner.checkpoint_folder import folder_of
@@ -173,10 +175,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         num_truncated=lambda: tokenize.num_truncated,
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
-    watch(registry, ChannelStatistics, service.channel.statistics)
-    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
-    port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
-    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    _serve(registry, service, broadcaster, address=config.telemetry.metrics_host, port=arguments.metrics_port)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     return Learner(
         config=config,
@@ -186,9 +185,20 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         broadcaster=broadcaster,
         reporter=reporter,
         recorder=_recorder(config, folder, tokenizer, policy_version),
+        batches=_batches(config, arguments, policy_version),
         checkpoints=checkpoints,
         policy_version=policy_version,
     )
+
+
+def _serve(
+    registry: CollectorRegistry, service: IntakeService, broadcaster: Broadcaster, *, address: str, port: int
+) -> None:
+    """Serve the metrics of the learner, of the wire and of the broadcasts."""
+    watch(registry, ChannelStatistics, service.channel.statistics)
+    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
+    port, _ = serve_metrics(registry, port, address=address)
+    logger.info("metrics on http://%s:%d/metrics", address, port)
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:
@@ -280,6 +290,23 @@ def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, 
     """Remove the records after the checkpoint from trajectories.jsonl, and open the file."""
     cut_records(folder / FILE_NAME, policy_version - 1)  # records carry the version before their step
     return Recorder(folder / FILE_NAME, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
+
+
+def _batches(config: Config, arguments: Arguments, policy_version: int) -> BatchRecorder | None:
+    """Remove the batches after the checkpoint, and begin to record if the config asks for that."""
+    folder, path = batches_of(arguments.run_folder), Path(arguments.model_path)
+    cut_batches(folder, policy_version)
+    if not config.wire.record:
+        return None
+    start = Start(
+        policy_version=policy_version,
+        config=dump_config(config),
+        model_path=str(path.resolve()) if path.is_dir() else arguments.model_path,
+        device=arguments.device,
+        num_threads=arguments.num_threads,
+        software=software(arguments.device),
+    )
+    return BatchRecorder(folder, start)
 
 
 def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:

@@ -170,7 +170,7 @@ class Checkpoints:
         recover(self.folder)
         damaged: list[Path] = []
         for path in reversed(list_checkpoints(self.folder).values()):
-            if _holds(path):
+            if is_whole(path):
                 state = read_state(path)
                 for later in damaged:
                     set_aside(later)
@@ -223,7 +223,8 @@ def _seal(folder: Path) -> None:
         flush_to_disk(path)
 
 
-def _holds(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a checkpoint has its checksum."""
     try:
         sums = msgspec.json.decode((folder / "checksums.json").read_bytes(), type=dict[str, str])
         return all(_digest(folder / name) == digest for name, digest in sums.items())

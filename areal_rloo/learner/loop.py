@@ -17,6 +17,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError, UnsavedError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.batches import BatchRecorder
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, capture
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
@@ -39,6 +40,7 @@ class Learner:
     broadcaster: Broadcaster
     reporter: Reporter
     recorder: Recorder
+    batches: BatchRecorder | None  # None without `wire.record`
     checkpoints: Checkpoints
     policy_version: int
     _skips_in_a_row: int = field(default=0, init=False)
@@ -75,6 +77,8 @@ class Learner:
     def close(self) -> None:
         """Record the last drops; call this after a failure, too."""
         self.checkpoints.wait()
+        if self.batches is not None:
+            self.batches.close()
         self.reporter.count_failed_checkpoints()
         self.recorder.close(self._take_drops(), policy_version=self.policy_version)
 
@@ -93,6 +97,8 @@ class Learner:
         self.checkpoints.save(state, team=self.train_step.team, tokenizer=self.tokenizer)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
+        if self.batches is not None:  # before the step, which may end the learner
+            self.batches.append(batch, policy_version=self.policy_version)
         result = self.train_step.step(batch, policy_version=self.policy_version)
         self.reporter.totals.skipped_steps += result.updates.num_skipped
         if result.updates.num_optimizer_steps == 0:

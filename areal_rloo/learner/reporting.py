@@ -96,7 +96,8 @@ class Reporter:
             truncated_prompts=statistics.truncated_prompts,
             ledger=statistics.ledger,
             **batch_numbers(batch),
-            **{**result.numbers, "times_s": {**result.numbers["times_s"], **times}},
+            **result.numbers,
+            **{**result.measured, "times_s": {**result.measured["times_s"], **times}},
         )
         self._append(record).result()
         self.metrics.train_step(record)

@@ -6,6 +6,9 @@
 Every arrow is a stage that returns a result; `StepResult` holds the results. Runs on the training thread of rank 0,
 which sees the whole batch. The ranks compute everything that needs the policy (`LearnerRank`). A minibatch without a
 finite gradient changes no weight; the result counts the minibatch as skipped.
+
+The state before the step, the batch and the config decide every number but the measured times: `areal_rloo.replay`
+repeats a step to the bit.
 """
 
 from __future__ import annotations
@@ -61,13 +64,14 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of the stages of a train step; `numbers` holds all their numbers by field of TrainRecord."""
+    """The results of the stages of a train step; both mappings are by field of TrainRecord."""
 
     masks: Masks
     reference: ReferenceScores
     advantages: Advantages
     updates: Updates
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, Any]  # decided by state, batch and config: a replay gives the same
+    measured: Mapping[str, Any]  # times, and rates made of them
 
 
 class TrainStep:
@@ -115,10 +119,10 @@ class TrainStep:
             **reference.numbers,
             **advantages.numbers,
             **updates.numbers,
-            "times_s": reference.times | updates.times,
-            **self._speed(minibatches, time.perf_counter() - started_s),
         }
-        return StepResult(masks, reference, advantages, updates, numbers)
+        times = {"times_s": reference.times | updates.times}
+        measured = times | self._speed(minibatches, time.perf_counter() - started_s)
+        return StepResult(masks, reference, advantages, updates, numbers, measured)
 
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
         """Score a batch with the reference policy; refresh the reference first if this version asks for that."""

@@ -54,8 +54,8 @@ def test_token_shares_are_of_all_completion_tokens() -> None:
 def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict[str, Path]) -> None:
     _, result = spied_step(tiny_folders["qwen2"], ragged_groups(), step_config())
     of_the_batch = batch_numbers([_group(0, 1.0)])
-    assert not of_the_batch.keys() & result.numbers.keys()
-    given = {*of_the_batch, *result.numbers}
+    given = {*of_the_batch, *result.numbers, *result.measured}
+    assert len(given) == len(of_the_batch) + len(result.numbers) + len(result.measured)
     of_the_loop = {
         *("num_train_steps", "policy_version", "wall_s", "skipped_steps", "failed_checkpoints", "wait_s"),
         *("learner_idle_s", "rollout_idle_s", "generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s"),
