@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from areal_rloo.errors import WeightsError
 from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
@@ -134,8 +135,16 @@ class IntakeService:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
         `fill` gathers the weights into buckets, on the calling thread.
+
+        Raises:
+            WeightsError: there is no memory for the weights. The version is not published, but the batch counts as
+                trained, so that a checkpoint has the step.
         """
-        buckets = self._run(self._broadcaster.stage())
+        try:
+            buckets = self._run(self._broadcaster.stage())
+        except WeightsError:
+            self._act(lambda: self._intake.commit(policy_version, evaluate=False))
+            raise
         fill(buckets)
 
         def commit() -> list[Outgoing]:

@@ -14,7 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
-from areal_rloo.errors import TrainingError, UnsavedError
+from areal_rloo.errors import TrainingError, UnsavedError, WeightsError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, capture
@@ -108,12 +108,13 @@ class Learner:
         self.policy_version += 1
         last = self.policy_version == self.config.learner.num_train_steps
         every = self.config.evaluation.every_n_versions
+        evaluate = last or (every > 0 and self.policy_version % every == 0)
         started_s = time.perf_counter()
-        self.intake.commit(
-            self.policy_version,
-            self.train_step.team.gather_weights,
-            evaluate=last or (every > 0 and self.policy_version % every == 0),
-        )
+        unpublished: WeightsError | None = None
+        try:
+            self.intake.commit(self.policy_version, self.train_step.team.gather_weights, evaluate=evaluate)
+        except WeightsError as error:
+            unpublished = error  # after the records and a checkpoint of this step
         times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
         # Mostly of the version before: the broadcast of this version has just begun.
         times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
@@ -122,6 +123,9 @@ class Learner:
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )
+        if unpublished is not None:
+            self.save_checkpoint()
+            raise unpublished
         every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
         if every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1):
             self.save_checkpoint()

@@ -53,6 +53,9 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
     broadcasts: Annotated[int, Metric("Offers of weights begun", kind="counter")]
     failures: Annotated[int, Metric("Versions that a worker could not take", kind="counter", healthy=(0, 0))]
     left_out: Annotated[int, Metric("Times a timeout left a worker out of a broadcast", kind="counter", healthy=(0, 0))]
+    missing_memory_bytes: Annotated[
+        int, Metric("Shared memory that the next version of the weights waits for", "bytes", healthy=(0, 0))
+    ]
     last_broadcast_s: Annotated[float, Metric("Time that the last broadcast took", "s")]
     broadcast_s: Annotated[float, Metric("Time spent broadcasting", "s", "counter")]
     sent_bytes: Annotated[int, Metric("Bytes of weights sent", "bytes", "counter")]
@@ -113,6 +116,7 @@ class Broadcaster:
             broadcasts=self._num_begun,
             failures=self.offers.num_failures,
             left_out=self.offers.num_left_out,
+            missing_memory_bytes=self._transport.missing_bytes,
             last_broadcast_s=self._last_s,
             broadcast_s=self._total_s,
             sent_bytes=self._sent_bytes,
