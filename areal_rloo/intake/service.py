@@ -21,7 +21,7 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import LearnerMessage, WeightsCall, WeightsNotice
 
@@ -74,9 +74,12 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
-    def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
+    def begin(
+        self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object], *, name: str = ""
+    ) -> None:
         """Start a task on the loop; `on_end` is called there with the ended task."""
-        self.call(lambda: self._loop.create_task(work).add_done_callback(on_end))
+        named = name or self._thread.name
+        self.call(lambda: self._loop.create_task(work, name=named).add_done_callback(on_end))
 
     def _run_forever(self) -> None:
         while True:
@@ -124,8 +127,14 @@ class IntakeService:
         self._changed = asyncio.Event()
         self.channel = self._thread.call(bind)
         broadcasting = broadcaster.run(self._send_call, self._send_notice)
-        for work in (self._serve(), self._notice_lost_connections(), self._watch(), broadcasting):
-            self._thread.begin(work, self._ended)
+        works = {
+            "the messages of the workers": self._serve(),
+            "lost connections": self._notice_lost_connections(),
+            "the timer for silent workers": self._watch(),
+            "the broadcaster": broadcasting,
+        }
+        for name, work in works.items():
+            self._thread.begin(work, self._ended, name=name)
 
     def take_batch(self) -> list[Group] | None:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
@@ -217,9 +226,9 @@ class IntakeService:
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Keep the error of a task: the training thread raises it where it next waits or acts."""
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+        """Keep the error of a task: the training thread raises the error where it next waits or acts."""
+        if (fault := fault_of(task)) is not None:
+            self._failure = fault
             logger.error("the intake stopped", exc_info=self._failure)
             self._changed.set()
 

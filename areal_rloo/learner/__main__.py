@@ -48,6 +48,7 @@ from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord, Record
+from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
@@ -84,6 +85,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the learner; an error that the user can mend is a single line."""
     open_missing_streams()
+    show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))

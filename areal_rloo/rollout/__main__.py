@@ -30,6 +30,7 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import serve_metrics, watch
+from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics, WorkerChannel
@@ -55,6 +56,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the worker; an error that the user can mend is a single line."""
     open_missing_streams()
+    show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
