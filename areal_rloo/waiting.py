@@ -92,9 +92,9 @@ def failed(task: asyncio.Task[Any]) -> bool:
 
 
 def fault_of(task: asyncio.Task[Any]) -> BaseException | None:
-    """Return why a task ended that others depend on; None if the owner has cancelled the task.
+    """Return why a serving task ended; None if the owner has cancelled the task.
 
-    An awaited future that is cancelled also cancels the task, and a loop may return.
+    A cancelled future also cancels the task awaiting the future, and a loop may return.
     """
     if task.cancelled():
         return None if task.cancelling() else RuntimeError(f"{task.get_name()} was cancelled from inside")

@@ -20,6 +20,7 @@ from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.watchdog import Watchdog
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.wire.channels import LearnerChannel
@@ -47,10 +48,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and wait for the result.
 
         Raises:
+            TimeoutError: there is no result yet; the coroutine goes on.
             RuntimeError: the loop is closed.
             CancelledError: the loop was closed meanwhile.
         """
@@ -59,7 +61,7 @@ class LoopThread:
                 work.close()
                 raise RuntimeError(f"the event loop {self._thread.name} is closed")
             result = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return result.result()
+        return result.result(timeout_s)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the loop and wait for the result."""
@@ -183,9 +185,17 @@ class IntakeService:
         """Read the statistics of the intake; works after a failure, too."""
         return self.call(self._intake.statistics)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a function on the loop, where all state of intake and broadcaster lives."""
-        return self._thread.call(function)
+    def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Call a function on the loop, where all state of intake and broadcaster lives. Raises as `LoopThread.run`."""
+
+        async def called() -> T:
+            return function()
+
+        return self._thread.run(called(), timeout_s)
+
+    def watch(self, watchdog: Watchdog, deadline_s: float) -> None:
+        """Let a watchdog watch the loop."""
+        watchdog.watch_loop("the event loop of the intake", self.call(asyncio.get_running_loop), deadline_s)
 
     @property
     def draining(self) -> bool:

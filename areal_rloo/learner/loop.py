@@ -41,6 +41,7 @@ class Learner:
     recorder: Recorder
     checkpoints: Checkpoints
     policy_version: int
+    doing: str | None = field(default=None, init=False)  # None while the learner waits for the workers, however long
     _skips_in_a_row: int = field(default=0, init=False)
 
     def run(self) -> str:
@@ -55,7 +56,9 @@ class Learner:
             self.reporter.totals.learner_idle_s += wait_s
             if batch is None:
                 break
+            self.doing = f"step {self.policy_version + 1}"
             self._train(batch, wait_s)
+            self.doing = None
         completed = self.policy_version >= self.config.learner.num_train_steps
         if completed or not self.intake.draining:
             if not completed:

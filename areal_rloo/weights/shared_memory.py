@@ -30,7 +30,7 @@ from areal_rloo.weights.manifest import Manifest, SharedMemoryOffer
 
 logger = get_logger(__name__)
 
-_PATIENCE_S = 300.0  # for an operator, or for a worker that still maps an old segment
+_PATIENCE_S = 300.0  # for an operator, or for a worker mapping an old segment
 _LOOK_EVERY_S = 1.0
 _SAY_EVERY_S = 30.0
 
