@@ -86,6 +86,21 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def failed(task: asyncio.Task[Any]) -> bool:
+    """Return True if a task has ended without a result."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def fault_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return why a serving task ended; None if the owner has cancelled the task.
+
+    A cancelled future also cancels the task awaiting the future, and a loop may return.
+    """
+    if task.cancelled():
+        return None if task.cancelling() else RuntimeError(f"{task.get_name()} was cancelled from inside")
+    return task.exception() or RuntimeError(f"{task.get_name()} ended without an error")
+
+
 class ThreadPerCall(ThreadPoolExecutor):
     """The executor of `asyncio.to_thread`: a daemon thread for each call.
 
@@ -114,15 +129,15 @@ def run_beside_user_code(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEve
     """
     loop = loop or asyncio.new_event_loop()
     loop.set_default_executor(ThreadPerCall())
-    task = loop.create_task(main)
+    task = loop.create_task(main, name="main")
     try:
         return _until_done(loop, task)
     finally:
         if others := asyncio.all_tasks(loop):
             for other in others:
                 other.cancel()
-            _until_done(loop, loop.create_task(_ended(others)))
-        _until_done(loop, loop.create_task(loop.shutdown_asyncgens()))
+            _until_done(loop, loop.create_task(_ended(others), name="the end of other tasks"))
+        _until_done(loop, loop.create_task(loop.shutdown_asyncgens(), name="the end of generators"))
         loop.close()
 
 

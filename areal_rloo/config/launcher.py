@@ -62,6 +62,9 @@ class LauncherConfig(Section, frozen=True):
     max_restarts: Natural = 10  # of each rollout worker, within a day
     max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
     drain_timeout_s: PositiveFloat = 60.0
+    # A process whose event loop stands still for this long, or whose embedded engine decodes and makes no token, ends
+    # with exit code 1 and is restarted; null: never.
+    hang_timeout_s: PositiveFloat | None = 600.0
     place_timeout_s: PositiveFloat = 600.0  # until Ray has room for all processes, or for restarted processes
     min_free_disk_bytes: Natural = 200 * 2**20
     slurm: SlurmConfig = SlurmConfig()

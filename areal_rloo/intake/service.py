@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from areal_rloo.errors import WeightsError
 from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.watchdog import Watchdog
 from areal_rloo.trajectory import Group
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import History, LearnerMessage, WeightsCall, WeightsNotice
 
@@ -46,10 +48,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and wait for the result.
 
         Raises:
+            TimeoutError: there is no result yet; the coroutine goes on.
             RuntimeError: the loop is closed.
             CancelledError: the loop was closed meanwhile.
         """
@@ -58,7 +61,7 @@ class LoopThread:
                 work.close()
                 raise RuntimeError(f"the event loop {self._thread.name} is closed")
             result = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return result.result()
+        return result.result(timeout_s)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the loop and wait for the result."""
@@ -73,9 +76,12 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
-    def begin(self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object]) -> None:
+    def begin(
+        self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object], *, name: str = ""
+    ) -> None:
         """Start a task on the loop; `on_end` is called there with the ended task."""
-        self.call(lambda: self._loop.create_task(work).add_done_callback(on_end))
+        named = name or self._thread.name
+        self.call(lambda: self._loop.create_task(work, name=named).add_done_callback(on_end))
 
     def _run_forever(self) -> None:
         while True:
@@ -123,8 +129,14 @@ class IntakeService:
         self._changed = asyncio.Event()
         self.channel = self._thread.call(bind)
         broadcasting = broadcaster.run(self._send_call, self._send_notice)
-        for work in (self._serve(), self._notice_lost_connections(), self._watch(), broadcasting):
-            self._thread.begin(work, self._ended)
+        works = {
+            "the messages of the workers": self._serve(),
+            "lost connections": self._notice_lost_connections(),
+            "the timer for silent workers": self._watch(),
+            "the broadcaster": broadcasting,
+        }
+        for name, work in works.items():
+            self._thread.begin(work, self._ended, name=name)
 
     def take_batch(self) -> list[Group] | None:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
@@ -134,8 +146,16 @@ class IntakeService:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
         `fill` gathers the weights into buckets, on the calling thread.
+
+        Raises:
+            WeightsError: there is no memory for the weights. The version is not published, but the batch counts as
+                trained, so that a checkpoint has the step.
         """
-        buckets = self._run(self._broadcaster.stage())
+        try:
+            buckets = self._run(self._broadcaster.stage())
+        except WeightsError:
+            self._act(lambda: self._intake.commit(policy_version, evaluate=False))
+            raise
         fill(buckets)
 
         def commit() -> list[Outgoing]:
@@ -165,9 +185,17 @@ class IntakeService:
         """Read the statistics of the intake; works after a failure, too."""
         return self.call(self._intake.statistics)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a function on the loop, where all state of intake and broadcaster lives."""
-        return self._thread.call(function)
+    def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Call a function on the loop, where all state of intake and broadcaster lives. Raises as `LoopThread.run`."""
+
+        async def called() -> T:
+            return function()
+
+        return self._thread.run(called(), timeout_s)
+
+    def watch(self, watchdog: Watchdog, deadline_s: float) -> None:
+        """Let a watchdog watch the loop."""
+        watchdog.watch_loop("the event loop of the intake", self.call(asyncio.get_running_loop), deadline_s)
 
     @property
     def history(self) -> History:
@@ -213,9 +241,9 @@ class IntakeService:
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Keep the error of a task: the training thread raises it where it next waits or acts."""
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+        """Keep the error of a task: the training thread raises the error where it next waits or acts."""
+        if (fault := fault_of(task)) is not None:
+            self._failure = fault
             logger.error("the intake stopped", exc_info=self._failure)
             self._changed.set()
 

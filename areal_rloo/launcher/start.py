@@ -27,6 +27,7 @@ from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
+from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
 
@@ -45,6 +46,7 @@ class Options:
 def run_main(main: Callable[[Sequence[str]], int]) -> int:
     """Call the main function of a launcher; print the user's mistakes as a line, with exit code 2."""
     open_missing_streams()
+    show_on_signal()
     try:
         return main(sys.argv[1:])
     except UserError as error:

@@ -7,6 +7,7 @@ the last checkpoint, 1 anything else.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -50,7 +51,9 @@ from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.trajectories import FILE_NAME
+from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
@@ -65,6 +68,8 @@ from areal_rloo.wire.security import load_keys
 logger = get_logger(__name__)
 
 _LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
+_LONG_STEP_S = 3600.0  # a first step may compile; after half an hour, the log has the stacks
+_SCRAPE_S = 5.0  # a hung event loop must not hide the watchdog's metric
 _SUMMARY = "summary.json"
 _DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
@@ -88,6 +93,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the learner; an error that the user can mend is a single line."""
     open_missing_streams()
+    show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
@@ -99,17 +105,19 @@ def main() -> int:
 def _run(config: Config, arguments: Arguments) -> int:
     import_entry(config.run.entry)
     torch.manual_seed(config.run.seed)
-    learner, ranks = config.learner, Ranks()
-    if learner.num_ranks > 1 or learner.offload == "parameters":
+    settings, ranks = config.learner, Ranks()
+    if settings.num_ranks > 1 or settings.offload == "parameters":
         ranks = Ranks.meet(
             arguments.meeting,
             rank=arguments.rank,
-            num=learner.num_ranks,
+            num=settings.num_ranks,
             device=torch.device(arguments.device),
-            timeout_s=learner.collective_timeout_s,
+            timeout_s=settings.collective_timeout_s,
         )
     if ranks.rank == 0:
-        _lead(_learner(config, arguments, ranks), arguments)
+        learner, watchdog = _learner(config, arguments, ranks)
+        with watchdog:
+            _lead(learner, arguments)
     else:
         for number in _DRAIN_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for the last checkpoint
@@ -131,8 +139,8 @@ def _built(config: Config, arguments: Arguments, ranks: Ranks, checkpoint: Path 
     return rank
 
 
-def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
-    """Build all parts of the learner on rank 0, and start the intake."""
+def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learner, Watchdog]:
+    """Build all parts of the learner on rank 0, and start the intake. The watchdog watches both of its threads."""
     folder = arguments.run_folder
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     remove_unfinished(folder / _SUMMARY)
@@ -154,14 +162,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         history = state.history
         train_step.kl_coefficient = state.kl_coefficient
     registry = CollectorRegistry()
-    reporter = Reporter(
-        file=MetricsFile(folder / "metrics.jsonl"),
-        metrics=LearnerMetrics(registry),
-        evaluations=_open_records(folder, -1 if restored is None else policy_version),
-        totals=totals,
-        checkpoints=checkpoints,
-        num_workers=config.rollout.num_workers,
-    )
+    reporter = _reporter(config, folder, -1 if restored is None else policy_version, registry, totals, checkpoints)
     broadcaster = _broadcaster(config, arguments, rank)
     intake = Intake(
         config,
@@ -175,9 +176,10 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         num_truncated=lambda: tokenize.num_truncated,
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
-    _serve(registry, service, broadcaster, address=config.telemetry.metrics_host, port=arguments.metrics_port)
+    watchdog = Watchdog()
+    _serve_metrics(config, arguments.metrics_port, registry, service, broadcaster, watchdog)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
-    return Learner(
+    learner = Learner(
         config=config,
         train_step=train_step,
         tokenizer=tokenizer,
@@ -189,16 +191,24 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> Learner:
         checkpoints=checkpoints,
         policy_version=policy_version,
     )
+    service.watch(watchdog, config.launcher.hang_timeout_s or math.inf)
+    watchdog.watch("the training thread", lambda: learner.doing, _LONG_STEP_S, essential=False)
+    return learner, watchdog
 
 
-def _serve(
-    registry: CollectorRegistry, service: IntakeService, broadcaster: Broadcaster, *, address: str, port: int
+def _serve_metrics(
+    config: Config,
+    port: int,
+    registry: CollectorRegistry,
+    service: IntakeService,
+    broadcaster: Broadcaster,
+    watchdog: Watchdog,
 ) -> None:
-    """Serve the metrics of the learner, of the wire and of the broadcasts."""
     watch(registry, ChannelStatistics, service.channel.statistics)
-    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics))
-    port, _ = serve_metrics(registry, port, address=address)
-    logger.info("metrics on http://%s:%d/metrics", address, port)
+    watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
+    watch(registry, WatchdogStatistics, watchdog.statistics)
+    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)
+    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:
@@ -279,11 +289,20 @@ def _newest_checkpoint(checkpoints: Checkpoints, config: Config, *, resume: bool
     return restored
 
 
-def _open_records(folder: Path, policy_version: int) -> list[EvalRecord]:
-    """Remove the records after the checkpoint from metrics.jsonl, and give the evaluations before."""
+def _reporter(
+    config: Config, folder: Path, version: int, registry: CollectorRegistry, totals: Totals, checkpoints: Checkpoints
+) -> Reporter:
+    """Remove the records after the checkpoint's version from metrics.jsonl, and open the file."""
     path = folder / "metrics.jsonl"
-    cut_records(path, policy_version)
-    return [record for record in read_records(path) if isinstance(record, EvalRecord)]
+    cut_records(path, version)
+    return Reporter(
+        file=MetricsFile(path),
+        metrics=LearnerMetrics(registry),
+        evaluations=[record for record in read_records(path) if isinstance(record, EvalRecord)],
+        totals=totals,
+        checkpoints=checkpoints,
+        num_workers=config.rollout.num_workers,
+    )
 
 
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:

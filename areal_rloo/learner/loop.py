@@ -14,7 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
-from areal_rloo.errors import TrainingError, UnsavedError
+from areal_rloo.errors import TrainingError, UnsavedError, WeightsError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder
@@ -43,6 +43,7 @@ class Learner:
     batches: BatchRecorder | None  # None without `wire.record`
     checkpoints: Checkpoints
     policy_version: int
+    doing: str | None = field(default=None, init=False)  # None while the learner waits for the workers, however long
     _skips_in_a_row: int = field(default=0, init=False)
 
     def run(self) -> str:
@@ -57,7 +58,9 @@ class Learner:
             self.reporter.totals.learner_idle_s += wait_s
             if batch is None:
                 break
+            self.doing = f"step {self.policy_version + 1}"
             self._train(batch, wait_s)
+            self.doing = None
         completed = self.policy_version >= self.config.learner.num_train_steps
         if completed or not self.intake.draining:
             if not completed:
@@ -115,12 +118,13 @@ class Learner:
         self.policy_version += 1
         last = self.policy_version == self.config.learner.num_train_steps
         every = self.config.evaluation.every_n_versions
+        evaluate = last or (every > 0 and self.policy_version % every == 0)
         started_s = time.perf_counter()
-        self.intake.commit(
-            self.policy_version,
-            self.train_step.team.gather_weights,
-            evaluate=last or (every > 0 and self.policy_version % every == 0),
-        )
+        unpublished: WeightsError | None = None
+        try:
+            self.intake.commit(self.policy_version, self.train_step.team.gather_weights, evaluate=evaluate)
+        except WeightsError as error:
+            unpublished = error  # after the records and a checkpoint of this step
         times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
         # Mostly of the version before: the broadcast of this version has just begun.
         times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
@@ -129,6 +133,9 @@ class Learner:
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )
+        if unpublished is not None:
+            self.save_checkpoint()
+            raise unpublished
         every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
         if every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1):
             self.save_checkpoint()

@@ -59,7 +59,7 @@ class Reporter:
         """Write an evaluation, without waiting for the disk."""
         logger.info("%s", evaluation_line(record))
         self.evaluations.append(record)
-        self._append(record)
+        self._append(record).add_done_callback(_log_error)
         self.metrics.evaluation(record)
 
     def train_step(
@@ -159,6 +159,11 @@ class Reporter:
             self.file.append(record)
         except OSError as error:  # a full disk must not end the run
             logger.error("a record is missing from metrics.jsonl: %s", error)
+
+
+def _log_error(written: Future[None]) -> None:
+    if (error := written.exception()) is not None:
+        logger.error("an evaluation is missing from metrics.jsonl", exc_info=error)
 
 
 def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.weights.broadcast import BroadcastStatistics
 from areal_rloo.weights.receive import ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics
@@ -26,6 +27,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("SGLang server (rollout worker)", SGLangStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
+    ("Watchdog (learner and rollout worker)", WatchdogStatistics),
     ("Results on the wire (rollout worker)", ProtocolStatistics),
 )
 

@@ -27,6 +27,7 @@ from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import Job, Reply
 from areal_rloo.rewards.request import FailureReason
 from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.waiting import run_beside_user_code
 
 Scorer = Callable[[Job], Any]
@@ -38,6 +39,7 @@ _THIS_PROCESS = os.getpid()
 def main() -> None:
     """Serve until the pool closes the socket."""
     open_missing_streams()
+    show_on_signal()
     signal_on_parent_death(signal.SIGKILL)  # works also while a reward hangs
     signal.signal(signal.SIGINT, lambda *_: None)  # the pool ends this process, not Ctrl-C
     socket = int(sys.argv[1])
@@ -95,15 +97,17 @@ async def _serve_together(connection: Connection, scorer: Scorer, deadline_s: fl
     running: set[asyncio.Task[None]] = set()
 
     def read() -> None:
-        while True:
-            try:
+        try:
+            while True:
                 job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
-            except (EOFError, OSError):
-                os._exit(0)  # also while jobs run
-            loop.call_soon_threadsafe(begin, job)
+                loop.call_soon_threadsafe(begin, job)
+        except (EOFError, OSError):
+            os._exit(0)  # also while jobs run
+        finally:
+            os._exit(1)  # without this thread, every later job would miss its deadline
 
     def begin(job: Job) -> None:
-        task = loop.create_task(run(job))
+        task = loop.create_task(run(job), name=f"reward {job.job_id}")
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -116,7 +120,7 @@ async def _serve_together(connection: Connection, scorer: Scorer, deadline_s: fl
             reply = _failure(job.job_id, late if limit.expired() else error)
         _send(connection, reply)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=read, name="jobs", daemon=True).start()
     await loop.create_future()
 
 

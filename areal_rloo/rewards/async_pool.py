@@ -83,7 +83,7 @@ class AsyncRewardPool:
             ConfigError: the factory cannot be imported, or raises.
         """
         await self._process.ready(self._policy.ready_within_s)
-        self._serving = asyncio.create_task(self._serve())
+        self._serving = asyncio.create_task(self._serve(), name="replies of async rewards")
 
     async def score(self, request: RewardRequest, part: str) -> Worth:
         """Compute one part of a completion's reward.

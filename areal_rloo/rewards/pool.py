@@ -87,7 +87,9 @@ class RewardPool:
 
     async def _run(self, job: Job) -> Reply:
         encoded = msgspec.msgpack.encode(job)  # may raise, so before a process is taken
-        running = asyncio.create_task(self._run_on(await self._take(), job.job_id, encoded))
+        running = asyncio.create_task(
+            self._run_on(await self._take(), job.job_id, encoded), name=f"reward {job.job_id}"
+        )
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be cancelled
@@ -135,7 +137,7 @@ class RewardPool:
     async def _ask(self, worker: WorkerProcess, job_id: int, job: bytes) -> Reply:
         started_s = time.monotonic()
         worker.send(job)
-        receiving = asyncio.create_task(_reply_to(job_id, worker))
+        receiving = asyncio.create_task(_reply_to(job_id, worker), name=f"reply to reward {job_id}")
         try:
             await asyncio.wait([receiving], timeout=self._deadline_s)
             if not receiving.done():  # after a block of the event loop, a reply in time may still be in the socket
@@ -154,7 +156,7 @@ class RewardPool:
         self._outage.lost()
         if self._ended is None:
             self._restarts += 1
-            replacing = asyncio.create_task(self._replaced(worker))
+            replacing = asyncio.create_task(self._replaced(worker), name="the start of a reward process")
             self._replacing.add(replacing)
             replacing.add_done_callback(self._replacing.discard)
 

@@ -102,8 +102,15 @@ class Scoring:
 
 async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:
     """Run all parts and the search for the final answer in parallel. The first failure cancels the others."""
-    parts = [asyncio.ensure_future(_named(part.label, part.score(request))) for part in source.parts]
-    answers = [asyncio.ensure_future(_named("final answer", find(request))) for find in (source.final_answer,) if find]
+    parts = [
+        asyncio.create_task(_named(part.label, part.score(request)), name=f"reward part {part.label}")
+        for part in source.parts
+    ]
+    answers = [
+        asyncio.create_task(_named("final answer", find(request)), name="the final answer")
+        for find in (source.final_answer,)
+        if find
+    ]
     try:
         await asyncio.gather(*parts, *answers)
     finally:

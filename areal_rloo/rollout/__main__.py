@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import uuid
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config, import_entry, load_config
-from areal_rloo.engines.base import EngineStatistics
+from areal_rloo.engines.base import Engine, EngineStatistics
 from areal_rloo.errors import EXIT_WENT_BACK, ArealRlooError, UserError, WentBackError
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards import make_scoring
@@ -30,6 +31,8 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import serve_metrics, watch
+from areal_rloo.telemetry.stacks import show_on_signal
+from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics, WorkerChannel
@@ -37,6 +40,8 @@ from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
+
+_LATE_RECEIVE = 10  # times the deadline of the learner: reported
 
 
 class Arguments(argparse.Namespace):
@@ -55,6 +60,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the worker; an error that the user can mend is a single line."""
     open_missing_streams()
+    show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
     config = load_config(str(arguments.run_folder / "config.yaml"))
@@ -115,6 +121,8 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm passes USR1 on to a step
             asyncio.get_running_loop().add_signal_handler(number, worker.stop)
         registry = CollectorRegistry()
+        watchdog = _watchdog(config, engine, receiver)
+        watch(registry, WatchdogStatistics, watchdog.statistics)
         running.watch(registry)
         watch(registry, EngineStatistics, engine.statistics)
         watch(registry, RewardStatistics, rewards.statistics)
@@ -126,7 +134,8 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)
         try:
             async with serving(episode):
-                await worker.run()
+                with watchdog:
+                    await worker.run()
         except UserError as error:
             if engine.statistics().generated_tokens == 0:
                 raise
@@ -134,6 +143,23 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         finally:
             await rewards.close()
             channel.close()
+
+
+def _watchdog(config: Config, engine: Engine, receiver: Receiver) -> Watchdog:
+    """Watch this worker's loop, its embedded engine, and the receive of weights. A server has watches of its own."""
+    watchdog, deadline_s = Watchdog(), config.launcher.hang_timeout_s or math.inf
+
+    def progress() -> object:
+        """Return counts that grow while the engine decodes; None if no completion is being decoded."""
+        now = engine.statistics()
+        return (now.decode_steps, now.prefill_tokens, now.weight_updates) if now.num_running else None
+
+    read = watchdog.watch_loop("the event loop", asyncio.get_running_loop(), deadline_s, look=progress)
+    if config.rollout.engine == "embedded":
+        watchdog.watch("the engine, which has requests,", read, deadline_s, essential=True)
+    late_s = max(_LATE_RECEIVE * config.weights.timeout_s, deadline_s)
+    watchdog.watch("the receive of weights", receiver.under_way, late_s, essential=False)
+    return watchdog
 
 
 def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:

@@ -27,7 +27,9 @@ async def run_episode(
         EpisodeError: the episode took too long, or called `sys.exit`.
         Exception: the exception of the episode.
     """
-    running = asyncio.create_task(_run(episode, sample, engine, rewards, chat))
+    running = asyncio.create_task(
+        _run(episode, sample, engine, rewards, chat), name=f"code of the episode of sample {sample.sample_id}"
+    )
     running.add_done_callback(lambda done: done.cancelled() or done.exception())  # an abandoned episode's is read, too
     try:
         await asyncio.wait([running], timeout=timeout_s)

@@ -77,7 +77,7 @@ class ToolUse:
 
     async def _results(self, calls: Sequence[str]) -> list[str]:
         """Call tools in parallel; the first failure cancels the others."""
-        results = [asyncio.ensure_future(self._call(call)) for call in calls]
+        results = [asyncio.create_task(self._call(call), name="call of a tool") for call in calls]
         try:
             return await asyncio.gather(*results)
         finally:

@@ -138,7 +138,7 @@ class Session:
         return left if wanted is None else min(left, wanted)
 
     async def _generate(self, tokens: Sequence[int], limit: int) -> Completion:
-        future = asyncio.ensure_future(self._engine.generate(tokens, max_new_tokens=limit))
+        future = asyncio.create_task(self._engine.generate(tokens, max_new_tokens=limit), name="turn of a session")
         self._under_way.add(future)
         try:
             completion = await future

@@ -35,7 +35,7 @@ from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerP
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.channels import WorkerChannel
@@ -103,13 +103,20 @@ class RolloutWorker:
             ArealRlooError: the engine is gone, or no reward can be computed any more.
         """
         await self._channel.connected(_CONNECT_S)
-        tasks = [asyncio.create_task(work) for work in (self._serve(), self._send_due(), self._receive_weights())]
+        works = {
+            "the learner's messages": self._serve(),
+            "messages to the learner": self._send_due(),
+            "the receive of weights": self._receive_weights(),
+        }
+        tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
         done, _ = await asyncio.wait([*tasks, self._end], return_when=asyncio.FIRST_COMPLETED)
         await cancel([*tasks, *self._episodes.values()])
         self._channel.send(self._protocol.goodbye(self._engine_state()))
-        for ended in (*done, self._end):
-            if ended.done():
-                ended.result()  # an error of a task or an episode ends this worker
+        for task in tasks:
+            if task in done and (fault := fault_of(task)) is not None:
+                raise fault
+        if self._end.done():
+            self._end.result()  # an error of an episode ends this worker
 
     async def _serve(self) -> None:
         while True:
@@ -118,7 +125,9 @@ class RolloutWorker:
                 self._episodes.pop(duty).cancel()
             for lease in orders.start:  # together: they run as a batch
                 for duty in lease.duties:
-                    task = self._episodes[duty] = asyncio.create_task(self._run_episode(lease, duty))
+                    task = self._episodes[duty] = asyncio.create_task(
+                        self._run_episode(lease, duty), name=f"episode of sample {duty.sample_id}"
+                    )
                     task.add_done_callback(partial(self._ended, duty))
             if orders.receive is not None:  # replaces a notice not yet begun: that offer is over
                 self._notice = orders.receive

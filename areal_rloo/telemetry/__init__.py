@@ -8,4 +8,6 @@
 - `summary` writes summary.json.
 - `progress` prints the state of a run on the terminal.
 - `logs` sets up the logs of a process.
+- `stacks` writes the stacks of all threads and tasks to the log, on a signal.
+- `watchdog` reports work without progress, and ends the process if the work is essential.
 """

@@ -27,8 +27,10 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
     root = logging.getLogger(_ROOT)
     root.setLevel(level.upper())
     root.propagate = False
+    others = logging.getLogger("asyncio")  # logs the errors of callbacks, and of tasks that are never awaited
     for handler in list(root.handlers):
         root.removeHandler(handler)
+        others.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [logging.NullHandler()]  # without a handler, logging writes to stderr
     if file is not None:
@@ -39,6 +41,7 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
+        others.addHandler(handler)
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:

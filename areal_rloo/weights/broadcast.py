@@ -21,7 +21,7 @@ from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.models.fingerprint import Sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, failed
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
@@ -53,6 +53,9 @@ class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
     broadcasts: Annotated[int, Metric("Offers of weights begun", kind="counter")]
     failures: Annotated[int, Metric("Versions that a worker could not take", kind="counter", healthy=(0, 0))]
     left_out: Annotated[int, Metric("Times a timeout left a worker out of a broadcast", kind="counter", healthy=(0, 0))]
+    missing_memory_bytes: Annotated[
+        int, Metric("Shared memory that the next version of the weights waits for", "bytes", healthy=(0, 0))
+    ]
     last_broadcast_s: Annotated[float, Metric("Time of the last broadcast", "s")]
     broadcast_s: Annotated[float, Metric("Time spent broadcasting", "s", "counter")]
     sent_bytes: Annotated[int, Metric("Bytes of weights sent", "bytes", "counter")]
@@ -113,6 +116,7 @@ class Broadcaster:
             broadcasts=self._num_begun,
             failures=self.offers.num_failures,
             left_out=self.offers.num_left_out,
+            missing_memory_bytes=self._transport.missing_bytes,
             last_broadcast_s=self._last_s,
             broadcast_s=self._total_s,
             sent_bytes=self._sent_bytes,
@@ -145,7 +149,7 @@ class Broadcaster:
                 assert self._newest is not None, "only a published version is offered"
                 self._newest.offers.add(command.offer_id)
                 self._open[command.offer_id] = _OpenOffer(self._newest, time.monotonic())
-                sending = asyncio.create_task(self._send(command, send_notice))
+                sending = asyncio.create_task(self._send(command, send_notice), name=f"offer {command.offer_id}")
                 self._sending.add(sending)
                 sending.add_done_callback(self._sending.discard)
             case Repeat():
@@ -166,8 +170,9 @@ class Broadcaster:
         version, workers = offer.version, command.workers
         self._num_begun += 1
         try:
-            if version.proofs is None:
-                version.proofs = asyncio.create_task(asyncio.to_thread(self._proofs, version))
+            if version.proofs is None or failed(version.proofs):
+                work = asyncio.to_thread(self._proofs, version)
+                version.proofs = asyncio.create_task(work, name=f"checksum of version {version.policy_version}")
             found, samples = await asyncio.shield(version.proofs)
             made = await self._transport.offer(version.buckets, workers)
             offer.body = msgspec.msgpack.encode(Notice(version.policy_version, self._manifest, found, made, samples))

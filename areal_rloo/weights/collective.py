@@ -45,6 +45,7 @@ class CollectiveSender:
     """Rank 0 of every group, and host of the store. `SharedMemorySender` has the same methods."""
 
     needs_all = True
+    missing_bytes = 0
 
     def __init__(
         self, manifest: Manifest, *, host: str, device: torch.device, timeout_s: float, ranks_per_worker: int = 1

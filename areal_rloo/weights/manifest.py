@@ -119,10 +119,21 @@ def by_bucket(manifest: Manifest) -> list[list[TensorSpec]]:
 
 
 def gather(manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Tensor]) -> None:
-    """Copy a model's tensors into the buckets, casting to the manifest's dtypes."""
+    """Copy a model's tensors into the buckets, casting to the manifest's dtypes; return when the copies are done."""
+    devices = set()
     for (name, place), (given, tensor) in zip(views(manifest, buckets), named_tensors, strict=True):
         assert name == given, f"the model gives {given} where the manifest has {name}"
         place.copy_(tensor, non_blocking=True)
+        devices.add(tensor.device)
+    finish_copies(devices)
+
+
+def finish_copies(devices: Iterable[torch.device]) -> None:
+    """Wait for the copies from these devices. CUDA may return from a copy into CPU memory before the end of the copy,
+    whether the memory is pinned or not."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def checksum(buckets: Sequence[Tensor]) -> int:

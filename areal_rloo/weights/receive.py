@@ -62,6 +62,7 @@ class Receiver:
         self._load_weights, self._join_group = load_weights, join_group
         self._collective, self._shared_memory = CollectiveReader(worker_id, device), SharedMemoryReader()
         self._received = self._failed = self._received_bytes = 0
+        self._under_way: str | None = None
 
     async def receive(self, body: bytes) -> int:
         """Receive the version of a notice; returns the checksum of the notice when the engine runs the version.
@@ -71,12 +72,19 @@ class Receiver:
         """
         try:
             notice = msgspec.msgpack.decode(body, type=Notice)
+            self._under_way = f"version {notice.policy_version}"
             await self._receive(notice)
         except Exception as error:  # whatever the reason, the learner hears of it, and offers the version again
             self._failed += 1
             logger.warning("a version of the weights did not arrive: %s", error)
             raise WeightsError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._under_way = None
         return notice.checksum
+
+    def under_way(self) -> str | None:
+        """Return the version that is being received; None if there is none."""
+        return self._under_way
 
     def statistics(self) -> ReceiveStatistics:
         return ReceiveStatistics(

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from support.local_runs import Run
 from support.patience import eventually
 from support.processes import children_with, command_of
 
@@ -103,3 +105,30 @@ def _launcher(run: "subprocess.Popen[str]") -> psutil.Process:
     found = children_with("areal_rloo.launcher.local", psutil.Process(run.pid))
     (launcher,) = (process for process in found if command_of(process)[1] == "-m")  # not the part of the script in `&`
     return launcher
+
+
+FULL_MEMORY = """
+from areal_rloo.weights import shared_memory
+
+sender = shared_memory.SharedMemorySender
+sender.__init__.__kwdefaults__["patience_s"] = 1.0
+reserve = shared_memory._reserve
+
+
+def full(path, size):
+    if path.name != "segment-0":
+        raise OSError(28, "No space left on device")
+    reserve(path, size)
+
+
+shared_memory._reserve = full
+"""
+
+
+def test_full_shared_memory_ends_the_run_after_a_checkpoint(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "full_memory.py").write_text(FULL_MEMORY)
+    run = start(f"run.entry={tmp_path / 'full_memory.py'}", "checkpoint.every_n_steps=0")
+    code, output = run.wait()
+    assert code == 1, output
+    assert "bytes of shared memory" in output
+    assert run.saved_steps() == len(run.records()) == 1

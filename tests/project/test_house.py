@@ -97,3 +97,13 @@ def test_tasks_launcher_and_cached_warm_start_import_no_torch() -> None:
     modules = "areal_rloo.tasks, areal_rloo.launcher.local, areal_rloo.learner.warm_start"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPO)))
+def test_every_task_and_thread_has_a_name(path: Path) -> None:
+    """The stacks of a process name its tasks and threads. `ensure_future` gives no name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            assert node.func.attr != "ensure_future", node.lineno
+            if node.func.attr in ("create_task", "Thread"):
+                assert any(keyword.arg == "name" for keyword in node.keywords), node.lineno

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 from support.patience import PATIENCE_S
 
 from areal_rloo import waiting
-from areal_rloo.waiting import run_beside_user_code
+from areal_rloo.waiting import fault_of, run_beside_user_code
 
 
 @pytest.fixture
@@ -116,3 +117,21 @@ threading.Thread(target=threading.Event().wait).start()
 waiting.exit_despite_threads(4)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 4
+
+
+def test_only_a_cancel_by_the_owner_is_an_expected_end() -> None:
+    async def raises(error: BaseException) -> None:
+        raise error
+
+    async def fault(work: Coroutine[Any, Any, None], *, cancelled: bool = False) -> BaseException | None:
+        task = asyncio.create_task(work, name="the heartbeat")
+        if cancelled:
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.wait([task])
+        return fault_of(task)
+
+    assert asyncio.run(fault(asyncio.sleep(1000), cancelled=True)) is None
+    assert str(asyncio.run(fault(raises(KeyError("a bug"))))) == "'a bug'"
+    assert str(asyncio.run(fault(asyncio.sleep(0)))) == "the heartbeat ended without an error"
+    assert str(asyncio.run(fault(raises(asyncio.CancelledError())))) == "the heartbeat was cancelled from inside"

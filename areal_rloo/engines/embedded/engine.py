@@ -174,7 +174,7 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine stopped")
             self._die(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
 

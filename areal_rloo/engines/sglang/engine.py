@@ -40,7 +40,7 @@ from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, fault_of
 
 logger = get_logger(__name__)
 
@@ -115,7 +115,7 @@ class SGLangEngine:
             EngineError: the server failed while answering.
         """
         connection = await self._supervision.start()
-        self._serving = asyncio.create_task(self._serve(connection))
+        self._serving = asyncio.create_task(self._serve(connection), name="the SGLang engine")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -218,12 +218,17 @@ class SGLangEngine:
 
     async def _serve(self, connection: Connection) -> None:
         """Serve until the engine is closed, or until the server has failed for good."""
-        works = (self._supervision.run(connection), self._sending.run(), self._swapping.run(), self._closing.wait())
-        tasks = [asyncio.ensure_future(work) for work in works]
+        works = {
+            "the health of the server": self._supervision.run(connection),
+            "requests to the server": self._sending.run(),
+            "updates of the server": self._swapping.run(),
+        }
+        closing = asyncio.create_task(self._closing.wait(), name="the end of the engine")
+        tasks = [closing, *(asyncio.create_task(work, name=name) for name, work in works.items())]
         error: BaseException | None = None
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next((task.exception() for task in done if task.exception() is not None), None)
+            error = next((fault for task in done - {closing} if (fault := fault_of(task)) is not None), None)
         finally:  # also if this task is cancelled
             death = EngineError("the engine was closed" if error is None else f"the engine stopped: {error}")
             if error is not None:

@@ -15,7 +15,7 @@ from areal_rloo.engines.sglang.client import Connection, ServerGoneError, Server
 from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.waiting import cancel
+from areal_rloo.waiting import cancel, failed, fault_of
 
 logger = get_logger(__name__)
 
@@ -115,21 +115,21 @@ class Sending:
                 raise self._bug
             if self._state.gate_is_open:
                 for flight in self._queue.take(self._state.policy_version):
-                    self._begin(self._fly(flight))
+                    self._begin(self._fly(flight), f"request {flight.request.request_id}")
 
     def abort(self, flight: Flight) -> None:
         """Abort a flight on the server, again and again until the flight is back."""
-        self._begin(self._abort(flight))
+        self._begin(self._abort(flight), f"abort of {flight.request.request_id}")
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._bug = task.exception()
+        if failed(task) and (fault := fault_of(task)) is not None:
+            self._bug = fault
             self._state.changed.set()
 
     async def take_back(self) -> None:
@@ -245,7 +245,7 @@ class Sending:
             EngineError: the server does not even return the aborted request.
         """
         state, config, before = self._state, self._config, self._state.num_answers
-        asking = asyncio.create_task(connection.client.generate(body))
+        asking = asyncio.create_task(connection.client.generate(body), name=f"answer to {flight.request.request_id}")
         try:
             if await self._returns(asking, config.request_timeout_s):
                 return asking.result()

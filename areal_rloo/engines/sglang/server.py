@@ -326,7 +326,7 @@ class Supervision:
                     return why
                 now_s = time.monotonic()
                 if check is None and not state.updating and (state.suspicious or now_s >= next_check_s):
-                    check = asyncio.create_task(self._health_error(client))
+                    check = asyncio.create_task(self._health_error(client), name="a health check")
                     unhealthy_since_s = now_s if unhealthy_since_s is None else unhealthy_since_s
                 elif check is not None and check.done():
                     trouble, check = check.result(), None

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.models.policy import Policy
-from areal_rloo.weights.manifest import Manifest, TensorSpec, by_bucket, gather, views
+from areal_rloo.weights.manifest import Manifest, TensorSpec, by_bucket, finish_copies, gather, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ def gather_weights(
     sharding: Sharding | None,
 ) -> None:
     """Fill the buckets with whole tensors. Every rank calls this; only rank 0 has buckets, [num_bytes] uint8 each.
+    They are whole on return.
 
     `named` gives names and tensors in manifest order; sharded tensors are cut along the first dimension.
     """
@@ -124,8 +125,6 @@ def gather_weights(
         gather(manifest, named, buckets)
     elif sharding.mesh.ndim == 1 or sharding.mesh.get_local_rank("replicate") == 0:  # the replica of rank 0
         _gather_shards(manifest, named, buckets, sharding)
-    if buckets is not None and buckets[0].is_pinned():
-        torch.cuda.current_stream().synchronize()  # copies into pinned memory are asynchronous
 
 
 def _gather_shards(
@@ -141,6 +140,7 @@ def _gather_shards(
             assert isinstance(tensor, DTensor), f"{name} is not sharded"
             shards.append(tensor.to_local())
         _gather_bucket(specs, shards, places, sharding)  # a separate call: temporaries are freed before the next
+    finish_copies([torch.device(sharding.mesh.device_type)])
 
 
 def _gather_bucket(

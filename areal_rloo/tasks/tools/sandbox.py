@@ -158,7 +158,7 @@ class _Run:
 
     async def result(self) -> SandboxResult:
         assert self._process.stdout is not None and self._process.stderr is not None, "both are pipes"
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch(), name="limits of a program")
         try:
             out, err = await asyncio.gather(
                 self._read(self._process.stdout, len(sandbox_child.LOCKED)), self._read(self._process.stderr)

@@ -19,7 +19,7 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService, LoopThread
 from areal_rloo.tasks import Item, Source
 from areal_rloo.weights.broadcast import Broadcaster, SendCall, SendNotice
-from areal_rloo.weights.manifest import SharedMemoryOffer
+from areal_rloo.weights.manifest import SharedMemoryOffer, checksum
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
@@ -93,6 +93,61 @@ def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) ->
         service.take_batch()
     assert service.statistics().num_workers == 0, "statistics outlive a failure"
     service.close()
+
+
+@pytest.mark.parametrize("error", [None, asyncio.CancelledError()])
+def test_a_broadcaster_that_ends_without_an_error_ends_the_wait(tmp_path: Path, error: BaseException | None) -> None:
+    class Ending(Broadcaster):
+        async def run(self, send_call: SendCall, send_notice: SendNotice) -> None:
+            if error is not None:
+                raise error
+
+    transport = SharedMemorySender(MANIFEST, tmp_path / "segments")
+    broadcaster = Ending(manifest=MANIFEST, transport=transport, offers=make_offers())
+    service = IntakeService(make_intake(broadcaster.offers), broadcaster, _channel, heartbeat_s=1)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            service.take_batch()
+        except RuntimeError as raised:
+            errors.append(raised)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(5)
+    service.begin_drain()
+    waiting.join(PATIENCE_S)
+    assert [str(raised).startswith("the broadcaster") for raised in errors] == [True]
+    service.close()
+
+
+def test_a_failed_checksum_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def flaky(buckets: Sequence[Tensor]) -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+        return checksum(buckets)
+
+    monkeypatch.setattr("areal_rloo.weights.broadcast.checksum", flaky)
+    notices: list[int] = []
+    broadcaster = make_broadcaster(tmp_path)
+    loop = LoopThread("broadcast")
+    running = broadcaster.run(lambda *call: None, lambda worker_id, offer_id, version, body: notices.append(version))
+    loop.begin(running, lambda task: None)
+
+    async def publish() -> None:
+        broadcaster.publish(1, await broadcaster.stage())
+
+    loop.run(publish())
+    loop.call(broadcaster.offers.join, "w", 0)
+    loop.call(broadcaster.changed)
+    eventually(lambda: notices == [1], "the version was not offered again")
+    assert len(calls) == 2
+    loop.close()
+    broadcaster.close()
 
 
 @pytest.mark.parametrize("error", [WeightsError("no store"), OSError(24, "Too many open files"), KeyError("a bug")])

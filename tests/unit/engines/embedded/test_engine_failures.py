@@ -68,6 +68,20 @@ def test_a_failed_engine_fails_all_requests_and_updates(
             engine.submit([request("later")])
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_on_the_thread_of_the_engine_fails_all_requests(
+    tiny_folders: dict[str, Path], error: BaseException
+) -> None:
+    def exits() -> Iterator[tuple[str, torch.Tensor]]:
+        raise error
+        yield
+
+    with serving(tiny_folders["qwen2"]) as engine:
+        loaded = engine.load_weights(1, exits())
+        with pytest.raises(EngineError, match=f"the engine stopped: {type(error).__name__}"):
+            loaded.result(timeout=30)
+
+
 def test_unreadable_weights_change_nothing(tiny_folders: dict[str, Path]) -> None:
     weights = dict(model_of(tiny_folders["qwen2"], factor=2).named_parameters())
 

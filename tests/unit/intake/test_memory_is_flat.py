@@ -1,0 +1,91 @@
+"""Nothing that is keyed by a sample outlives the sample, on the learner and on the worker."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from support.intakes import make_intake, make_offers
+from support.workers import make_protocol
+
+from areal_rloo.intake.intake import Intake
+from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire import messages as wire
+from areal_rloo.wire.messages import Duty
+
+SMALL = (
+    "learner.groups_per_step=8",
+    "algorithm.group_size=4",
+    "algorithm.max_staleness=2",
+    "wire.heartbeat_s=1",
+    "learner.num_train_steps=1000",
+)
+
+
+def _trajectory(lease: wire.Lease, duty: Duty, version: int) -> Trajectory:
+    tokens = np.arange(3, dtype=np.int32)
+    completion = Completion(tokens, np.zeros(3, np.float32), np.full(3, version, np.int32), "stop")
+    reward = float(duty.sample_index)
+    return Trajectory(duty.group_id, duty.sample_index, np.array(lease.prompt_tokens, np.int32), completion, reward)
+
+
+def _step(intake: Intake, worker: WorkerProtocol, version: int) -> None:
+    """Train a step at this version; the worker follows every message at once."""
+    engine = EngineState(version, version, wire.Work(generated_tokens=version))
+    to_worker: deque[wire.LearnerMessage] = deque()
+    for turn in range(1000):
+        now_s = float(100 * version + turn)
+        for message in worker.poll(now_s, engine):
+            to_worker.extend(outgoing.message for outgoing in intake.handle("peer", message, now_s))
+        while to_worker:
+            for lease in worker.handle(to_worker.popleft(), engine).start:
+                for duty in lease.duties:
+                    worker.finish(duty, [_trajectory(lease, duty, version)], num_bytes=100)
+        to_worker.extend(outgoing.message for outgoing in intake.tick(now_s))
+        if intake.take_batch() is not None:
+            to_worker.extend(outgoing.message for outgoing in intake.commit(version + 1, evaluate=False))
+            while to_worker:
+                for lease in worker.handle(to_worker.popleft(), engine).start:
+                    for duty in lease.duties:
+                        worker.finish(duty, [_trajectory(lease, duty, version)], num_bytes=100)
+            return
+    raise AssertionError(f"no batch at version {version}: {intake.describe(now_s)}")
+
+
+def _sizes(root: object) -> dict[str, int]:
+    """Return the length of every container that our objects reach, by path."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def walk(path: str, value: object) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, dict | set | list | deque):
+            found[path] = len(value)
+        if type(value).__module__.startswith("areal_rloo.") and not isinstance(value, type):
+            for name, child in _attributes(value):
+                walk(f"{path}.{name}", child)
+
+    walk(type(root).__name__, root)
+    return found
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    names = {*getattr(value, "__dict__", ()), *getattr(value, "__struct_fields__", ())}
+    for kind in type(value).__mro__:
+        names |= {*kind.__dict__.get("__slots__", ())}
+    yield from ((name, getattr(value, name)) for name in sorted(names) if hasattr(value, name))
+
+
+def test_containers_are_as_long_after_5000_samples_as_after_1000() -> None:
+    intake, worker = make_intake(make_offers(), *SMALL), make_protocol(capacity_samples=64)
+    sizes: list[dict[str, int]] = []
+    for version in range(160):
+        _step(intake, worker, version)
+        if version in (31, 159):
+            sizes.append({**_sizes(intake), **_sizes(worker)})
+    assert intake.ledger.counts().trained == 160 * 32
+    assert len(sizes[0]) > 20, "the walk finds too few containers"
+    grown = {path: (sizes[0][path], size) for path, size in sizes[1].items() if size > 1.5 * sizes[0].get(path, 0) + 8}
+    assert grown == {}

@@ -1,0 +1,70 @@
+"""Stacks on demand: every thread and every task of a process, in its log."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from support.patience import eventually
+
+from areal_rloo.telemetry.stacks import all_stacks
+
+
+def test_stacks_name_every_task_and_the_line_of_its_innermost_wait() -> None:
+    async def innermost() -> None:
+        await asyncio.sleep(1000)
+
+    async def scenario() -> str:
+        task = asyncio.create_task(innermost(), name="the heartbeat")
+        await asyncio.sleep(0)
+        found = await asyncio.to_thread(all_stacks)
+        task.cancel()
+        return found
+
+    found = asyncio.run(scenario())
+    assert "task the heartbeat:" in found and "in innermost" in found
+    assert "thread MainThread:" in found
+
+
+def test_a_signal_writes_the_stacks_and_the_process_goes_on(tmp_path: Path) -> None:
+    program = """
+        import asyncio, sys, threading, time
+        from pathlib import Path
+        from areal_rloo.telemetry.logs import setup_logs
+        from areal_rloo.telemetry.stacks import show_on_signal
+
+        show_on_signal()
+        setup_logs("worker", level="info", file=Path(sys.argv[1]))
+
+        def fails():
+            raise KeyError("a bug in a thread")
+
+        threading.Thread(target=fails, name="helper").start()
+
+        async def main():
+            asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+            print("ready", flush=True)
+            await asyncio.create_task(asyncio.sleep(1000), name="the heartbeat")
+
+        asyncio.run(main())
+    """
+    log = tmp_path / "worker.log"
+    with log.open("ab") as output:
+        command = [sys.executable, "-c", textwrap.dedent(program), str(log)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGUSR2)
+        eventually(lambda: "task the heartbeat:" in log.read_text(), "the log has no stacks")
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    text = log.read_text()
+    assert "Current thread" in text, "the stacks that come even if the process hangs"
+    assert "the thread helper ended with an error" in text and "a bug in a thread" in text
+    assert "ZeroDivisionError" in text and "ERROR   worker" in text, "an error of a callback is in the log"
