@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all check lint extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test test-all soak check lint extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -16,6 +16,11 @@ test: $(STAMP)  # all that needs no cluster, no SGLang server and no C++ compile
 
 test-all: $(STAMP)  # everything; a test skips if its cluster, server or extra is missing
 	$(PYTEST) $(ARGS)
+
+MINUTES ?= 5
+SEED ?=
+soak: $(STAMP)  # a real run under random faults; the last line counts the damage, which is 0. Linux only
+	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q tests/project

@@ -7,9 +7,10 @@ worker that wakes up late still reads whole weights.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
-import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class SharedMemorySender:
 
     async def stage(self) -> Sequence[Tensor]:
         """Return buckets that no worker reads."""
-        self._in_use.append(self._free.pop() if self._free else self._made())
+        self._in_use.append(self._free.pop() if self._free else await asyncio.to_thread(self._made))
         return self._in_use[-1].buckets
 
     async def offer(self, buckets: Sequence[Tensor], worker_ids: Sequence[str]) -> SharedMemoryOffer:
@@ -84,17 +85,18 @@ class SharedMemorySender:
         return next(segment for segment in self._in_use if segment.buckets is buckets)
 
     def _made(self) -> _Segment:
-        size = self._manifest.total_bytes
-        free = shutil.disk_usage(self._scratch.path).free
-        if size > free:
-            raise WeightsError(
-                f"{self._scratch.path}: a version of the weights needs {size} bytes of shared memory, {free} are free; "
-                "enlarge the shared memory or set weights.transport=collective"
-            )
         path = self._scratch.path / f"segment-{self._num_made}"  # a worker may still map the last learner's
         self._num_made += 1
-        path.touch(mode=0o600, exist_ok=False)
-        os.truncate(path, size)
+        size = self._manifest.total_bytes
+        try:
+            with path.open("xb") as file:
+                _allocate(file.fileno(), size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise WeightsError(
+                f"{self._scratch.path}: a version of the weights needs {size} bytes of shared memory: "
+                f"{error.strerror}; enlarge the shared memory or set weights.transport=collective"
+            ) from error
         return _Segment(path, _map(path, self._manifest))
 
 
@@ -120,6 +122,14 @@ class SharedMemoryReader:
         while len(self._mapped) > 3:
             del self._mapped[next(iter(self._mapped))]
         return buckets
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Give a file its memory now: if a write to mapped memory finds none, the kernel kills the process."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.truncate(descriptor, size)
 
 
 def _map(path: Path, manifest: Manifest) -> list[Tensor]:

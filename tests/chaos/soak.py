@@ -1,6 +1,6 @@
 """Run a training run, strike it with random faults, and count the damage.
 
-    python tests/chaos/soak.py --minutes 30 [--seed N] [--every SECONDS] [--calm] [--write FILE.json]
+    python tests/chaos/soak.py --minutes 30 [--seed N] [--every SECONDS] [--only WORD,WORD] [--calm] [--write FILE.json]
 
 The first line has the seed, every fault has a line, and the last line has the counts. Exit code 1 if the run lost a
 sample, trained on a sample twice or past the staleness bound, left an orphan, or did not end well. The soak runs in
@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from chaos.faults import FAULTS, Blow, free_disk, free_memory
+from chaos.faults import FAULTS, Blow, Fault, free_disk, free_memory
 from chaos.soaked_run import MEMORY, SoakedRun
 from chaos.verdict import Verdict, judge, left_files, left_processes
 
@@ -52,6 +52,7 @@ class Soak:
     run: SoakedRun
     chance: Random
     every_s: float
+    faults: tuple[Fault, ...] = FAULTS
     started_s: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
     healing: list[tuple[float, str, Blow]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Soak:
             time.sleep(0.1)
 
     def strike(self) -> None:
-        (fault,) = self.chance.choices(FAULTS, [fault.weight for fault in FAULTS])
+        (fault,) = self.chance.choices(self.faults, [fault.weight for fault in self.faults])
         blow = fault.strike(self.run, self.chance)
         if blow is None:
             return
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--every", type=float, default=5.0, help="mean seconds between two faults")
+    parser.add_argument("--only", default="", help="words in the names of the faults, with commas between")
     parser.add_argument("--calm", action="store_true", help="no faults, to compare")
     parser.add_argument("--write", type=Path, help="write the counts and the learning curve")
     parser.add_argument("--work", type=Path, help="an empty folder; the logs stay there")
@@ -163,7 +165,8 @@ def _in_namespaces(work: Path) -> int:
 def _soak(work: Path, seed: int, options: argparse.Namespace) -> int:
     print(f"seed {seed}: SEED={seed} repeats the faults; logs in {work}", flush=True)
     run = SoakedRun(work, seed, hazard_share=0.0 if options.calm else _HAZARD_SHARE)
-    soak = Soak(run, Random(seed), options.every)
+    faults = tuple(fault for fault in FAULTS if any(word in fault.name for word in options.only.split(",")))
+    soak = Soak(run, Random(seed), options.every, faults)
     verdict, trouble = Verdict(), None
     try:
         soak.until(time.monotonic() + 60 * options.minutes, calm=options.calm)

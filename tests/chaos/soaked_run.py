@@ -70,14 +70,14 @@ class SoakedRun:
             self.launcher = subprocess.Popen(
                 command,
                 cwd=REPO,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         return self.launcher
 
-    def scale(self, num_workers: int) -> "subprocess.Popen[bytes]":
+    def scale(self, num_workers: int) -> subprocess.Popen[bytes]:
         """Ask the launcher for another number of workers."""
         command = [sys.executable, "-m", "areal_rloo.launcher.scale", str(self.folder), f"--workers={num_workers}"]
         return subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

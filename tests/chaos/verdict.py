@@ -1,4 +1,4 @@
-"""Judge a run by the files and processes that the run leaves: samples lost, trained twice, tokens past the bound, orphans.
+"""Judge a run by its files and by the processes that are left: lost samples, doubled samples, stale tokens, orphans.
 
 In: the folder of a drained run whose trajectories.jsonl has every trained trajectory, and the newest checkpoint. The
 ledger's own counts are compared with these records, sample by sample and prompt by prompt.
@@ -169,11 +169,8 @@ def _judge_prompts(samples: _Samples, ledger: LedgerState, source: str, num_prom
 
 def left_processes(known: Collection[int], among: Iterable[psutil.Process] | None = None) -> list[str]:
     """List the processes beside the known ones; a zombie is left to its parent."""
-    found = []
-    for process in psutil.process_iter() if among is None else among:
-        if process.pid not in known and (command := command_of(process)):
-            found.append(f"process {process.pid}: {' '.join(command)[:120]}")
-    return found
+    commands = {p.pid: command_of(p) for p in (psutil.process_iter() if among is None else among) if p.pid not in known}
+    return [f"process {pid}: {' '.join(command)[:120]}" for pid, command in commands.items() if command]
 
 
 def left_files(run_folder: Path, memory: Iterable[Path]) -> list[str]:
