@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate check lint extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test test-all simulate soak check lint extras sglang bench bench-shapes bench-learning clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -20,6 +20,11 @@ test-all: $(STAMP)  # everything; a test skips if its cluster, server or extra i
 SCHEDULES ?= 100000
 simulate: $(STAMP)  # searches schedules of messages and faults for one that breaks the protocol; minutes on two cores
 	cd tests && ../$(BIN)/python -m simulation.search --schedules $(SCHEDULES) $(ARGS)
+
+MINUTES ?= 5
+SEED ?=
+soak: $(STAMP)  # a real run under random faults; the last line counts the damage, which is 0. Linux only
+	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q tests/project

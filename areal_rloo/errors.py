@@ -95,7 +95,7 @@ class EngineError(ArealRlooError):
 
 
 class StartError(ArealRlooError):
-    """Processes of rewards or tools cannot be started any more, although the first could."""
+    """Processes of rewards or tools cannot be started any more, although the first could; or the first was killed."""
 
 
 class SampleError(ArealRlooError):

@@ -68,7 +68,7 @@ class Outage:
                 await process.ready(self._policy.ready_within_s)
                 self._starting.discard(process)
                 return process
-            except ConfigError as error:
+            except (ConfigError, StartError) as error:
                 self._starting.discard(process)
                 self._failed(error)
             except OSError as error:

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.errors import ConfigError, RewardError, StartError
 from areal_rloo.keeper import kept
 from areal_rloo.rewards.request import FailureReason, FinalAnswer, RewardRequest, Worth
 
@@ -109,6 +109,7 @@ class WorkerProcess:
 
         Raises:
             ConfigError: the scorer cannot be made.
+            StartError: the process was killed meanwhile.
         """
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
@@ -120,7 +121,10 @@ class WorkerProcess:
                 raise ConfigError(reply.detail)
         except EOFError:
             code = await self.end()
-            raise ConfigError(f"rewards: a worker process ended with code {code} before it was ready") from None
+            failure = (
+                StartError if code == -signal.SIGKILL else ConfigError
+            )  # SIGKILL: by the kernel, or by an operator
+            raise failure(f"rewards: a worker process ended with code {code} before it was ready") from None
         except TimeoutError:
             await self.end()
             raise ConfigError(f"rewards: a worker process was not ready after {within_s:g} s") from None

@@ -99,6 +99,16 @@ async def _outcome(pool: Pool, completion: str) -> float | str:
         return failure.reason
 
 
+@pytest.mark.parametrize(("how", "code"), [("kill", 1), ("raise", 2)])
+def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make, how: str, code: int) -> None:
+    """The kernel kills a process if memory is short; then the launcher restarts the worker, and the run goes on."""
+
+    async def scenario(pool: Pool) -> None:
+        raise AssertionError("the pool is not ready")
+
+    assert run_to_exit_code(lambda: _run(lambda: make("(1,)", how), scenario)) == code
+
+
 @pytest.mark.parametrize("how", ["kill", "raise", "hang"])
 def test_a_failed_replacement_is_tried_again(make: Make, how: str) -> None:
     policy = POLICY if how != "hang" else RestartPolicy(ready_within_s=4.0, first_pause_s=0.1, served_within_s=60.0)
