@@ -165,6 +165,9 @@ class WorkerChannel:
         self._limits = limits
         self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, limits)
         self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
+        # For this end alone: libzmq aborts a ROUTER with heartbeats when a peer replaces its silent connection.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
@@ -221,8 +224,6 @@ def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyn
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
