@@ -15,7 +15,7 @@ BESIDE = (
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),
 )
-MOST_FILES, MOST_LINES = 30, 6_050  # both ends of the protocol are state machines, apart from their I/O
+MOST_FILES, MOST_LINES = 30, 6_200  # both ends of the protocol are state machines, apart from their I/O
 
 
 def _table(document: str) -> list[str]:

@@ -50,3 +50,4 @@ def test_rewards_without_a_process_do_not_end_the_run() -> None:
     failures = RewardFailures(load_config("quickstart.yaml"))
     for _ in range(100):
         failures.failed(RewardError("reward_unavailable", "no process could be started"))
+    assert sum(failures._failed) == 0

@@ -37,27 +37,6 @@ def test_a_reader_maps_the_segments_of_a_restarted_learner(tmp_path: Path) -> No
         assert all(torch.equal(one, other) for one, other in zip(taken, buckets, strict=True))
 
 
-def test_a_segment_has_memory_before_the_first_write(tmp_path: Path) -> None:
-    """Without, the kernel kills the learner (SIGBUS) if other programs take the memory meanwhile."""
-    sender = SharedMemorySender(MANIFEST, tmp_path / "segments")
-    asyncio.run(sender.stage())
-    (segment,) = (tmp_path / "segments").rglob("segment-*")
-    assert segment.stat().st_size == MANIFEST.total_bytes
-    assert segment.stat().st_blocks * 512 >= MANIFEST.total_bytes
-    sender.close()
-
-
-def test_too_little_shared_memory_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    sender = SharedMemorySender(MANIFEST, tmp_path / "segments")
-    with (
-        disk_of(MANIFEST.total_bytes - 1),
-        pytest.raises(WeightsError, match=r"needs \d+ bytes of shared memory.*; enlarge the shared memory"),
-    ):
-        asyncio.run(sender.stage())
-    assert list((tmp_path / "segments").rglob("segment-*")) == []
-    sender.close()
-
-
 def test_a_segment_given_up_is_unmapped_before_the_next_offer(tmp_path: Path) -> None:
     sender = SharedMemorySender(MANIFEST, tmp_path / "segments")
 
