@@ -53,6 +53,7 @@ class GenerationRequest:
         prompt_tokens: token ids; requests that start together with equal prompts share a prefill.
         min_version: the request starts only under weights of this policy version or a newer version.
         pinned: keep the same weights from the first token to the last, whatever is loaded meanwhile (evaluation).
+        begun: the first tokens of the completion, sampled earlier, perhaps by another process. `sampling` counts them.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class GenerationRequest:
     sampling: SamplingParameters
     min_version: int = 0
     pinned: bool = False
+    begun: Completion | None = None
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,15 @@ class Engine(Protocol):
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early: each future gets the tokens made so far, with finish reason `abort`. Skip unknown ids."""
 
+    def unfinished(self) -> Future[dict[str, Completion]]:
+        """Return the tokens made so far of the unfinished requests that have any, by request id; the requests go on.
+
+        The completions have the finish reason `abort`, and continue in another engine as `GenerationRequest.begun`.
+
+        Raises:
+            EngineError: the engine has stopped; now, or through the future.
+        """
+
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Future[int]:
         """Swap in weights by Hugging Face parameter name between two decode steps; keep the key/value cache.
 
@@ -141,7 +152,7 @@ def check_request(request: GenerationRequest, *, in_use: Container[str], vocab_s
 
     Raises:
         GenerationError: the id is in use, a token is no id of the vocabulary, the prompt is empty or does not fit the
-            context together with `max_new_tokens`, or no token could be sampled.
+            context together with `max_new_tokens`, no token could be sampled, or `begun` is of newer weights.
     """
     name, sampling = f"request {request.request_id}", request.sampling
     if not request.prompt_tokens:
@@ -152,10 +163,19 @@ def check_request(request: GenerationRequest, *, in_use: Container[str], vocab_s
         raise GenerationError(
             f"{name}: expected a temperature above 0, got {sampling.temperature}; set greedy for the most likely tokens"
         )
-    for field, tokens in (("a prompt", request.prompt_tokens), ("stop_token_ids", sampling.stop_token_ids)):
+    begun = () if request.begun is None else request.begun.tokens.tolist()
+    for field, tokens in (
+        ("a prompt", request.prompt_tokens),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("begun", begun),
+    ):
         for token in tokens:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise GenerationError(f"{name}: {field}: expected token ids from 0 to {vocab_size - 1}, got {token!r}")
+    if len(begun) >= sampling.max_new_tokens:
+        raise GenerationError(f"{name}: expected fewer than {sampling.max_new_tokens} tokens begun, got {len(begun)}")
+    if request.begun is not None and max(request.begun.versions, default=0) > request.min_version:
+        raise GenerationError(f"{name}: begun under later weights than min_version {request.min_version}")
     needed = len(request.prompt_tokens) + sampling.max_new_tokens
     if needed > context_tokens:
         raise GenerationError(f"{name}: needs {needed} tokens, the context holds {context_tokens}")

@@ -70,6 +70,9 @@ class Recorder:
         self.aborted += names
         self.engine.abort(names)
 
+    def unfinished(self) -> Future[dict[str, Completion]]:
+        return self.engine.unfinished()
+
     def load_weights(self, policy_version: int, weights: Any) -> Future[int]:
         return self.engine.load_weights(policy_version, weights)
 

@@ -169,19 +169,27 @@ class DecodeBatch:
         for slot, placed in self.running.items():
             placed.spans.append((policy_version, int(self._made[slot])))
 
-    def leave(self, placed: PlacedRequest) -> WaitingRequest:
-        """Free the slot; return the request with all collected tokens."""
+    def so_far(self, placed: PlacedRequest) -> WaitingRequest:
+        """Return the request with all collected tokens."""
         if placed in self.prefilling:
-            self.prefilling.remove(placed)
             return placed.before
-        self._drop_plan()
         slot = placed.row.slot
         num = self._collected[slot]
+        return placed.without_row(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
+
+    def leave(self, placed: PlacedRequest) -> WaitingRequest:
+        """Free the slot; return the request with all collected tokens."""
+        left = self.so_far(placed)
+        if placed in self.prefilling:
+            self.prefilling.remove(placed)
+            return left
+        self._drop_plan()
+        slot = placed.row.slot
         placed.row.slot = -1
         del self.running[slot]
         self._arrivals[slot] = -1
         self._free_slots.append(slot)
-        return placed.without_row(self._out_tokens[slot, :num], self._out_logprobs[slot, :num])
+        return left
 
     def _current_plan(self) -> _Plan | None:
         if self._plan is not None and self._plan.num_moves != self._cache.num_moves:

@@ -75,6 +75,7 @@ class EmbeddedEngine:
         self._waiting = WaitingQueue()
         self._staged: deque[_Staged] = deque()
         self._aborts: set[Submission] = set()
+        self._asked: list[Future[dict[str, Completion]]] = []  # for the tokens so far
         self._live: dict[str, Submission] = {}
         self._num_submitted = 0
         self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
@@ -98,6 +99,15 @@ class EmbeddedEngine:
         with self._changed:
             self._aborts |= {self._live[name] for name in request_ids if name in self._live}
             self._changed.notify()
+
+    def unfinished(self) -> Future[dict[str, Completion]]:
+        future: Future[dict[str, Completion]] = uncancellable_future()
+        with self._changed:
+            if self._death is not None:
+                raise self._death
+            self._asked.append(future)
+            self._changed.notify()
+        return future
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
         future: Future[int] = uncancellable_future()
@@ -188,6 +198,7 @@ class EmbeddedEngine:
             return False
         self._swap_staged()
         self._end_aborted()
+        self._tell_unfinished()
         self._renew_pinned()
         with self._changed:
             self._scheduler.admit(self._waiting, self._policy_version)
@@ -205,7 +216,7 @@ class EmbeddedEngine:
         return True
 
     def _has_work(self) -> bool:
-        if self._closing or self._staged or self._aborts or self._scheduler.num_placed:
+        if self._closing or self._staged or self._aborts or self._asked or self._scheduler.num_placed:
             return True
         self._idle.note(True)
         return self._waiting.any_for(self._policy_version)
@@ -258,6 +269,19 @@ class EmbeddedEngine:
             waiting = self._waiting.take(aborts)
         self._give([*self._scheduler.abort(aborts), *((one.submission, one.completion("abort")) for one in waiting)])
 
+    def _tell_unfinished(self) -> None:
+        with self._changed:
+            asked, self._asked = self._asked, []
+        if not asked:
+            return
+        ended, placed = self._scheduler.so_far()
+        self._give(ended)
+        with self._changed:
+            found = [*placed, *self._waiting]
+        begun = {one.submission.request.request_id: one.completion("abort") for one in found if len(one.tokens)}
+        for future in asked:
+            future.set_result(begun)
+
     def _renew_pinned(self) -> None:
         """Remove the pinned batch when it is empty and outdated; make a batch when a pinned request waits."""
         batches, newest = self._scheduler.batches, self._policy_version
@@ -277,6 +301,7 @@ class EmbeddedEngine:
         with self._changed:
             self._death = error = EngineError("the engine was closed")
             self._aborts = set(self._live.values())
+        self._tell_unfinished()
         self._end_aborted()
         for _, _, update in self._staged:
             update.set_exception(error)
@@ -287,5 +312,7 @@ class EmbeddedEngine:
             unfinished, self._live = self._live, {}
         for submission in unfinished.values():
             submission.future.set_exception(error)
+        for asked in self._asked:
+            asked.set_exception(error)
         for _, _, update in self._staged:
             update.set_exception(error)

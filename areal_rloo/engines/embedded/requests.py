@@ -39,7 +39,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request without a row: new, preempted, or just ended."""
+    """A request without a row: new, begun elsewhere, preempted, or just ended."""
 
     submission: Submission
     known_tokens: npt.NDArray[np.int32]  # the prompt and the completion so far
@@ -48,8 +48,12 @@ class WaitingRequest:
 
     @classmethod
     def of(cls, submission: Submission) -> WaitingRequest:
-        prompt = np.array(submission.request.prompt_tokens, dtype=np.int32)
-        return cls(submission, prompt, np.zeros(0, dtype=np.float32), ())
+        prompt, begun = np.array(submission.request.prompt_tokens, dtype=np.int32), submission.request.begun
+        if begun is None:
+            return cls(submission, prompt, np.zeros(0, dtype=np.float32), ())
+        starts = np.flatnonzero(np.diff(begun.versions, prepend=-1))
+        spans = tuple((int(begun.versions[start]), int(start)) for start in starts)
+        return cls(submission, np.concatenate([prompt, begun.tokens]), begun.behaviour_logprobs, spans)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

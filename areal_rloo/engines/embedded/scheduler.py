@@ -122,6 +122,13 @@ class Scheduler:
                     ended.append((placed.submission, self._preempt(placed).completion("abort")))
         return ended
 
+    def so_far(self) -> tuple[Ended, list[WaitingRequest]]:
+        """Return the requests ended meanwhile, and the placed requests with all their tokens."""
+        ended: Ended = []
+        for batch in self.batches.values():
+            ended += self._released(batch, batch.collect())
+        return ended, [batch.so_far(placed) for batch in self.batches.values() for placed in batch.requests()]
+
     def new_version(self, policy_version: int) -> None:
         """Continue the running rows under swapped weights; reuse no row of earlier weights."""
         self.batches[RowKind.RUNNING].new_version(policy_version)

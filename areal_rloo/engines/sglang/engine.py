@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, uncancellable_future
 from areal_rloo.engines.sglang.client import Capabilities, Connection, ServerGoneError
 from areal_rloo.engines.sglang.flights import FlightQueue
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
@@ -45,6 +45,7 @@ from areal_rloo.waiting import cancel, fault_of
 logger = get_logger(__name__)
 
 _LAST_CALLS_TIMEOUT_S = 2.0
+_CALL_BACK_TIMEOUT_S = 5.0
 
 
 class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +101,7 @@ class SGLangEngine:
         self._queue = FlightQueue(
             num_slots=plan.num_slots, context_tokens=plan.context_tokens, vocab_size=facts.vocab_size
         )
+        self._asked: asyncio.Queue[Future[dict[str, Completion]]] = asyncio.Queue()  # for the tokens so far
         self._folder: WeightsFolder | None = None
         self._closing = asyncio.Event()
         self._state = ServerState()
@@ -131,6 +133,14 @@ class SGLangEngine:
     def abort(self, request_ids: Iterable[str]) -> None:
         for flight in self._queue.abort(request_ids):
             self._sending.abort(flight)
+
+    def unfinished(self) -> Future[dict[str, Completion]]:
+        """Call the requests back from the server, which returns tokens in no other way, and send them again."""
+        if self._queue.death is not None:
+            raise self._queue.death
+        future: Future[dict[str, Completion]] = uncancellable_future()
+        self._asked.put_nowait(future)
+        return future
 
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
         """Load weights through files, written while generation continues and read by the server in the pause."""
@@ -222,6 +232,7 @@ class SGLangEngine:
             "the health of the server": self._supervision.run(connection),
             "requests to the server": self._sending.run(),
             "updates of the server": self._swapping.run(),
+            "questions for the tokens so far": self._tell_unfinished(),
         }
         closing = asyncio.create_task(self._closing.wait(), name="the end of the engine")
         tasks = [closing, *(asyncio.create_task(work, name=name) for name, work in works.items())]
@@ -239,6 +250,17 @@ class SGLangEngine:
             finally:
                 self._queue.close(death, failed=error is not None)
                 self._swapping.close(death)
+                while not self._asked.empty():
+                    self._asked.get_nowait().set_exception(death)
+
+    async def _tell_unfinished(self) -> None:
+        while True:
+            future = await self._asked.get()
+            try:
+                future.set_result(await self._sending.unfinished(timeout_s=_CALL_BACK_TIMEOUT_S))
+            except BaseException as error:
+                future.set_exception(EngineError(f"the tokens so far are unknown: {type(error).__name__}: {error}"))
+                raise
 
     async def _leave_server(self) -> None:
         connection = self._state.connection

@@ -296,6 +296,10 @@ class FlightQueue:
                 self.resumed += 1
         self._idle.note(not self._under_way)
 
+    def unfinished(self) -> dict[str, Completion]:
+        """Return the completions so far, without the tokens that the server has not returned."""
+        return {name: flight.completion("abort") for name, flight in self._live.items() if flight.tokens}
+
     def under_way(self) -> list[Flight]:
         return list(self._under_way.values())
 
@@ -314,6 +318,10 @@ class FlightQueue:
             future.set_exception(error)
             return future
         flight = self._live[request.request_id] = Flight(request, future, next(self._sequence))
+        if (begun := request.begun) is not None:
+            flight.tokens = begun.tokens.tolist()
+            flight.logprobs = begun.behaviour_logprobs.tolist()
+            flight.versions = begun.versions.tolist()
         self._waiting.append(flight)
         return future
 

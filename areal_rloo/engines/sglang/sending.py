@@ -15,6 +15,7 @@ from areal_rloo.engines.sglang.client import Connection, ServerGoneError, Server
 from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import Completion
 from areal_rloo.waiting import cancel, failed, fault_of
 
 logger = get_logger(__name__)
@@ -35,8 +36,8 @@ class ServerState:
         policy_version: of the server's weights; UNKNOWN if no part of the engine can tell.
         required_version: send no request under earlier weights: versions never decrease along a completion.
         num_discards: counts how often all output under way became useless, and is discarded.
-        updating: an update is under way; the update calls have deadlines, so health checks pause.
-        paused: the server is paused for new weights, or is about to be.
+        exclusive: held by an update, and while flights are called back; both have deadlines, so health checks pause.
+        paused: the server is paused for new weights, or is about to be, or the flights are called back.
         suspicious: a connection broke, and no health check has succeeded since.
         hung: why the connection is given up.
         num_answers: number of answers with a token.
@@ -49,7 +50,7 @@ class ServerState:
     policy_version: int = UNKNOWN
     required_version: int = 0
     num_discards: int = 0
-    updating: bool = False
+    exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
     paused: bool = False
     suspicious: bool = False
     hung: str | None = None
@@ -68,6 +69,10 @@ class ServerState:
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def updating(self) -> bool:
+        return self.exclusive.locked()
 
     @property
     def gate_is_open(self) -> bool:
@@ -153,6 +158,19 @@ class Sending:
                             await self._state.landed.wait()
         except TimeoutError as error:
             raise ServerGoneError(f"requests did not come back within {timeout_s:g} s") from error
+
+    async def unfinished(self, *, timeout_s: float) -> dict[str, Completion]:
+        """Call everything under way back, and return the completions so far; they continue where they were."""
+        state = self._state
+        async with state.exclusive:
+            state.paused = True  # else the flights leave again while others come back
+            try:
+                with suppress(ServerGoneError):  # then without the tokens of the flights that are not back
+                    await self.call_back(timeout_s=timeout_s)
+                return self._queue.unfinished()
+            finally:
+                state.paused = False
+                state.changed.set()
 
     async def _abort(self, flight: Flight) -> None:
         while not flight.future.done():

@@ -297,33 +297,36 @@ class Swapping:
             raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
         if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
-        if self._updates is None or self._updates.connection is not connection:
-            self._updates, self._mismatches = ServerUpdates(connection), 0
-        state.updating = True
         started_s = time.monotonic()
-        try:
-            load = await update.prepare(self._updates)
-            # A server joining a group stands still already.
-            proven = await self._swap(self._updates, update, load, started_s if update.in_group else time.monotonic())
-            self._check_still_connected(connection, update)
-        except ServerGoneError as error:
-            self._give_up(connection, error)
-            raise
-        except WeightsDifferError as error:
-            logger.error("%s", error)
-            state.weight_mismatches += 1
-            self._mismatches += 1
-            if self._mismatches >= _MAX_MISMATCHES:
-                self._give_up(connection, error)
-            raise
-        finally:
-            state.updating = False
+        async with state.exclusive:
+            proven = await self._exchange(connection, update, started_s)
         self._mismatches = 0
         state.proven_updates += proven
         state.unproven_updates += not proven
         state.weight_updates += 1
         state.now_has(update.policy_version)
         return update.policy_version
+
+    async def _exchange(self, connection: Connection, update: Update, started_s: float) -> bool:
+        """Prepare and swap the weights; returns True if they were proven. After a failure, judge the server."""
+        if self._updates is None or self._updates.connection is not connection:
+            self._updates, self._mismatches = ServerUpdates(connection), 0
+        try:
+            load = await update.prepare(self._updates)
+            # A server joining a group stands still already.
+            proven = await self._swap(self._updates, update, load, started_s if update.in_group else time.monotonic())
+            self._check_still_connected(connection, update)
+            return proven
+        except ServerGoneError as error:
+            self._give_up(connection, error)
+            raise
+        except WeightsDifferError as error:
+            logger.error("%s", error)
+            self._state.weight_mismatches += 1
+            self._mismatches += 1
+            if self._mismatches >= _MAX_MISMATCHES:
+                self._give_up(connection, error)
+            raise
 
     async def _swap(self, updates: ServerUpdates, update: Update, load: Load, still_since_s: float) -> bool:
         """Close the gate, load, and open the gate. In mode abort all flights return before the pause.
