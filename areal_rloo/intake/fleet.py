@@ -26,6 +26,7 @@ class Worker:
     num_train: int = 0  # number of train samples in `duties`
     newest_lease: int = 0  # highest id of a lease sent to the worker
     disconnected_s: float | None = None  # monotonic time of the end of the connection; None: heard since
+    owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
 
     @property

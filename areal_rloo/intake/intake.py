@@ -37,7 +37,7 @@ class Outgoing(NamedTuple):
     message: wire.LearnerMessage
 
 
-_Addressed = wire.Results | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
+_Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Intake:
         self._policy_version = policy_version
         self._max_tokens = config.learner.microbatch_tokens
         self._wire = config.wire
-        self._num_repeated = 0
+        self._num_repeated = self._num_partials_calls = 0
         self._failures = RewardFailures(config)
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
         self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
@@ -166,6 +166,20 @@ class Intake:
         self.evaluation.request(self._policy_version)
         return self.grants()
 
+    def call_for_partials(self) -> list[Outgoing]:
+        """Ask all workers for the partial rollouts of their samples."""
+        self._num_partials_calls += 1
+        asked = [worker for worker in self.fleet.alive.values() if worker.num_train]
+        for worker in asked:
+            worker.owes_partials = self._num_partials_calls
+        call = wire.PartialsCall(self.learner_id, self._num_partials_calls)
+        return [Outgoing(worker.peer, call) for worker in asked]
+
+    @property
+    def has_partials(self) -> bool:
+        """True if all workers have answered the last call for partial rollouts, or are gone."""
+        return all(worker.owes_partials is None for worker in self.fleet.alive.values())
+
     def stop(self) -> list[Outgoing]:
         """Tell every worker to drain; later workers are told at their Hello."""
         self.draining = self._stopping = True
@@ -205,6 +219,9 @@ class Intake:
             case wire.Results():
                 outgoing = self._take_results(worker, message, now_s)
                 return [Outgoing(peer, wire.Ack(message.number)), *outgoing]
+            case wire.Partials():
+                self._take_partials(worker, message)
+                return []
             case wire.Goodbye():
                 self.fleet.record_work(peer, message.work)
                 if worker is not None:
@@ -271,6 +288,14 @@ class Intake:
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
         self._leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
         self._failures.failed(RewardError(failed.reason, failed.detail))
+
+    def _take_partials(self, worker: Worker | None, message: wire.Partials) -> None:
+        for partial in message.partials:
+            sample = self.ledger.sample((partial.group_id, partial.sample_index))
+            if sample is not None and sample.accepts(partial.lease_id):
+                sample.partial = partial.turns
+        if worker is not None and message.last and message.call_id == worker.owes_partials:
+            worker.owes_partials = None
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""

@@ -14,7 +14,7 @@ from areal_rloo.config import Config
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Worker
-from areal_rloo.intake.ledger import Ledger, Sample
+from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
@@ -56,7 +56,12 @@ class Leasing:
             version = max(group.admission_version, worker.joined_version)
             # Sample i adds i; groups are 2**20 seeds apart, and run seeds 2**44.
             seed = (self.config.run.seed << 44) + (group.group_id << 20)
-            granted[worker.worker_id].append(self._lease(worker, group.group_id, indices, group.prompt, version, seed))
+            if group.deadline < policy_version:  # new tokens respect the bound, and those so far do not
+                for index in indices:
+                    group.samples[index].partial = b""
+            for together in _leased_together(group, indices):
+                lease = self._lease(worker, group.group_id, together, group.prompt, version, seed)
+                granted[worker.worker_id].append(lease)
         return [(worker, granted[worker.worker_id]) for worker in workers if granted[worker.worker_id]]
 
     def lose(self, lost: Iterable[Duty], *, started: bool) -> None:
@@ -87,7 +92,9 @@ class Leasing:
         self, worker: Worker, group_id: int, indices: tuple[int, ...], prompt: Prompt, min_version: int, seed: int
     ) -> Lease:
         self._num_leases += 1
-        lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed)
+        first = self.sample((group_id, indices[0]))
+        partial = b"" if first is None else first.partial
+        lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
         for duty in lease.duties:
             sample = self.sample(duty.sample_id)
             assert sample is not None, f"sample {duty.sample_id} has an outcome already"
@@ -117,3 +124,10 @@ class Leasing:
                 admission_version=policy_version,
                 deadline=deadline(admission_version=policy_version, max_staleness=algorithm.max_staleness),
             )
+
+
+def _leased_together(group: LedgerGroup, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the samples of each lease: all new samples together, and each partial rollout alone."""
+    partial = [(index,) for index in indices if group.samples[index].partial]
+    new = tuple(index for index in indices if not group.samples[index].partial)
+    return [*partial, new] if new else [*partial]

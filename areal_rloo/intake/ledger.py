@@ -37,6 +37,7 @@ class Sample:
     lease_ids: tuple[int, ...] = ()  # granted so far, the newest last
     num_attempts: int = 0  # leases under which the generation may have begun
     trajectories: tuple[Trajectory, ...] = ()
+    partial: bytes = b""  # what the holders have told of an unfinished sample: `wire.messages.Partial.turns`
 
     def lease(self, lease_id: int, worker_id: str) -> None:
         assert self.worker_id is None and not self.trajectories, f"lease {lease_id}: the sample is not waiting"
@@ -61,7 +62,7 @@ class Sample:
 
     def finish(self, trajectories: Sequence[Trajectory]) -> None:
         assert not self.trajectories, "a sample finishes once"
-        self.trajectories, self.worker_id = tuple(trajectories), None
+        self.trajectories, self.worker_id, self.partial = tuple(trajectories), None, b""
 
     def lose(self, lease_id: int, *, started: bool) -> bool:
         """Let the sample wait for another lease; returns False if this lease does not hold the sample.
@@ -116,6 +117,7 @@ class SavedSample(msgspec.Struct, frozen=True):
     sample_index: int
     num_attempts: int  # without the lease that was running: the end of a learner is no failure of the sample
     buffered: bool
+    partial: bytes
 
 
 class SavedGroup(msgspec.Struct, frozen=True):
@@ -262,7 +264,7 @@ class Ledger:
             ledger.groups[name] = group = LedgerGroup(name, prompts[name], saved.admission_version, saved.deadline)
             for sample in saved.samples:
                 done = trajectories[(name, sample.sample_index)] if sample.buffered else ()
-                group.samples[sample.sample_index] = Sample(None, (), sample.num_attempts, done)
+                group.samples[sample.sample_index] = Sample(None, (), sample.num_attempts, done, sample.partial)
         return ledger
 
     def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "") -> None:
@@ -273,7 +275,7 @@ class Ledger:
 
 def _saved(sample_index: int, sample: Sample) -> SavedSample:
     num_attempts = sample.num_attempts - (sample.worker_id is not None)
-    return SavedSample(sample_index, num_attempts, bool(sample.trajectories))
+    return SavedSample(sample_index, num_attempts, bool(sample.trajectories), sample.partial)
 
 
 def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _TICKS_PER_HEARTBEAT = 4
+_PARTIALS_S = 10.0  # an engine may need some seconds to tell its tokens
 
 
 class LoopThread:
@@ -177,6 +178,11 @@ class IntakeService:
         intake = self._intake
         self._run(self._wait_until(lambda: intake.evaluation.finished or intake.draining, "the evaluation"))
 
+    def gather_partials(self) -> None:
+        """Let the workers tell the partial rollouts of their samples, for a checkpoint; wait a few seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            self._thread.run(self._gather_partials())
+
     def snapshot(self, read: Callable[[Ledger, PromptStream], T]) -> T:
         """Run a reader on the loop, where ledger and stream do not change meanwhile; works after a failure, too."""
         return self.call(lambda: read(self._intake.ledger, self._intake.stream))
@@ -292,6 +298,11 @@ class IntakeService:
 
         await self._wait_until(is_settled, "the next batch")
         return batch
+
+    async def _gather_partials(self) -> None:
+        self._apply(self._intake.call_for_partials())
+        async with asyncio.timeout(_PARTIALS_S):
+            await self._wait_until(lambda: self._intake.has_partials or self._failure is not None, "partial rollouts")
 
     async def _wait_until(self, condition: Callable[[], bool], name: str) -> None:
         began_s = time.monotonic()

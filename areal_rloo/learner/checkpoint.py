@@ -4,8 +4,9 @@
                                 model/ (Hugging Face format)   checksums.json
 
 A checkpoint is written into a hidden folder, flushed to disk, and renamed (`checkpoint_folder` has all names).
-Ledger, prompt stream and buffered trajectories are included, so no prompt is skipped or trained twice. Any number of
-ranks can read the shards. The training thread copies the state; a writer thread writes the files.
+Ledger, prompt stream, buffered trajectories and partial rollouts are included, so no prompt is skipped or trained
+twice, and unfinished samples go on. Any number of ranks can read the shards. The training thread copies the state; a
+writer thread writes the files.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from areal_rloo.wire.messages import History
 
 logger = get_logger(__name__)
 
-_FORMAT = 6
+_FORMAT = 7
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 

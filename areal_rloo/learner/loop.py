@@ -88,6 +88,8 @@ class Learner:
     def save_checkpoint(self) -> None:
         """Copy the state between two steps, and begin to write a checkpoint."""
         self.reporter.update_clock()
+        if self.config.checkpoint.partial_rollouts:
+            self.intake.gather_partials()
         state = LearnerState(
             policy_version=self.policy_version,
             history=self.intake.history,

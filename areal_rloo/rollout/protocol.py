@@ -14,7 +14,7 @@ The learner grants no more than the capacity, and counts a sample until its resu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -58,6 +58,7 @@ class Orders:
     start: list[wire.Lease] = field(default_factory=list)
     cancel: list[Duty] = field(default_factory=list)
     receive: wire.WeightsNotice | None = None
+    tell_partials: int | None = None  # the id of the call
     drain: bool = False
 
 
@@ -88,7 +89,9 @@ class WorkerProtocol:
         self._outbox: dict[int, _Sent] = {}  # by number
         self._num_results = 0  # messages with results in the outbox
         self._receiving: wire.WeightsNotice | None = None  # the receiver works on this offer
-        self._call: int | None = None  # not answered yet
+        self._call: int | None = None  # for weights, not answered yet
+        self._partials_call: int | None = None  # not answered yet
+        self._partials: list[wire.Partials] = []  # to send once: a lost message only costs tokens
         self._number = 0  # the last number used
         self._heartbeat_due_s = 0.0
         self._wants_hello, self._hello_number, self._hello_due_s = True, 0, 0.0
@@ -130,6 +133,24 @@ class WorkerProtocol:
         """Record the failure of an offer: the engine does not run the version."""
         self._answer(notice, lambda number: wire.WeightsFailed(notice.learner_id, number, notice.offer_id, detail))
 
+    def tell_partials(self, partials: Mapping[Duty, bytes]) -> None:
+        """Tell the learner what the running duties have so far: as the answer to its call, or before a Goodbye."""
+        if self._learner_id is None:
+            return
+        call, self._partials_call = self._partials_call or 0, None
+        batches: list[list[wire.Partial]] = [[]]
+        num_bytes = 0
+        for duty, turns in partials.items():
+            if duty not in self._running or not 0 < len(turns) <= self._max_batch_bytes:
+                continue
+            if num_bytes + len(turns) > self._max_batch_bytes:
+                batches.append([])
+                num_bytes = 0
+            batches[-1].append(wire.Partial(*duty, turns))
+            num_bytes += len(turns)
+        for batch in batches:
+            self._partials.append(wire.Partials(self._learner_id, call, tuple(batch), batch is batches[-1]))
+
     # -- messages of the learner ---------------------------------------------------------------------------------------
 
     def handle(self, message: wire.LearnerMessage, engine: EngineState) -> Orders:
@@ -143,10 +164,8 @@ class WorkerProtocol:
             case wire.Welcome():
                 self._meet(message, engine, orders)
                 self._wants_hello &= message.number != self._hello_number
-            case wire.HeartbeatReply() if message.learner_id == self._learner_id:
-                self._compare(message)
             case wire.HeartbeatReply():
-                self._forget_learner(orders)
+                self._compare(message, orders)
             case wire.Drain():
                 orders.drain = True
             case wire.Refusal():
@@ -164,6 +183,8 @@ class WorkerProtocol:
             case wire.Abort():
                 orders.cancel = [duty for duty in message.duties if duty in self._running]
                 self._running.difference_update(orders.cancel)
+            case wire.PartialsCall():
+                self._partials_call = orders.tell_partials = message.call_id
             case wire.WeightsCall() if message.offer_id > self._newest_offer:
                 self._call = message.offer_id
             case wire.WeightsNotice() if message.offer_id > self._newest_offer:
@@ -189,7 +210,8 @@ class WorkerProtocol:
         self._running.clear()
         self._ready.clear()
         self._outbox.clear()
-        self._learner_id, self._call, self._wants_hello = None, None, True
+        self._partials.clear()
+        self._learner_id, self._call, self._partials_call, self._wants_hello = None, None, None, True
         self._num_results = self._newest_lease = self._newest_offer = 0
 
     def _check_history(self, engine: EngineState) -> None:
@@ -205,8 +227,11 @@ class WorkerProtocol:
         if engine.running_version < self._weights[1]:  # the engine restarted
             self._weights = (None, engine.running_version)
 
-    def _compare(self, reply: wire.HeartbeatReply) -> None:
+    def _compare(self, reply: wire.HeartbeatReply, orders: Orders) -> None:
         """Notice what was lost: everything sent before the heartbeat has an answer before the reply."""
+        if reply.learner_id != self._learner_id:
+            self._forget_learner(orders)
+            return
         for kept in self._outbox.values():
             if kept.mark is not None and kept.mark < reply.number:
                 kept.mark = None
@@ -233,6 +258,8 @@ class WorkerProtocol:
                 if kept.mark is None:
                     kept.mark = self._number
                     messages.append(kept.message)
+            messages += self._partials  # after the results: a sample has either
+            self._partials.clear()
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + self._heartbeat_s
             messages.append(self._heartbeat(engine))

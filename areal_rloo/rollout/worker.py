@@ -23,6 +23,7 @@ from areal_rloo.engines.base import Engine, SamplingParameters
 from areal_rloo.errors import (
     ArealRlooError,
     DecodeError,
+    EngineError,
     EpisodeError,
     SampleError,
     WeightsError,
@@ -31,10 +32,11 @@ from areal_rloo.errors import (
 )
 from areal_rloo.rollout.deadline import run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
+from areal_rloo.rollout.partial import Journal, decode, encode
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import Trajectory
+from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire import messages as wire
@@ -46,6 +48,7 @@ logger = get_logger(__name__)
 
 _MOST_CHARACTERS = 4000  # of a completion reported to the learner
 _CONNECT_S = 5.0
+_ENGINE_ANSWER_S = 8.0  # less than the learner waits for partial rollouts
 _BATCH_BYTES = 8 * 2**20  # soft limit of a message with several results
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
@@ -81,10 +84,13 @@ class RolloutWorker:
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._episodes: dict[Duty, asyncio.Task[None]] = {}
+        self._journals: dict[Duty, Journal] = {}  # of the train samples
+        self._asked_for_partials = asyncio.Event()
         self._num_episodes = 0
         self._notice: wire.WeightsNotice | None = None  # the newest
         self._noticed = asyncio.Event()
         self._due = asyncio.Event()  # there may be a message to send
+        self._drained = False
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -107,9 +113,13 @@ class RolloutWorker:
             "the learner's messages": self._serve(),
             "messages to the learner": self._send_due(),
             "the receive of weights": self._receive_weights(),
+            "partial rollouts": self._answer_for_partials(),
         }
         tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
         done, _ = await asyncio.wait([*tasks, self._end], return_when=asyncio.FIRST_COMPLETED)
+        if not done - {self._end} and not self._drained:  # stopped: other workers go on with the samples
+            await self._tell_partials()
+            self._send_now()
         await cancel([*tasks, *self._episodes.values()])
         self._channel.send(self._protocol.goodbye(self._engine_state()))
         for task in tasks:
@@ -122,6 +132,7 @@ class RolloutWorker:
         while True:
             orders = self._protocol.handle(await self._channel.receive(), self._engine_state())
             for duty in orders.cancel:
+                self._journals.pop(duty, None)
                 self._episodes.pop(duty).cancel()
             for lease in orders.start:  # together: they run as a batch
                 for duty in lease.duties:
@@ -132,8 +143,11 @@ class RolloutWorker:
             if orders.receive is not None:  # replaces a notice not yet begun: that offer is over
                 self._notice = orders.receive
                 self._noticed.set()
+            if orders.tell_partials is not None:
+                self._asked_for_partials.set()
             if orders.drain:
                 logger.info("the learner says drain")
+                self._drained = True
                 self.stop()
             self._due.set()
 
@@ -142,11 +156,14 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(0)  # let other tasks of this turn finish
             self._due.clear()
-            for message in self._protocol.poll(time.monotonic(), self._engine_state()):
-                self._channel.send(message)
+            self._send_now()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._protocol.due_s() - time.monotonic())):
                     await self._due.wait()
+
+    def _send_now(self) -> None:
+        for message in self._protocol.poll(time.monotonic(), self._engine_state()):
+            self._channel.send(message)
 
     async def _receive_weights(self) -> None:
         while True:
@@ -165,6 +182,21 @@ class RolloutWorker:
                     self._protocol.weights_failed(notice, "the engine restarted with older weights")
             self._due.set()
 
+    async def _answer_for_partials(self) -> None:
+        while True:
+            await self._asked_for_partials.wait()
+            self._asked_for_partials.clear()
+            await self._tell_partials()
+            self._due.set()
+
+    async def _tell_partials(self) -> None:
+        """Tell the turns of all unfinished train samples; without the engine's answer, only the finished turns."""
+        so_far: dict[str, Completion] = {}
+        with contextlib.suppress(TimeoutError, EngineError):  # the death of the engine ends the worker elsewhere
+            async with asyncio.timeout(_ENGINE_ANSWER_S):
+                so_far = await asyncio.wrap_future(self._engine.unfinished())
+        self._protocol.tell_partials({duty: encode(made.turns(so_far)) for duty, made in self._journals.items()})
+
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
         work = wire.Work(statistics.idle_s, statistics.generated_tokens)
@@ -174,6 +206,9 @@ class RolloutWorker:
         """Run the episode of a duty, and record its trajectories or why there are none."""
         sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
+        journal = _journal_of(lease)
+        if lease.purpose == "train":
+            self._journals[duty] = journal
         engine = SampleEngine(
             submitter=self._submitter,
             name=f"{lease.group_id}/{duty.sample_index}/{self._num_episodes}",
@@ -181,6 +216,7 @@ class RolloutWorker:
             min_version=lease.min_version,
             pinned=lease.purpose == "eval",
             max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
+            journal=journal,
         )
         try:
             within_s = self._config.rollout.episode.timeout_s
@@ -209,6 +245,7 @@ class RolloutWorker:
         """Forget an ended episode. End this worker if the error is not the fault of the sample."""
         if self._episodes.get(duty) is task:
             del self._episodes[duty]
+            self._journals.pop(duty, None)
         self._due.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("sample %s ends this worker: %s", duty.sample_id, error)
@@ -228,6 +265,18 @@ class RolloutWorker:
             seed=lease.seed + index,
             stop_token_ids=self._stop_token_ids,
         )
+
+
+def _journal_of(lease: wire.Lease) -> Journal:
+    try:
+        turns = decode(lease.partial)
+        if turns:
+            num_tokens = sum(len(turn.completion.tokens) for turn in turns)
+            logger.info("continues sample %s from %d tokens", lease.duties[0].sample_id, num_tokens)
+        return Journal(turns)
+    except DecodeError as error:
+        logger.warning("samples %s of group %d begin anew: %s", lease.sample_indices, lease.group_id, error)
+        return Journal()
 
 
 def checked_trajectories(

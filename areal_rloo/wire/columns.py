@@ -74,11 +74,11 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     rewards = [_NO_REWARDS]
     for trajectory in trajectories:
         completion = trajectory.completion
-        version_runs = _version_runs(completion.versions)
-        headers.append(_header(trajectory, version_runs))
+        runs_here = version_runs(completion.versions)
+        headers.append(_header(trajectory, runs_here))
         tokens += [trajectory.prompt_tokens, completion.tokens]
         logprobs.append(completion.behaviour_logprobs)
-        runs += chain.from_iterable(version_runs)
+        runs += chain.from_iterable(runs_here)
         if trajectory.token_rewards is not None:
             rewards.append(trajectory.token_rewards)
     if not headers:
@@ -176,7 +176,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
             prompt = _vector("prompt_tokens", trajectory.prompt_tokens, _INT32, len(trajectory.prompt_tokens))
             tokens = _vector("tokens", completion.tokens, _INT32, num)
             logprobs = _vector("behaviour_logprobs", completion.behaviour_logprobs, _FLOAT32, num)
-            runs = _version_runs(_vector("versions", completion.versions, _INT32, num))
+            runs = version_runs(_vector("versions", completion.versions, _INT32, num))
             rewards = _NO_REWARDS
             if trajectory.token_rewards is not None:
                 rewards = _vector("token_rewards", trajectory.token_rewards, _FLOAT32, num)
@@ -215,7 +215,7 @@ def _header(trajectory: Trajectory, version_runs: Sequence[tuple[int, int]]) -> 
     )
 
 
-def _version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
+def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
     """Return version and count of each run of equal versions."""
     versions = np.asarray(versions)
     if not len(versions):

@@ -6,6 +6,8 @@
                                         ◄─   Leases              whenever admission and the capacity allow
     Results (all that is ready)         ─►   ledger
                                         ◄─   Ack                 the worker may forget the message
+                                        ◄─   PartialsCall        before a checkpoint
+    Partials                            ─►   ledger
     Heartbeat (digest of the duties)    ─►
                                         ◄─   HeartbeatReply      newest lease; asks for a Hello if the digests differ
                                         ◄─   WeightsCall         before a collective: who takes part?
@@ -23,6 +25,7 @@ No side waits for an answer in lock step, and every message can be lost, delayed
 - The learner never uses the id of a lease again. A *duty* is a sample under a lease, so an answer to an old lease is no
   answer to a later lease of the same sample. A worker ignores leases up to the newest lease it has seen.
 - Everything about leases carries the `learner_id`, because the ids of an earlier learner mean other samples.
+- A PartialsCall and its answer may be lost: then a checkpoint has older partial rollouts, or none.
 - If the two ends disagree about the duties, the digest of the next heartbeat differs, and a Hello settles the matter.
 """
 
@@ -37,7 +40,7 @@ import msgspec
 
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class Duty(NamedTuple):
@@ -85,6 +88,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     item: Item  # as rewards need it
     min_version: int  # oldest policy version that may start the generation
     seed: int  # sample i has seed + i
+    partial: bytes = b""  # of the single sample of this lease: see `Partial`
 
     @property
     def purpose(self) -> Purpose:
@@ -160,6 +164,24 @@ class Results(msgspec.Struct, frozen=True):
     number: int
     finished: tuple[Finished, ...]
     failed: tuple[Failed, ...] = ()
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True):
+    """The turns of the policy in an unfinished sample. Only `rollout.partial` encodes and reads `turns`."""
+
+    lease_id: int
+    group_id: int
+    sample_index: int
+    turns: bytes
+
+
+class Partials(msgspec.Struct, frozen=True, tag="partials"):
+    """Worker to learner: an answer to a PartialsCall; the last one has `last`. Also sent before a Goodbye."""
+
+    learner_id: str
+    call_id: int  # 0 before a Goodbye
+    partials: tuple[Partial, ...]
+    last: bool
 
 
 class WeightsReady(msgspec.Struct, frozen=True, tag="weights_ready"):
@@ -247,6 +269,13 @@ class WeightsNotice(msgspec.Struct, frozen=True, tag="weights_notice"):
     body: bytes
 
 
+class PartialsCall(msgspec.Struct, frozen=True, tag="partials_call"):
+    """Learner to worker: tell the turns of all unfinished train samples; they go on."""
+
+    learner_id: str
+    call_id: int
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Learner to worker: cancel these duties."""
 
@@ -264,7 +293,9 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     detail: str
 
 
-PlainWorkerMessage = Hello | Heartbeat | WeightsReady | WeightsReceived | WeightsFailed | Goodbye  # without columns
+PlainWorkerMessage = Hello | Heartbeat | Partials | WeightsReady | WeightsReceived | WeightsFailed | Goodbye
 WorkerMessage = PlainWorkerMessage | Results
 NumberedMessage = Results | WeightsReceived | WeightsFailed  # kept until acknowledged
-LearnerMessage = Welcome | Leases | Ack | HeartbeatReply | WeightsCall | WeightsNotice | Abort | Drain | Refusal
+LearnerMessage = (
+    Welcome | Leases | Ack | HeartbeatReply | PartialsCall | WeightsCall | WeightsNotice | Abort | Drain | Refusal
+)

@@ -40,9 +40,9 @@ def _a_lost_failure_is_not_noticed() -> Any:
 def _results_are_not_sent_again() -> Any:
     compare = WorkerProtocol._compare
 
-    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply) -> None:
+    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply, orders: Orders) -> None:
         outbox, self._outbox = self._outbox, {}
-        compare(self, reply)
+        compare(self, reply, orders)
         self._outbox = outbox
 
     return patch.object(WorkerProtocol, "_compare", mutated)
@@ -96,7 +96,7 @@ def _digests_are_not_compared() -> Any:
 def _lost_leases_are_not_noticed() -> Any:
     compare = WorkerProtocol._compare
 
-    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply) -> None:
+    def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply, orders: Orders) -> None:
         compare(self, wire.HeartbeatReply(reply.learner_id, reply.number, 0, reply.say_hello))
 
     return patch.object(WorkerProtocol, "_compare", mutated)

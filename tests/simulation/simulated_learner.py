@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.5
 _OFFER_TIMEOUT_S = 4.0
+_PARTIALS_S = 2.0
 _EVAL_PROMPT = Prompt(0, 0, (7,), Item("?"))
 
 
@@ -76,6 +77,7 @@ class SimulatedLearner:
             history=(*history, (self.learner_id, self.version)),
         )
         self._batch: list[Group] | None = None
+        self._saves_by_s: float | None = None  # a checkpoint waits for partial rollouts, until then at most
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id
         self._timer_s = float("inf")
         self._commit()
@@ -107,6 +109,7 @@ class SimulatedLearner:
     def _after(self, outgoing: list[Outgoing]) -> None:
         """Do what the service does after every event: send, look at the offers, take the next batch if there is one."""
         self._send(outgoing)
+        self._save_if_told()
         self._take_batch()
         self._carry_out()
         self.check()
@@ -118,7 +121,7 @@ class SimulatedLearner:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _take_batch(self) -> None:
-        if self._batch is not None or self.done:
+        if self._batch is not None or self.done or self._saves_by_s is not None:
             return
         if self.version == self.config.learner.num_train_steps:
             if self.evaluation.finished:
@@ -155,8 +158,16 @@ class SimulatedLearner:
         self.offers.publish(self.version)
         outgoing = self.intake.commit(self.version, evaluate=self.version % 2 == 0)
         if self.version and self.version < self.config.learner.num_train_steps:
-            self._save()
+            outgoing += self.intake.call_for_partials()
+            self._saves_by_s = self.simulation.clock.now_s + _PARTIALS_S
         self._after(outgoing)
+
+    def _save_if_told(self) -> None:
+        if self._saves_by_s is not None and (
+            self.intake.has_partials or self.simulation.clock.now_s >= self._saves_by_s
+        ):
+            self._saves_by_s = None
+            self._save()
 
     def _save(self) -> None:
         """Capture the state between two steps; the disk has it later, unless it refuses or the learner is killed."""

@@ -61,6 +61,7 @@ class Simulation:
         self.checkpoint: Checkpoint | None = None
         self.workers: dict[int, SimulatedWorker] = {}
         self.learner: SimulatedLearner | None = None
+        self.num_continued = 0  # leases with a partial rollout that a worker began
         self._num_learners = self._num_incarnations = self._num_contents = 0
         self._waiting: list[Callable[[], None]] = []  # messages that came while there was no learner
         self._collectives: dict[tuple[str, int], _Collective] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from simulation.world import HEARTBEAT_S
 
 from areal_rloo.errors import WentBackError
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.trajectory import Completion, Trajectory, purpose_of
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
 
@@ -85,6 +86,8 @@ class SimulatedWorker:
 
     def drain(self, *, restarts: bool) -> None:
         """Give all samples back and end, as after SIGTERM."""
+        self.protocol.tell_partials(self._partials())
+        self.poll()
         self.simulation.to_learner(self, self.protocol.goodbye(self._state()))
         self.simulation.end_worker(self, restarts=restarts)
 
@@ -117,13 +120,30 @@ class SimulatedWorker:
             for duty in lease.duties:
                 assert duty not in self._left, f"{self.peer} starts {duty} twice"
                 self._left[duty] = self._draw.choice((1, 1, 2, 3))
-                self._made[duty] = (lease, [], [])
+                self._made[duty] = (lease, *(json.loads(lease.partial) if lease.partial else ([], [])))
+                self.simulation.num_continued += bool(lease.partial)
                 self._decode_soon(duty)
+        if orders.tell_partials is not None:
+            self.simulation.clock.after(self._draw.uniform(0.0, 0.3), self._tell_partials)
         if orders.receive is not None:
             self._notice = orders.receive
             self._receive_next()
         if orders.drain:
             self.drain(restarts=False)
+
+    def _tell_partials(self) -> None:
+        if not self.alive:
+            return
+        until_s = max(self.stopped_until_s, self.simulation.ends_s("hang_engine", self.number))
+        if self.simulation.clock.now_s < until_s:
+            self.simulation.clock.at(until_s, self._tell_partials)
+            return
+        self.protocol.tell_partials(self._partials())
+        self.poll()
+
+    def _partials(self) -> dict[Duty, bytes]:
+        made = ((duty, versions, contents) for duty, (_, versions, contents) in self._made.items())
+        return {duty: json.dumps([v, c]).encode() for duty, v, c in made if v and purpose_of(duty.group_id) == "train"}
 
     # -- engine --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +164,7 @@ class SimulatedWorker:
             self.simulation.clock.at(until_s, lambda: self._decode(duty))
             return
         lease, versions, contents = self._made[duty]
-        if not versions and self.version < lease.min_version:
+        if self.version < max([lease.min_version, *versions]):
             self._parked.append(duty)
             return
         versions.append(self.version)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from simulation.mutations import MUTATIONS, mutated
 from simulation.search import failure_of, first_failure, shortened, story_of
-from simulation.simulated_run import CONFIGS
+from simulation.simulated_run import CONFIGS, Simulation
 from simulation.world import Schedule
 
 NUM_SCHEDULES = 2000
@@ -53,6 +53,14 @@ def test_the_search_finds_a_defect_and_tells_its_shortened_story() -> None:
             assert str(fault) in story
     assert "the run stands still" in story[-1]
     assert failure_of(_drawn(found[0])) is None
+
+
+def test_schedules_continue_partial_rollouts() -> None:
+    """Else no invariant would ever see a continued sample."""
+    simulations = [Simulation(_drawn(seed)) for seed in range(300)]
+    for simulation in simulations:
+        simulation.run()
+    assert sum(simulation.num_continued for simulation in simulations) > 10
 
 
 def test_a_schedule_runs_the_same_way_again() -> None:

@@ -18,6 +18,9 @@ from areal_rloo.wire.messages import (
     Hello,
     Lease,
     Leases,
+    Partial,
+    Partials,
+    PartialsCall,
     Results,
     WeightsCall,
     WeightsFailed,
@@ -323,3 +326,47 @@ def test_a_call_is_answered_when_nothing_is_being_received() -> None:
     assert isinstance(failed, WeightsFailed)
     protocol.handle(WeightsCall(LEARNER, 1), ENGINE)
     assert protocol.poll(0.3, ENGINE) == [], "an old call"
+
+
+# -- partial rollouts --------------------------------------------------------------------------------------------------
+
+
+def test_partial_rollouts_of_running_duties_follow_the_results() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1, 2), ENGINE)
+    finished, running, *_ = _lease(1, group_id=1).duties
+    assert protocol.handle(PartialsCall(LEARNER, 5), ENGINE).tell_partials == 5
+    _finish(protocol, finished)
+    protocol.tell_partials({finished: b"late", running: b"turns", Duty(9, 9, 9): b"cancelled"})
+    sent = protocol.poll(0.1, ENGINE)
+    assert [type(message) for message in sent] == [Results, Partials]
+    assert sent[-1] == Partials(LEARNER, 5, (Partial(*running, b"turns"),), last=True)
+    assert protocol.poll(0.2, ENGINE) == [], "sent once"
+
+
+def test_a_call_without_any_partial_rollout_is_answered() -> None:
+    protocol = _met()
+    protocol.handle(PartialsCall(LEARNER, 5), ENGINE)
+    protocol.tell_partials({})
+    assert protocol.poll(0.1, ENGINE) == [Partials(LEARNER, 5, (), last=True)]
+
+
+def test_partial_rollouts_keep_to_the_limit_of_bytes() -> None:
+    protocol = _met(max_batch_bytes=100)
+    protocol.handle(Leases(LEARNER, (_lease(1, num=5),)), ENGINE)
+    sizes = dict(zip(_lease(1, num=5).duties, (60, 60, 40, 101, 0), strict=True))  # the last two are not sent
+    protocol.tell_partials({duty: b"x" * size for duty, size in sizes.items()})
+    sent = _of(protocol.poll(0.1, ENGINE), Partials)
+    assert [[len(partial.turns) for partial in message.partials] for message in sent] == [[60], [60, 40]]
+    assert [(message.call_id, message.last) for message in sent] == [(0, False), (0, True)]
+
+
+def test_another_learner_gets_no_partial_rollouts_of_the_learner_before() -> None:
+    protocol = _met()
+    protocol.handle(_leases(1), ENGINE)
+    protocol.handle(PartialsCall(LEARNER, 5), ENGINE)
+    protocol.tell_partials({_lease(1, group_id=1).duties[0]: b"turns"})
+    protocol.handle(_reply(_beat(protocol, 1.0), learner_id="another"), ENGINE)
+    assert not _of(protocol.poll(1.1, ENGINE), Partials)
+    protocol.tell_partials({_lease(1, group_id=1).duties[0]: b"turns"})  # asked for by the learner before
+    assert not _of(protocol.poll(1.2, ENGINE), Partials)

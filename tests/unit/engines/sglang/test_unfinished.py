@@ -77,7 +77,7 @@ def test_a_server_that_returns_nothing_costs_only_the_wait(
 
     async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.loses = 1
-        lost, other = engine.submit([request(name, prompt=(1, 2), max_new_tokens=60) for name in ("lost", "other")])
+        _, other = engine.submit([request(name, prompt=(1, 2), max_new_tokens=60) for name in ("lost", "other")])
         await asyncio.sleep(0.03)
         begun = await asyncio.wrap_future(engine.unfinished())
         assert begun.keys() == {"other"}

@@ -1,0 +1,125 @@
+"""Partial rollouts: the policy's turns of an unfinished sample, to continue under a later lease or after a resume.
+
+    a call of the engine ─► Journal ─► encode ─► the learner keeps the bytes, in checkpoints too ─► the next lease
+                               ▲                                                                         │
+                               └────────────────────────────── decode ◄──────────────────────────────────┘
+
+The next lease runs the episode from the beginning. Each call of the engine with a prompt of the journal gets the turn
+of the journal instead of a new turn, or continues an unfinished turn. So every episode can be continued, a user's
+agent too. Tools and agents run again; where these differ from before, the prompts differ, and new turns are sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from areal_rloo.errors import DecodeError
+from areal_rloo.trajectory import Completion, FinishReason
+from areal_rloo.wire.columns import version_runs
+
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of the policy; finish reason `abort` if the turn is unfinished."""
+
+    prompt: bytes  # digest of the prompt's token ids
+    completion: Completion
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
+    version_runs: tuple[tuple[int, int], ...]  # a version, and how many tokens in a row it sampled
+    finish_reason: FinishReason
+
+
+_decoder = msgspec.msgpack.Decoder(tuple[_Encoded, ...])
+
+
+def encode(turns: Sequence[RecordedTurn]) -> bytes:
+    """Encode turns; no turns are no bytes."""
+    return msgspec.msgpack.encode([_encoded(turn) for turn in turns]) if turns else b""
+
+
+def decode(partial: bytes) -> tuple[RecordedTurn, ...]:
+    """Decode turns.
+
+    Raises:
+        DecodeError: the bytes are not those of `encode`, or the arrays of a turn do not fit together.
+    """
+    if not partial:
+        return ()
+    try:
+        return tuple(_decoded(each) for each in _decoder.decode(partial))
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        raise DecodeError(f"a partial rollout is not readable: {error}") from error
+
+
+def _encoded(turn: RecordedTurn) -> _Encoded:
+    completion = turn.completion
+    runs = tuple(version_runs(completion.versions))
+    tokens = completion.tokens.astype(_INT32).tobytes()
+    logprobs = completion.behaviour_logprobs.astype(_FLOAT32).tobytes()
+    return _Encoded(turn.prompt, tokens, logprobs, runs, completion.finish_reason)
+
+
+def _decoded(each: _Encoded) -> RecordedTurn:
+    tokens, logprobs = np.frombuffer(each.tokens, _INT32), np.frombuffer(each.logprobs, _FLOAT32)
+    versions, counts = [version for version, _ in each.version_runs], [count for _, count in each.version_runs]
+    if not len(tokens) == len(logprobs) == sum(counts) or min([*counts, 1]) < 1 or versions != sorted(versions):
+        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs, and versions {each.version_runs}")
+    if not np.isfinite(logprobs).all() or min(tokens, default=0) < 0:
+        raise ValueError("a logprob is not finite, or a token is negative")
+    runs = np.repeat(np.array(versions, dtype=np.int32), counts)
+    return RecordedTurn(each.prompt, Completion(tokens, logprobs, runs, each.finish_reason))
+
+
+class Journal:
+    """The turns of one sample: those of an earlier lease, those made, and those under way."""
+
+    def __init__(self, turns: Sequence[RecordedTurn] = ()) -> None:
+        self._earlier = list(turns)  # not asked for again yet
+        self._made: list[RecordedTurn] = []
+        self._under_way: dict[str, RecordedTurn] = {}  # by request id, with the tokens of the earlier lease
+
+    def recall(self, prompt: bytes) -> Completion | None:
+        """Take the earlier turn after this prompt out of the journal; None if there is none."""
+        for number, turn in enumerate(self._earlier):
+            if turn.prompt == prompt:
+                return self._earlier.pop(number).completion
+        return None
+
+    def add(self, prompt: bytes, completion: Completion) -> None:
+        """Record a finished turn."""
+        self._made.append(RecordedTurn(prompt, completion))
+
+    @contextmanager
+    def under_way(self, request_id: str, prompt: bytes, begun: Completion | None) -> Iterator[None]:
+        """Record a turn while the engine makes it."""
+        if begun is None:
+            begun = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+        self._under_way[request_id] = RecordedTurn(prompt, begun)
+        try:
+            yield
+        finally:
+            del self._under_way[request_id]
+
+    def turns(self, so_far: Mapping[str, Completion]) -> list[RecordedTurn]:
+        """Return all turns, given the engine's completions so far by request id."""
+        under_way = [
+            RecordedTurn(turn.prompt, so_far.get(name, turn.completion)) for name, turn in self._under_way.items()
+        ]
+        return [*self._made, *(turn for turn in under_way if len(turn.completion.tokens)), *self._earlier]
+
+
+def digest_of(tokens: Sequence[int]) -> bytes:
+    """Return the digest of a prompt, equal on every machine."""
+    return hashlib.blake2b(np.array(tokens, dtype=_INT32).tobytes(), digest_size=16).digest()

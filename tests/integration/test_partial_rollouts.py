@@ -1,0 +1,101 @@
+"""Unfinished samples of a checkpoint go on after a resume, and a stopped worker's samples on another worker."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.local_runs import Run, balanced, gone
+
+from areal_rloo.learner.batches import list_batches, read_batch
+from areal_rloo.learner.checkpoint import read_state
+from areal_rloo.learner.checkpoint_folder import list_checkpoints
+from areal_rloo.rollout.partial import RecordedTurn, decode
+from areal_rloo.trajectory import SampleId, Trajectory
+
+pytestmark = pytest.mark.slow
+
+LONG = (
+    "wire.record=true",
+    "data.eval=null",
+    "learner.num_train_steps=4",
+    "learner.num_minibatches=2",
+    "learner.microbatch_tokens=4096",
+    "rollout.num_workers=2",
+    "rollout.sampling.max_new_tokens=240",
+    "checkpoint.every_n_steps=0",
+)
+MULTI_TURN = (
+    "rollout.episode.type=multi_turn",
+    "rollout.episode.max_turns=3",
+    "rollout.episode.max_turn_tokens=75",
+)
+
+
+def _saved(folder: Path) -> dict[SampleId, tuple[RecordedTurn, ...]]:
+    """Return the partial rollouts of the newest checkpoint."""
+    groups = read_state(list(list_checkpoints(folder / "checkpoints").values())[-1]).ledger.groups
+    return {(g.group_id, s.sample_index): decode(s.partial) for g in groups for s in g.samples if s.partial}
+
+
+def _trained(folder: Path) -> dict[SampleId, Trajectory]:
+    batches = [read_batch(paths[-1]) for paths in list_batches(folder / "batches").values()]
+    return {made.sample_id: made for batch in batches for group in batch for made in group.trajectories}
+
+
+def _begins_with(trajectory: Trajectory, turns: tuple[RecordedTurn, ...]) -> bool:
+    completion = trajectory.completion
+    start = 0
+    for number, (_, turn) in enumerate(turns):
+        end = start + len(turn.tokens)
+        if any(
+            ours[start:end].tobytes() != theirs.tobytes()
+            for ours, theirs in (
+                (completion.tokens, turn.tokens),
+                (completion.behaviour_logprobs, turn.behaviour_logprobs),
+                (completion.versions, turn.versions),
+            )
+        ):
+            return False
+        start += sum(completion.spans[2 * number : 2 * number + 2])
+    return True
+
+
+def test_unfinished_samples_of_a_drained_run_go_on_after_its_resume(start: Callable[..., Run]) -> None:
+    run = start(*LONG, *MULTI_TURN)
+    run.wait_for(lambda: len(run.records()) >= 2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 0, output
+    saved = _saved(run.folder)
+    assert len(saved) > 4
+    code, output = start(*LONG, *MULTI_TURN, "--resume").wait()
+    assert code == 0, output
+    _assert_continued(run.folder, saved)
+
+
+def test_after_a_kill_samples_go_on_from_the_checkpoint_and_then_elsewhere(start: Callable[..., Run]) -> None:
+    run = start(*LONG, "checkpoint.every_n_steps=1000")  # and after the first step
+    run.wait_for_checkpoint(1)
+    run.process.kill()
+    run.process.wait()
+    assert gone(run)
+    saved = _saved(run.folder)
+    assert saved
+    again = start(*LONG, "--resume")
+    again.wait_for(lambda: len(run.records()) >= 2)
+    again.children("areal_rloo.rollout")[0].terminate()
+    code, output = again.wait()
+    assert code == 0, output
+    _assert_continued(run.folder, saved)
+    logs = "".join(path.read_text() for path in (run.folder / "logs").glob("rollout-*.log"))
+    assert logs.count("continues sample") > len(saved), "the stopped worker's samples began anew elsewhere"
+
+
+def _assert_continued(folder: Path, saved: dict[SampleId, tuple[RecordedTurn, ...]]) -> None:
+    trained, ledger = _trained(folder), json.loads((folder / "summary.json").read_text())["ledger"]
+    for sample_id, turns in saved.items():
+        assert _begins_with(trained[sample_id], turns), f"sample {sample_id} began anew"
+    assert balanced(ledger)
+    assert (ledger["trained"], ledger["dropped"]) == (4 * 16, {})
