@@ -3,6 +3,7 @@
 `protocol`        the worker's end of the protocol: duties, outbox, heartbeats, without I/O
 `worker`          the event loop of a rollout worker: leases in, trajectories out
 `episode`         the contract of an episode, a conversation as it grows, a single turn, and the engine of an episode
+`partial`         partial rollouts: the turns of an unfinished sample, saved and continued
 `deadline`        runs an episode, which may be the user's code, at the cost of its own sample at most
 `multi_turn`      the episodes of several turns: with a verifier, and with tools
 `agent`           the episode of a user's agent that talks to a chat endpoint

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters, integers
 from areal_rloo.errors import EngineError, EpisodeError, SampleError
 from areal_rloo.rewards.request import RewardRequest, Scored
-from areal_rloo.rollout.partial import Journal, digest_of
+from areal_rloo.rollout.partial import Journal
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Completion, Item, Purpose, SampleId, Trajectory
 
@@ -282,30 +282,7 @@ class SampleEngine:
             min_version=self.min_version,
             pinned=self.pinned,
         )
-        return await self._continued(request)
-
-    async def _continued(self, request: GenerationRequest) -> Completion:
-        """Complete a request from where an earlier lease of this sample came."""
-        prompt, room = digest_of(request.prompt_tokens), request.sampling.max_new_tokens
-        begun = self.journal.recall(prompt)
-        if begun is not None and _is_whole(begun, room):
-            self.journal.add(prompt, begun)
-            return begun
-        if begun is not None and 0 < len(begun.tokens) < room and begun.finish_reason != "stop":
-            version = max(request.min_version, int(begun.versions[-1]))  # versions never decrease along a completion
-            request = replace(request, begun=begun, min_version=version)
-        with self.journal.under_way(request.request_id, prompt, request.begun):
-            completion = await self.submitter.complete(request)
-        self.journal.add(prompt, completion)
-        return completion
-
-
-def _is_whole(completion: Completion, room: int) -> bool:
-    """Return True if a completion ended, and not at another limit of tokens."""
-    num = len(completion.tokens)
-    return (completion.finish_reason == "stop" and num <= room) or (
-        completion.finish_reason == "length" and num == room
-    )
+        return await self.journal.continued(request, self.submitter.complete)
 
 
 def _check_length(name: str, num: int, expected: int, noun: str) -> None:

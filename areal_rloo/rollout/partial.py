@@ -12,18 +12,24 @@ agent too. Tools and agents run again; where these differ from before, the promp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.errors import DecodeError
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
+from areal_rloo.wire.messages import Duty, Lease, Partial
+
+logger = get_logger(__name__)
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_NOTHING = Completion(np.zeros(0, _INT32), np.zeros(0, _FLOAT32), np.zeros(0, _INT32), "abort")
 
 
 class RecordedTurn(NamedTuple):
@@ -90,27 +96,25 @@ class Journal:
         self._made: list[RecordedTurn] = []
         self._under_way: dict[str, RecordedTurn] = {}  # by request id, with the tokens of the earlier lease
 
-    def recall(self, prompt: bytes) -> Completion | None:
-        """Take the earlier turn after this prompt out of the journal; None if there is none."""
-        for number, turn in enumerate(self._earlier):
-            if turn.prompt == prompt:
-                return self._earlier.pop(number).completion
-        return None
-
-    def add(self, prompt: bytes, completion: Completion) -> None:
-        """Record a finished turn."""
-        self._made.append(RecordedTurn(prompt, completion))
-
-    @contextmanager
-    def under_way(self, request_id: str, prompt: bytes, begun: Completion | None) -> Iterator[None]:
-        """Record a turn while the engine makes it."""
-        if begun is None:
-            begun = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
-        self._under_way[request_id] = RecordedTurn(prompt, begun)
+    async def continued(
+        self, request: GenerationRequest, complete: Callable[[GenerationRequest], Awaitable[Completion]]
+    ) -> Completion:
+        """Complete a request from where the earlier lease came: perhaps without the engine."""
+        prompt, room = digest_of(request.prompt_tokens), request.sampling.max_new_tokens
+        begun = self._recall(prompt)
+        if _is_whole(begun, room):
+            self._made.append(RecordedTurn(prompt, begun))
+            return begun
+        if 0 < len(begun.tokens) < room and begun.finish_reason != "stop":
+            version = max(request.min_version, int(begun.versions[-1]))  # versions never decrease along a completion
+            request = replace(request, begun=begun, min_version=version)
+        self._under_way[request.request_id] = RecordedTurn(prompt, request.begun or _NOTHING)
         try:
-            yield
+            completion = await complete(request)
         finally:
-            del self._under_way[request_id]
+            del self._under_way[request.request_id]
+        self._made.append(RecordedTurn(prompt, completion))
+        return completion
 
     def turns(self, so_far: Mapping[str, Completion]) -> list[RecordedTurn]:
         """Return all turns, given the engine's completions so far by request id."""
@@ -118,6 +122,49 @@ class Journal:
             RecordedTurn(turn.prompt, so_far.get(name, turn.completion)) for name, turn in self._under_way.items()
         ]
         return [*self._made, *(turn for turn in under_way if len(turn.completion.tokens)), *self._earlier]
+
+    def _recall(self, prompt: bytes) -> Completion:
+        """Take the earlier turn after this prompt out of the journal."""
+        for number, turn in enumerate(self._earlier):
+            if turn.prompt == prompt:
+                return self._earlier.pop(number).completion
+        return _NOTHING
+
+
+def journal_of(lease: Lease) -> Journal:
+    """Return the journal that a lease continues; an empty journal if the lease has none, or none that is readable."""
+    try:
+        turns = decode(lease.partial)
+    except DecodeError as error:
+        logger.warning("sample %s begins anew: %s", lease.duties[0].sample_id, error)
+        return Journal()
+    if turns:
+        num_tokens = sum(len(turn.completion.tokens) for turn in turns)
+        logger.info("continues sample %s from %d tokens", lease.duties[0].sample_id, num_tokens)
+    return Journal(turns)
+
+
+def in_messages(partials: Iterable[tuple[Duty, bytes]], *, max_bytes: int) -> list[tuple[Partial, ...]]:
+    """Return the partial rollouts of each message, at least one message; leave out those that fit into none."""
+    messages: list[list[Partial]] = [[]]
+    num_bytes = 0
+    for duty, turns in partials:
+        if not 0 < len(turns) <= max_bytes:
+            continue
+        if num_bytes + len(turns) > max_bytes:
+            messages.append([])
+            num_bytes = 0
+        messages[-1].append(Partial(*duty, turns))
+        num_bytes += len(turns)
+    return [tuple(message) for message in messages]
+
+
+def _is_whole(completion: Completion, room: int) -> bool:
+    """Return True if a completion ended, and not at another limit of tokens."""
+    num = len(completion.tokens)
+    return (completion.finish_reason == "stop" and num <= room) or (
+        completion.finish_reason == "length" and num == room
+    )
 
 
 def digest_of(tokens: Sequence[int]) -> bytes:

@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from areal_rloo.errors import WentBackError
+from areal_rloo.rollout.partial import in_messages
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Trajectory
@@ -138,18 +139,10 @@ class WorkerProtocol:
         if self._learner_id is None:
             return
         call, self._partials_call = self._partials_call or 0, None
-        batches: list[list[wire.Partial]] = [[]]
-        num_bytes = 0
-        for duty, turns in partials.items():
-            if duty not in self._running or not 0 < len(turns) <= self._max_batch_bytes:
-                continue
-            if num_bytes + len(turns) > self._max_batch_bytes:
-                batches.append([])
-                num_bytes = 0
-            batches[-1].append(wire.Partial(*duty, turns))
-            num_bytes += len(turns)
-        for batch in batches:
-            self._partials.append(wire.Partials(self._learner_id, call, tuple(batch), batch is batches[-1]))
+        running = ((duty, turns) for duty, turns in partials.items() if duty in self._running)
+        messages = in_messages(running, max_bytes=self._max_batch_bytes)
+        for number, message in enumerate(messages, 1):
+            self._partials.append(wire.Partials(self._learner_id, call, message, last=number == len(messages)))
 
     # -- messages of the learner ---------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from areal_rloo.errors import (
 )
 from areal_rloo.rollout.deadline import run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
-from areal_rloo.rollout.partial import Journal, decode, encode
+from areal_rloo.rollout.partial import Journal, encode, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
@@ -206,7 +206,7 @@ class RolloutWorker:
         """Run the episode of a duty, and record its trajectories or why there are none."""
         sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
-        journal = _journal_of(lease)
+        journal = journal_of(lease)
         if lease.purpose == "train":
             self._journals[duty] = journal
         engine = SampleEngine(
@@ -265,18 +265,6 @@ class RolloutWorker:
             seed=lease.seed + index,
             stop_token_ids=self._stop_token_ids,
         )
-
-
-def _journal_of(lease: wire.Lease) -> Journal:
-    try:
-        turns = decode(lease.partial)
-        if turns:
-            num_tokens = sum(len(turn.completion.tokens) for turn in turns)
-            logger.info("continues sample %s from %d tokens", lease.duties[0].sample_id, num_tokens)
-        return Journal(turns)
-    except DecodeError as error:
-        logger.warning("samples %s of group %d begin anew: %s", lease.sample_indices, lease.group_id, error)
-        return Journal()
 
 
 def checked_trajectories(

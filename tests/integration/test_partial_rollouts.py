@@ -75,7 +75,7 @@ def test_unfinished_samples_of_a_drained_run_go_on_after_its_resume(start: Calla
     _assert_continued(run.folder, saved)
 
 
-def test_after_a_kill_samples_go_on_from_the_checkpoint_and_then_elsewhere(start: Callable[..., Run]) -> None:
+def test_after_a_kill_samples_go_on_and_then_on_another_worker(start: Callable[..., Run]) -> None:
     run = start(*LONG, "checkpoint.every_n_steps=1000")  # and after the first step
     run.wait_for_checkpoint(1)
     run.process.kill()

@@ -11,6 +11,7 @@ NOT_RUN = {"learner/loop.py"}
 # Named below the table in ARCHITECTURE.md: a reader can skip them.
 BESIDE = (
     *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
+    "rollout/partial.py",
     *("intake/evaluation.py", "intake/fleet.py", "intake/reward_failures.py", "weights/offers.py"),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),

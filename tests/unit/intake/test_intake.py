@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import pytest
 from support.intakes import make_intake, make_offers
 
 from areal_rloo.intake.intake import Intake, Outgoing
-from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.trajectory import Completion, Trajectory, purpose_of
 from areal_rloo.wire.messages import (
     Abort,
@@ -24,9 +22,6 @@ from areal_rloo.wire.messages import (
     LearnerMessage,
     Lease,
     Leases,
-    Partial,
-    Partials,
-    PartialsCall,
     Results,
     Welcome,
     Work,
@@ -352,81 +347,3 @@ def test_the_work_of_a_worker_counts_from_its_first_hello_to_its_goodbye(intake:
 
 def test_the_sign_of_a_group_id_is_its_purpose() -> None:
     assert [purpose_of(group_id) for group_id in (-2, -1, 0, 1)] == ["eval", "eval", "train", "train"]
-
-
-# -- partial rollouts --------------------------------------------------------------------------------------------------
-
-
-def _partials(*duties: Duty, call_id: int = 0, last: bool = True, turns: bytes = b"turns") -> Partials:
-    return Partials(LEARNER, call_id, tuple(Partial(*duty, turns) for duty in duties), last)
-
-
-def test_a_call_is_answered_when_all_workers_with_samples_have_answered(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.handle("idle peer", _hello("idle"), 0.0)
-    calls = intake.call_for_partials()
-    assert calls == [Outgoing("peer", PartialsCall(LEARNER, 1))]
-    intake.handle("peer", _partials(duties[0], call_id=1, last=False), 0.0)
-    assert not intake.has_partials
-    intake.handle("peer", _partials(duties[1], call_id=1), 0.0)
-    assert intake.has_partials
-    saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
-    assert saved == [b"turns", b"turns"]
-
-
-def test_an_answer_to_an_earlier_call_counts_for_its_samples_alone(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.call_for_partials()
-    intake.call_for_partials()
-    intake.handle("peer", _partials(*duties, call_id=1), 0.0)
-    assert not intake.has_partials
-    assert intake.ledger.groups[0].samples[0].partial == b"turns"
-
-
-@pytest.mark.parametrize("leaves", [Goodbye(LEARNER, Work()), None], ids=["goodbye", "dead"])
-def test_a_worker_that_leaves_owes_nothing_and_others_continue(intake: Intake, leaves: Goodbye | None) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.call_for_partials()
-    intake.handle("peer", _partials(duties[1], call_id=7), 0.0)
-    if leaves is not None:
-        intake.handle("peer", leaves, 1.0)
-    else:
-        intake.tick(1000.0)
-    assert intake.has_partials
-    leases = _leased(intake.handle("other peer", _hello("other"), 1000.0))
-    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), b"turns"), ((0,), b"")]
-
-
-def test_a_partial_rollout_past_its_bound_begins_anew(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.handle("peer", _partials(*duties), 0.0)
-    intake.commit(1, evaluate=False)  # with max_staleness=0 no token of version 0 is fresh
-    intake.handle("peer", Goodbye(LEARNER, Work()), 1.0)
-    first = _leased(intake.handle("other peer", _hello("other"), 1.0))[0]
-    assert (first.group_id, first.sample_indices, first.partial) == (0, (0, 1), b"")
-
-
-def test_a_finished_sample_keeps_no_partial_rollout(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.handle("peer", _partials(*duties), 0.0)
-    intake.handle("peer", _results(duties[0]), 0.0)
-    intake.handle("peer", _partials(*duties, turns=b"late"), 0.0)
-    assert [sample.partial for sample in intake.ledger.groups[0].samples.values()] == [b"", b"late"]
-
-
-def test_partial_rollouts_of_strangers_and_other_samples_are_ignored(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    other = Duty(duties[0].lease_id + 1, *duties[0].sample_id)
-    intake.handle("peer", _partials(other, Duty(1, 99, 0), Duty(1, -1, 0)), 0.0)
-    intake.handle("stranger", Partials("another", 0, _partials(*duties).partials, last=True), 0.0)
-    assert not any(sample.partial for sample in intake.ledger.groups[0].samples.values())
-
-
-def test_a_restored_ledger_leases_partial_rollouts_again(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.handle("peer", _partials(duties[1]), 0.0)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(intake.ledger.state()), type=LedgerState)
-    prompts = {group.group_id: group.prompt for group in intake.ledger.groups.values()}
-    again = make_intake(make_offers(), *ONE_GROUP, ledger=Ledger.restored(state, prompts, {}))
-    leases = _leased(again.handle("peer", _hello(), 0.0))
-    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), b"turns"), ((0,), b"")]
