@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _TICKS_PER_HEARTBEAT = 4
+_LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
 
 class LoopThread:
@@ -259,7 +260,7 @@ class IntakeService:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s / _TICKS_PER_HEARTBEAT)
+            await asyncio.sleep(min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT))
             self._apply(self._intake.tick(time.monotonic()))
 
     def _apply(self, messages: Sequence[Outgoing]) -> None:
