@@ -45,8 +45,8 @@ TINY = (
     *("telemetry.progress=false", "wire.stall_timeout_s=600"),
 )
 # Seconds that make a step, or a sample, 100 times as long as the other half of the loop needs for a batch.
-SLOW_LEARNER_S = 4.0
-SLOW_ROLLOUTS_S = 8.0
+SLOW_LEARNER_S = 8.0
+SLOW_ROLLOUTS_S = 16.0
 FLAT_SHARE = 0.01
 FLAT_BYTES = 2**20
 MIB = 2**20
@@ -92,8 +92,14 @@ class Series:
             "flat": growth <= max(FLAT_BYTES, FLAT_SHARE * level),
             "descriptors": _ends(self.descriptors, third),
             "threads": _ends(self.threads, third),
-            "num_samples": len(self.times_s),
+            "mib_by_minute": [round(statistics.median(values) / MIB, 2) for values in self._minutes()],
         }
+
+    def _minutes(self) -> list[list[int]]:
+        minutes: dict[int, list[int]] = defaultdict(list)
+        for time_s, value in zip(self.times_s, self.num_bytes, strict=True):
+            minutes[int(time_s // 60)].append(value)
+        return list(minutes.values())
 
 
 def main() -> None:

@@ -10,14 +10,14 @@ import pytest
 from support.intakes import make_broadcaster, make_intake
 from support.patience import eventually
 from support.processes import quickly_started
-from support.workers import ENGINE, LIMITS, Played
+from support.workers import ENGINE, LIMITS, Played, make_channel, make_protocol
 
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import Heartbeat, HeartbeatReply
 
 HEARTBEAT_S = 0.5
-MOST_HEARTBEATS = 5  # two, a second's, and the heartbeat that was under way
+MOST_HEARTBEATS = 2 + round(1 / HEARTBEAT_S) + 1  # the first goes out at once
 
 
 def _hold_samples(port: int) -> None:
@@ -74,7 +74,8 @@ def test_samples_run_elsewhere_within_two_heartbeats_and_a_second(
     )
 
     async def outlive() -> int:
-        worker = Played.at(service.channel.port, "second")
+        protocol = make_protocol("second", heartbeat_s=HEARTBEAT_S)
+        worker = Played(make_channel(service.channel.port, "second"), protocol)
         await worker.channel.connected(30)
         assert process.pid is not None
         os.kill(process.pid, number)
