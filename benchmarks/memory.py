@@ -44,7 +44,7 @@ TINY = (
     *("data.eval.num_prompts=16", "evaluation.every_n_versions=20", "checkpoint.every_n_steps=50"),
     *("telemetry.progress=false", "wire.stall_timeout_s=600"),
 )
-# Seconds that make a step, or a sample, 100 times as long as the other half of the loop needs for a batch.
+# Seconds of a step and of a sample: 100 times as long as the other half of a healthy run works for a batch.
 SLOW_LEARNER_S = 8.0
 SLOW_ROLLOUTS_S = 16.0
 FLAT_SHARE = 0.01
