@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate soak check lint extras sglang bench bench-shapes bench-learning clean
+.PHONY: quickstart test test-all simulate soak check lint extras sglang bench bench-shapes bench-learning bench-memory clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -56,6 +56,9 @@ bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory
 bench-learning: $(STAMP)
 	$(BIN)/python benchmarks/staleness.py
 	$(BIN)/python benchmarks/algorithms.py
+
+bench-memory: $(STAMP)  # eleven minutes: memory of all processes, healthy and with either half 100 times slower
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf .venv .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

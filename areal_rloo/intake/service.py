@@ -37,6 +37,7 @@ T = TypeVar("T")
 _WAIT_LOG_S = 30.0
 _TICKS_PER_HEARTBEAT = 4
 _PARTIALS_S = 10.0  # an engine may need some seconds to tell its tokens
+_LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
 
 class LoopThread:
@@ -265,7 +266,7 @@ class IntakeService:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s / _TICKS_PER_HEARTBEAT)
+            await asyncio.sleep(min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT))
             self._apply(self._intake.tick(time.monotonic()))
 
     def _apply(self, messages: Sequence[Outgoing]) -> None:

@@ -49,3 +49,21 @@ def test_the_table_of_algorithms_equals_the_result_file() -> None:
         for row in _result("algorithms.json")["table"]
     ]
     assert _table("The algorithms against each other") == measured
+
+
+def _largest(processes: dict[str, Any], begin: str) -> str:
+    rows = [row for name, row in processes.items() if name.startswith(begin)]
+    return " / ".join(f"{max(row[key] for row in rows):.1f}" for key in ("middle_third_mib", "last_third_mib"))
+
+
+def test_the_table_of_memory_equals_the_result_file_and_is_flat() -> None:
+    kinds = ("learner", "rollout", "rewards", "launcher", "/dev/shm")
+    for cells, (name, case) in zip(
+        _table("Healthy, and with either half slow"), _result("memory.json")["cases"].items(), strict=True
+    ):
+        times = " / ".join(f"{case[key]:.3f}" for key in ("learner_busy_s", "rollout_busy_s", "step_s"))
+        assert cells == [
+            *(name, f"{case['trained_samples']:,}", times),
+            *(_largest(case["processes"], kind) for kind in kinds),
+        ]
+        assert all(row["flat"] for row in case["processes"].values())

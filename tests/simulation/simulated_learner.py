@@ -16,6 +16,7 @@ from areal_rloo.intake.prompts import Prompt, PromptStreamState
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
 from areal_rloo.weights.offers import Begin, Call, Offers, Repeat
 from areal_rloo.wire import messages as wire
+from areal_rloo.wire.messages import Duty
 
 if TYPE_CHECKING:
     from simulation.simulated_run import Simulation
@@ -96,6 +97,35 @@ class SimulatedLearner:
     def disconnected(self, peer: str) -> None:
         if self.alive:
             self.intake.disconnected(peer, self.simulation.clock.now_s)
+
+    def duties_of(self, peer: str) -> frozenset[Duty]:
+        """Return the duties of a worker; none for a stranger."""
+        worker = self.intake.fleet.at(peer)
+        return frozenset() if worker is None else frozenset(worker.duties)
+
+    def check_leased_again(self, lost: frozenset[Duty]) -> None:
+        """Check that no sample of a dead worker waits while another worker has room."""
+        workers = self.intake.fleet.alive.values()
+        if self.intake.draining or not any(worker.free_samples > 0 for worker in workers):
+            return
+        for duty in lost:
+            sample = self.intake._leasing.sample(duty.sample_id)
+            if sample is not None and not sample.trajectories and sample.worker_id is None:
+                raise ViolationError(f"{duty} of a dead worker waits, although another worker has room")
+
+    def check_begun_again(self, lost: frozenset[Duty]) -> int:
+        """Check that the samples leased again have arrived at the workers; return their number."""
+        workers = {worker.name: worker for worker in self.simulation.workers.values()}
+        num_begun = 0
+        for duty in lost:
+            sample = self.intake._leasing.sample(duty.sample_id)
+            if sample is None or sample.trajectories:
+                num_begun += 1
+            elif sample.worker_id is not None:
+                if not workers[sample.worker_id].has(Duty(sample.lease_ids[-1], *duty.sample_id)):
+                    raise ViolationError(f"{duty} of a dead worker is leased again, and has not begun")
+                num_begun += 1
+        return num_begun
 
     def _tick(self) -> None:
         if self.alive:

@@ -62,6 +62,7 @@ class Simulation:
         self.workers: dict[int, SimulatedWorker] = {}
         self.learner: SimulatedLearner | None = None
         self.num_continued = 0  # leases with a partial rollout that a worker began
+        self.num_begun_again = 0  # samples of dead workers that others began in time
         self._num_learners = self._num_incarnations = self._num_contents = 0
         self._waiting: list[Callable[[], None]] = []  # messages that came while there was no learner
         self._collectives: dict[tuple[str, int], _Collective] = {}
@@ -160,9 +161,15 @@ class Simulation:
             if self.learner is not None:
                 self.learner.disconnected(peer)
 
+        lost = learner.duties_of(peer) if learner is not None else frozenset()
+
         def forgotten() -> None:
-            if learner is not None and learner is self.learner and learner.intake.fleet.at(peer) is not None:
-                raise ViolationError(f"{peer} is dead, and its samples are leased to no other worker")
+            if learner is not None and learner is self.learner:
+                if learner.intake.fleet.at(peer) is not None:
+                    raise ViolationError(f"{peer} is dead, and its samples are leased to no other worker")
+                learner.check_leased_again(lost)
+                if len(self.schedule.faults) == 1:  # else the next worker may be cut off, or die, too
+                    self.num_begun_again += learner.check_begun_again(lost)
 
         silence_s = self.config.wire.heartbeat_timeout_s
         if self.draw.random() < 0.7:  # else the host is gone, and nothing closes the connection

@@ -68,6 +68,10 @@ class SimulatedWorker:
         if self.alive:
             self.poll()
 
+    def has(self, duty: Duty) -> bool:
+        """Return True if this worker has begun a sample."""
+        return duty in self.protocol.duties
+
     def poll(self) -> None:
         if not self.alive or self._is_stopped():
             return

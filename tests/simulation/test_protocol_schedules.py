@@ -10,7 +10,7 @@ import pytest
 from simulation.mutations import MUTATIONS, mutated
 from simulation.search import failure_of, first_failure, shortened, story_of
 from simulation.simulated_run import CONFIGS, Simulation
-from simulation.world import Schedule
+from simulation.world import Fault, Schedule
 
 NUM_SCHEDULES = 2000
 MOST_SCHEDULES = 10_000  # until a mutation must be found
@@ -33,6 +33,18 @@ def _drawn(seed: int) -> Schedule:
 def test_no_schedule_breaks_an_invariant_and_every_run_ends(part: int) -> None:
     found = first_failure(range(part, NUM_SCHEDULES, PARTS))
     assert found is None, "\n".join(story_of(_drawn(found[0])))
+
+
+@pytest.mark.parametrize("kind", ["kill_worker", "lose_host"])
+def test_samples_of_a_dead_worker_begin_elsewhere_in_time(kind: str) -> None:
+    """In time: two heartbeats and a second, or `wire.heartbeat_timeout_s` and a second if no connection closed."""
+    num_begun = 0
+    for seed in range(300):
+        fault = Fault(0.5 + 2.0 * (seed / 300), kind, seed % 2, 0.1)
+        simulation = Simulation(Schedule(seed, 2 + seed % 2, seed % len(CONFIGS), seed % 3 == 0, False, (fault,)))
+        simulation.run()
+        num_begun += simulation.num_begun_again
+    assert num_begun > 50, "too few workers died with samples"
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from support.patience import PATIENCE_S, eventually
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.intake import Outgoing
+from areal_rloo.intake.intake import Intake, Outgoing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService, LoopThread
@@ -265,3 +265,23 @@ def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatc
     assert not waiting.is_alive()
     peer.close(0)
     service.close()
+
+
+def test_workers_are_looked_at_each_second_with_rare_heartbeats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A dead worker's samples go elsewhere two heartbeats and a second after the death."""
+    ticks: list[float] = []
+
+    def tick(self: Intake, now_s: float) -> list[Outgoing]:
+        ticks.append(now_s)
+        return []
+
+    monkeypatch.setattr(Intake, "tick", tick)
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster.offers)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=8 * PATIENCE_S)
+    try:
+        eventually(lambda: len(ticks) >= 3, "the timer looks at the workers")
+    finally:
+        service.close()
