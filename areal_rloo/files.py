@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from filelock import BaseFileLock, FileLock, Timeout
 
@@ -46,6 +46,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def open_private(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
+    """Open a file for a secret: only the owner can read the file, from the first byte, in a folder of any mode."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags, 0o600)
+        os.fchmod(descriptor, 0o600)  # an older file keeps the old mode
+        return descriptor
+
+    return open(path, mode, opener=opened)
 
 
 def remove_unfinished(path: Path) -> None:

@@ -94,7 +94,7 @@ class KLConfig(Section, frozen=True):
     coefficient: NonNegative = 0.0  # 0: no KL term, and no reference model is loaded
     placement: Literal["reward", "loss"] = "reward"  # reward: of the behaviour policy; loss: of the current
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    adaptive: AdaptiveKLConfig | None = None  # null: constant coefficient
+    adaptive: AdaptiveKLConfig | None = None  # null: constant; a resume goes on with an adapted coefficient
 
 
 class AlgorithmConfig(Section, frozen=True):

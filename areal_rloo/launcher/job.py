@@ -44,11 +44,14 @@ class Signals:
     """Counts signals since `install`. An earlier signal ends the process, so call `install` early."""
 
     def __init__(self) -> None:
-        self.num_ends = 0  # SIGINT and SIGTERM
+        self.num_ends = 0  # SIGINT and SIGTERM; a closed terminal (SIGHUP) counts as the first
         self.drains = False  # True after SIGUSR1, with which Slurm asks for a checkpoint and a requeue
 
-    def install(self, *, with_usr1: bool = False) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if with_usr1 else ())):
+    def install(self, *, with_usr1: bool = False, with_hup: bool = True) -> Signals:
+        """Handle the signals. Under nohup, SIGHUP stays ignored."""
+        with_hup = with_hup and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        further = ((signal.SIGUSR1, with_usr1), (signal.SIGHUP, with_hup))
+        for number in (signal.SIGTERM, signal.SIGINT, *(number for number, wanted in further if wanted)):
             signal.signal(number, self._on_signal)
         return self
 
@@ -59,6 +62,8 @@ class Signals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.drains = True
+        elif number == signal.SIGHUP:  # the kernel and the shell may both send this: a second one must not kill
+            self.num_ends = max(self.num_ends, 1)
         else:
             self.num_ends += 1
 

@@ -160,7 +160,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         state = restored[1]
         ledger, totals, policy_version = restore_ledger(state, stream), state.totals, state.policy_version
         history = state.history
-        train_step.kl_coefficient = state.kl_coefficient
+        train_step.resume(state.kl_coefficient)
     registry = CollectorRegistry()
     reporter = _reporter(config, folder, -1 if restored is None else policy_version, registry, totals, checkpoints)
     broadcaster = _broadcaster(config, arguments, rank)

@@ -39,7 +39,10 @@ from areal_rloo.learner.costs import train_flops
 from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
 from areal_rloo.learner.team import Team
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group, Trajectory
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,18 @@ class TrainStep:
         self._pack = partial(pack, max_tokens=config.learner.microbatch_tokens, num_ranks=team.num_ranks)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
+
+    def resume(self, kl_coefficient: float) -> None:
+        """Go on with the adapted coefficient of a checkpoint. Without `kl.adaptive`, the config decides."""
+        kl = self._config.algorithm.kl
+        if kl.adaptive is None or kl_coefficient == 0:  # 0: the run had no KL term
+            return
+        self.kl_coefficient = kl_coefficient
+        logger.info(
+            "algorithm.kl.adaptive goes on from the checkpoint's coefficient %g; algorithm.kl.coefficient=%g is for "
+            "the start of a run alone",
+            *(kl_coefficient, kl.coefficient),
+        )
 
     def step(self, groups: Sequence[Group], *, policy_version: int) -> StepResult:
         """Train once on a batch at this version."""

@@ -87,7 +87,7 @@ def build_train_step(part: Part, config: Config, *, model_path: str, device: str
         state = read_state(part.checkpoint)
         rank.load(part.checkpoint / "shards", num_optimizer_steps=state.num_optimizer_steps)
         if config.algorithm.kl == _loaded(part.start, ()).algorithm.kl:  # else an override decides
-            train_step.kl_coefficient = state.kl_coefficient
+            train_step.resume(state.kl_coefficient)
     return train_step
 
 

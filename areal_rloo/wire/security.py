@@ -12,6 +12,7 @@ import zmq
 import zmq.auth
 
 from areal_rloo.errors import PreflightError
+from areal_rloo.files import open_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,8 @@ def make_keys(folder: Path) -> None:
     for end in ("learner", "worker"):
         public, secret = zmq.curve_keypair()
         for name, key in ((f"{end}.public", public), (f"{end}.secret", secret)):
-            path = folder / name
-            path.touch(mode=0o600)
-            path.chmod(0o600)
-            path.write_bytes(key)
+            with open_private(folder / name, "wb") as file:
+                file.write(key)
 
 
 def load_keys(folder: Path, *, end: str) -> CurveKeys:

@@ -3,7 +3,6 @@
 import itertools
 import re
 import signal
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -191,13 +190,35 @@ def test_a_disk_too_full_for_checkpoints_changes_only_the_exit_code(start: Calla
     assert balanced(summary["ledger"])
 
 
+def test_a_closed_terminal_drains_the_run_however_often_it_signals(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=10000")
+    run.wait_for(lambda: len(run.records()) >= 1)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.stdout is not None
+    assert any("draining" in line for line in run.process.stdout)
+    run.process.send_signal(signal.SIGHUP)
+    code, output = run.wait()
+    assert code == 0, output
+    assert_drained(run)
+
+
+def test_a_run_under_nohup_survives_the_terminal(start: Callable[..., Run]) -> None:
+    run = start("learner.num_train_steps=8", before=("nohup",))
+    run.wait_for(lambda: len(run.records()) >= 1)
+    run.process.send_signal(signal.SIGHUP)
+    code, output = run.wait()
+    assert code == 0, output
+    assert run.summary()["exit_reason"] == "completed"
+
+
 def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 1)
     (learner,) = run.children("areal_rloo.learner")
     learner.suspend()  # it cannot drain
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    assert run.process.stdout is not None
+    assert any("draining" in line for line in run.process.stdout)
     run.process.send_signal(signal.SIGINT)
     code, output = run.wait()
     assert code == 137, output

@@ -13,10 +13,11 @@ from support.sglang_support import (
     PROMPT,
     EngineOnThread,
     Sender,
-    after,
     assert_close,
+    begin,
     fresh_logprobs,
     in_buckets,
+    more_tokens,
     request,
     results,
     running_engine,
@@ -120,12 +121,11 @@ def test_greedy_tokens_and_stops_agree_with_transformers(engine: EngineOnThread,
 
 
 def test_more_requests_than_slots_wait_in_the_client(engine: EngineOnThread) -> None:
-    futures = engine.submit([request(f"w{i}", max_new_tokens=100) for i in range(20)])
-    after(0.1, engine)
+    futures = begin(engine, [request(f"w{i}", max_new_tokens=400) for i in range(20)])
     statistics = engine.statistics()
     assert statistics.num_running <= 8
     assert statistics.num_waiting > 0
-    assert all(len(completion.tokens) == 100 for completion in results(futures))
+    assert all(len(completion.tokens) == 400 for completion in results(futures))
 
 
 def test_a_bad_request_is_refused_by_name(engine: EngineOnThread) -> None:
@@ -138,8 +138,7 @@ def test_a_bad_request_is_refused_by_name(engine: EngineOnThread) -> None:
 
 
 def test_an_abort_returns_the_tokens_so_far_and_spares_others(engine: EngineOnThread) -> None:
-    futures = engine.submit([request(name, max_new_tokens=800) for name in ("n1", "n10", "n11")])
-    after(0.5, engine)
+    futures = begin(engine, [request(name, max_new_tokens=800) for name in ("n1", "n10", "n11")], num_tokens=100)
     engine.abort(["n1", "unknown"])
     ended = futures[0].result(timeout=PATIENCE_S)
     assert ended.finish_reason == "abort"
@@ -151,8 +150,7 @@ def test_an_update_in_flight_tags_tokens_with_their_weights(engine: EngineOnThre
     before = engine.statistics()
     version = before.policy_version + 1
     models = {before.policy_version: model_of(folder), version: model_of(folder, factor=1.02)}
-    futures = engine.submit([request(f"u{i}", max_new_tokens=900) for i in range(4)])
-    after(0.8, engine)
+    futures = begin(engine, [request(f"u{i}", max_new_tokens=900) for i in range(4)], num_tokens=100)
     assert engine.load_weights(version, models[version].named_parameters()).result(timeout=PATIENCE_S) == version
     for completion in results(futures):
         assert len(completion.tokens) == 900
@@ -223,12 +221,11 @@ def test_versions_arrive_in_flight_through_several_groups(engine: EngineOnThread
     models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98, 1.01))}
     one, two, three = _buckets(folder, 1.02, 0.98, 1.01)
     first, second = Sender(f"first-{base}"), Sender(f"second-{base}")
-    futures = engine.submit([request(f"a{i}", max_new_tokens=1000) for i in range(4)])
-    after(0.8, engine)
+    futures = begin(engine, [request(f"a{i}", max_new_tokens=1000) for i in range(4)], num_tokens=100)
     _in_group(engine, first, base + 1, one, meet=True)
-    after(0.8, engine)
+    more_tokens(engine, 100)
     _in_group(engine, first, base + 2, two, meet=False)
-    after(0.8, engine)
+    more_tokens(engine, 100)
     _in_group(engine, second, base + 3, three, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2, base + 3]
@@ -258,8 +255,7 @@ def test_a_sender_that_dies_before_the_first_bucket_changes_nothing(engine: Engi
     base = engine.statistics().policy_version
     weights = model_of(folder, factor=1.03).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
-    futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(3)])
-    after(0.2, engine)
+    futures = begin(engine, [request(f"b{i}", max_new_tokens=900) for i in range(3)], num_tokens=100)
     words = _fails(engine, Sender(f"early-{base}"), base + 2, folder, lambda sender: None)
     assert "did not arrive" in words
     assert engine.statistics().policy_version == base + 1
@@ -273,8 +269,7 @@ def test_a_half_done_update_stops_generation_until_the_next(engine: EngineOnThre
     weights = model_of(folder, factor=0.97).named_parameters()
     assert engine.load_weights(base + 1, weights).result(timeout=PATIENCE_S) == base + 1
     ((_, flat, _),) = _buckets(folder, 5.0)
-    futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(3)])
-    after(0.2, engine)
+    futures = begin(engine, [request(f"c{i}", max_new_tokens=900) for i in range(3)], num_tokens=100)
     words = _fails(engine, Sender(f"middle-{base}"), base + 2, folder, lambda sender: sender.send(flat[:1]))
     assert "halfway" in words
     assert engine.statistics().policy_version == -1
@@ -303,10 +298,9 @@ def test_mode_retract_computes_the_cache_again(retracting: EngineOnThread, folde
     base = _load(retracting, 1.0, folder)
     models = {base + i: model_of(folder, factor=factor) for i, factor in enumerate((1.0, 1.02, 0.98))}
     (third,) = _buckets(folder, 0.98)
-    futures = retracting.submit([request(f"d{i}", max_new_tokens=900) for i in range(4)])
-    after(0.8, retracting)
+    futures = begin(retracting, [request(f"d{i}", max_new_tokens=900) for i in range(4)], num_tokens=100)
     assert _load(retracting, 1.02, folder) == base + 1
-    after(0.8, retracting)
+    more_tokens(retracting, 100)
     _in_group(retracting, Sender(f"retract-{base}"), base + 2, third, meet=True)
     for completion in results(futures):
         assert version_runs(completion) == [base, base + 1, base + 2]
@@ -315,8 +309,7 @@ def test_mode_retract_computes_the_cache_again(retracting: EngineOnThread, folde
 
 
 def test_close_ends_requests_with_the_tokens_so_far(retracting: EngineOnThread) -> None:
-    futures = retracting.submit([request(f"c{i}", max_new_tokens=1000) for i in range(10)])
-    after(0.3, retracting)
+    futures = begin(retracting, [request(f"c{i}", max_new_tokens=1000) for i in range(10)], num_tokens=100)
     retracting.close()
     assert [future.result(timeout=0).finish_reason for future in futures] == ["abort"] * 10
     assert not server_processes(retracting.log)

@@ -16,10 +16,11 @@ from support.patience import PATIENCE_S, eventually
 from support.sglang_support import (
     CAPABILITIES,
     PROMPT,
-    after,
     assert_close,
+    begin,
     fresh_logprobs,
     make_engine,
+    more_tokens,
     request,
     results,
     running_engine,
@@ -118,8 +119,7 @@ def test_a_server_with_its_weights_continues_after_an_absence(
 ) -> None:
     with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
         assert engine.load_weights(3, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 3
-        futures = engine.submit([request(f"b{i}", max_new_tokens=900) for i in range(10)])
-        after(0.8, engine)
+        futures = begin(engine, [request(f"b{i}", max_new_tokens=900) for i in range(10)], num_tokens=100)
         os.killpg(server.pid, signal.SIGSTOP)
         eventually(lambda: engine.statistics().num_running == 0, "it is noticed")
         os.killpg(server.pid, signal.SIGCONT)
@@ -138,9 +138,9 @@ def test_a_server_without_tags_is_updated_without_running_requests(
     models = {v: model_of(folder, factor=f) for v, f in ((5, 1.0), (6, 1.02), (7, 0.98))}
     with running_engine(folder, tmp_path / "no.log", capabilities=UNTAGGED, **_options(server)) as engine:
         assert engine.load_weights(5, models[5].named_parameters()).result(timeout=PATIENCE_S) == 5
-        futures = engine.submit([request(f"c{i}", max_new_tokens=900) for i in range(12)])
+        futures = begin(engine, [request(f"c{i}", max_new_tokens=900) for i in range(12)])
         for version in (6, 7):
-            after(0.8, engine)
+            more_tokens(engine, 100)
             weights = models[version].named_parameters()
             assert engine.load_weights(version, weights).result(timeout=PATIENCE_S) == version
         completions = results(futures)

@@ -17,8 +17,8 @@ from support.processes import command_of
 from support.sglang_support import (
     PROMPT,
     EngineOnThread,
-    after,
     assert_close,
+    begin,
     make_engine,
     named,
     request,
@@ -64,10 +64,9 @@ def test_a_crashed_or_hung_server_is_replaced_without_loss(
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
     before = engine.server_statistics()
     requests = [request(f"r{i}", max_new_tokens=400 + 10 * i) for i in range(12)]
-    futures = engine.submit(requests)
+    futures = begin(engine, requests, num_tokens=100)
     for asked, future in zip(requests, futures, strict=True):
         future.add_done_callback(lambda _, name=asked.request_id: done.update([name]))
-    after(0.5, engine)
     former = server_processes(log)
     named(log, title).send_signal(number)
     eventually(lambda: engine.server_statistics().weights_lost > before.weights_lost, "the loss is counted")
@@ -93,7 +92,7 @@ def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Engine
         first, *others = model.named_parameters()
         yield first
         named(victim.log, "sglang.launch_server").kill()
-        time.sleep(2.0)  # until the engine notices
+        eventually(lambda: not engine.statistics().ready, "the engine notices")
         yield from others
 
     error = engine.load_weights(version, weights()).exception(timeout=PATIENCE_S)
@@ -106,8 +105,7 @@ def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Engine
 def test_a_server_that_keeps_crashing_ends_the_engine(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with running_engine(folder, log, max_server_restarts=0) as engine:
-        (future,) = engine.submit([request("a", max_new_tokens=1000)])
-        after(0.2, engine)
+        (future,) = begin(engine, [request("a", max_new_tokens=1000)])
         named(log, "sglang.launch_server").kill()
         error = future.exception(timeout=PATIENCE_S)
         assert isinstance(error, EngineError)

@@ -5,7 +5,9 @@ Exits with 1 and says what is wrong. CI checks a whole quickstart with it, and t
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def conditions(folder: Path) -> dict[str, bool]:
@@ -14,7 +16,8 @@ def conditions(folder: Path) -> dict[str, bool]:
     first, last = (summary["evaluation"][index]["accuracy"] for index in (0, -1))
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     spanning = max(record.get("spanning_share", 0.0) for record in records)
-    ledger, staleness, times = summary["ledger"], summary["staleness"], summary["time_s"]
+    ledger, staleness = summary["ledger"], summary["staleness"]
+    learner_idle, rollout_idle = idle_shares([record for record in records if record["kind"] == "train"])
     return {
         f"accuracy rose by 0.35 or more ({first:.3f} to {last:.3f})": last - first >= 0.35,
         f"accuracy ended at 0.95 or more ({last:.3f})": last >= 0.95,
@@ -23,10 +26,23 @@ def conditions(folder: Path) -> dict[str, bool]:
         f"the run was asynchronous (mean staleness {staleness['mean_trained']:.2f})": staleness["mean_trained"] > 0,
         f"weights came while completions were made (up to {100 * spanning:.0f} % of a batch span versions)": spanning
         > 0,
-        f"rollouts idled less than 10 % ({times['rollout_idle']:.1f} s of {times['wall']:.1f} s)": times["rollout_idle"]
-        < 0.1 * times["wall"],
+        "generation and training overlapped, so the slower of the two idled less than 15 % "
+        f"(learner {100 * learner_idle:.1f} %, rollouts {100 * rollout_idle:.1f} %)": min(learner_idle, rollout_idle)
+        < 0.15,
         f"it ended by itself ({summary['exit_reason']})": summary["exit_reason"] == "completed",
     }
+
+
+def idle_shares(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the shares of time that the learner and the rollouts idled, from the first train step to the last.
+
+    The staleness bound makes the faster of the two wait, and which is faster depends on the machine. The slower waits
+    only if the protocol hands out work too late; without any overlap, both wait for about half of the time.
+    """
+    first, last = steps[0], steps[-1]
+    wall_s = last["wall_s"] - first["wall_s"]
+    learner_s = sum(step["wait_s"] for step in steps[1:])
+    return learner_s / wall_s, (last["rollout_idle_s"] - first["rollout_idle_s"]) / wall_s
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -204,10 +205,39 @@ def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
     return [future.result(timeout=PATIENCE_S) for future in futures]
 
 
-def after(seconds: float, engine: EngineOnThread) -> None:
-    """Wait until requests are running, then for some seconds more."""
+def begin(
+    engine: EngineOnThread, requests: Sequence[GenerationRequest], num_tokens: int = 1
+) -> list[Future[Completion]]:
+    """Submit requests, and wait until those in the slots have begun and have this number of tokens in all."""
+    prompts_before, tokens_before = _prompt_tokens(engine), _new_tokens(engine)
+    futures = engine.submit(requests)
     eventually(lambda: engine.statistics().num_running > 0, "nothing runs")
-    time.sleep(seconds)
+    expected = sum(len(asked.prompt_tokens) for asked in requests[: engine.statistics().num_running])
+    eventually(lambda: _prompt_tokens(engine) - prompts_before >= expected, "not all requests began")
+    eventually(lambda: _new_tokens(engine) - tokens_before >= num_tokens, "too few tokens were generated")
+    return futures
+
+
+def more_tokens(engine: EngineOnThread, num_tokens: int) -> None:
+    """Wait until the server has generated this number of tokens more."""
+    before = _new_tokens(engine)
+    eventually(lambda: _new_tokens(engine) - before >= num_tokens, "too few tokens were generated")
+
+
+def _prompt_tokens(engine: EngineOnThread) -> float:
+    return _processed(engine, "prefill_compute") + _processed(engine, "prefill_cache")
+
+
+def _new_tokens(engine: EngineOnThread) -> float:
+    return _processed(engine, "decode")
+
+
+def _processed(engine: EngineOnThread, mode: str) -> float:
+    """Return the tokens that the server has processed in a mode; the engine counts them only when a request ends."""
+    found = re.findall(
+        rf'^sglang:realtime_tokens_total\{{.*mode="{mode}".*\}} (\S+)$', engine.metrics_text(), re.MULTILINE
+    )
+    return sum(map(float, found))
 
 
 @torch.no_grad()

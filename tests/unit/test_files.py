@@ -6,10 +6,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from areal_rloo.files import ScratchFolder, move_into_place, remove_abandoned, write_atomically
+from areal_rloo.files import ScratchFolder, move_into_place, open_private, remove_abandoned, write_atomically
 
 MAKES_A_FOLDER = """
 import os, signal, sys
@@ -55,6 +56,25 @@ def test_any_other_failed_flush_is_an_error(
     _refuse(monkeypatch, kind, number)
     with pytest.raises(OSError, match=os.strerror(number)):
         write_atomically(tmp_path / "a", b"content")
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_private_file_is_private_before_the_first_byte(
+    tmp_path: Path, mode: Literal["wb", "ab"], is_older: bool
+) -> None:
+    path = tmp_path / "secret"
+    before = os.umask(0)
+    try:
+        tmp_path.chmod(0o777)
+        if is_older:
+            path.touch(mode=0o666)
+        with open_private(path, mode) as file:
+            assert path.stat().st_mode & 0o777 == 0o600
+            file.write(b"key")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"key"
 
 
 def test_scratch_folders_of_dead_processes_alone_are_removed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from areal_rloo.config import SGLangConfig, argument_name
 from areal_rloo.engines.sglang.client import TESTED_VERSION
 from areal_rloo.errors import ConfigError
-from areal_rloo.files import ScratchFolder
+from areal_rloo.files import ScratchFolder, open_private
 from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.ports import ReservedPorts
 from areal_rloo.session_leader import SessionLeader
@@ -88,13 +88,12 @@ class ServerProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         self._secrets = ScratchFolder(Path(tempfile.gettempdir()), "sglang")
         secrets_file = self._secrets.path / "secrets.yaml"
-        secrets_file.write_text(f"api-key: {self.api_key}\n")
         command = [python, "-m", "sglang.launch_server", "--config", str(secrets_file)]
         command += command_line(config.arguments, plan, port=self.port)
-        log.touch(mode=0o600)
-        log.chmod(0o600)  # SGLang logs all options, with the api key
         try:
-            with log.open("ab") as output:
+            with open_private(secrets_file, "wb") as file:
+                file.write(f"api-key: {self.api_key}\n".encode())
+            with open_private(log, "ab") as output:  # SGLang logs all options, with the api key
                 process = subprocess.Popen(
                     bound_to_this_process(command, signal.SIGKILL),
                     env={**os.environ, **environment(plan)},

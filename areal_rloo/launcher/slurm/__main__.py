@@ -155,7 +155,7 @@ def _submitted(script: Path, *options: str, signals: Signals | None = None) -> t
         if signals is None:
             submission.wait()
         else:
-            signals.install()
+            signals.install(with_hup=False)  # Slurm goes on with the job if the terminal closes
     except KeyboardInterrupt:
         submission.kill()
         raise

@@ -132,22 +132,8 @@ def test_a_failed_checksum_is_computed_again(tmp_path: Path, monkeypatch: pytest
         return checksum(buckets)
 
     monkeypatch.setattr("areal_rloo.weights.broadcast.checksum", flaky)
-    notices: list[int] = []
-    broadcaster = make_broadcaster(tmp_path)
-    loop = LoopThread("broadcast")
-    running = broadcaster.run(lambda *call: None, lambda worker_id, offer_id, version, body: notices.append(version))
-    loop.begin(running, lambda task: None)
-
-    async def publish() -> None:
-        broadcaster.publish(1, await broadcaster.stage())
-
-    loop.run(publish())
-    loop.call(broadcaster.offers.join, "w", 0)
-    loop.call(broadcaster.changed)
-    eventually(lambda: notices == [1], "the version was not offered again")
+    _offer_until_noticed(make_broadcaster(tmp_path))
     assert len(calls) == 2
-    loop.close()
-    broadcaster.close()
 
 
 @pytest.mark.parametrize("error", [WeightsError("no store"), OSError(24, "Too many open files"), KeyError("a bug")])
@@ -161,9 +147,14 @@ def test_a_failed_offer_is_repeated(tmp_path: Path, error: Exception) -> None:
                 raise error
             return await super().offer(buckets, worker_ids)
 
-    notices: list[int] = []
     transport = Flaky(MANIFEST, tmp_path / "segments")
     broadcaster = Broadcaster(manifest=MANIFEST, transport=transport, offers=make_offers())
+    assert _offer_until_noticed(broadcaster) == 1
+
+
+def _offer_until_noticed(broadcaster: Broadcaster) -> int:
+    """Publish version 1 and wait until a worker has the notice; return the number of failed offers."""
+    notices: list[int] = []
     loop = LoopThread("broadcast")
     running = broadcaster.run(lambda *call: None, lambda worker_id, offer_id, version, body: notices.append(version))
     loop.begin(running, lambda task: None)
@@ -175,9 +166,10 @@ def test_a_failed_offer_is_repeated(tmp_path: Path, error: Exception) -> None:
     loop.call(broadcaster.offers.join, "w", 0)
     loop.call(broadcaster.changed)
     eventually(lambda: notices == [1], "the version was not offered again")
-    assert loop.call(broadcaster.statistics).failures == 1
+    num_failures = loop.call(broadcaster.statistics).failures
     loop.close()
     broadcaster.close()
+    return num_failures
 
 
 def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.patience import eventually
+from support.process_specs import make_spec
 
 from areal_rloo.errors import EXIT_UNSAVED
 from areal_rloo.launcher.plan import Plan, ProcessSpec
@@ -63,17 +64,8 @@ class _Run:
 
 
 def _spec(rank: int, folder: Path, program: str) -> ProcessSpec:
-    return ProcessSpec(
-        name=f"learner-{rank}" if rank else "learner",
-        role="learner",
-        host="here",
-        device="cpu",
-        gpu_ids=(),
-        num_threads=1,
-        memory_bytes=0,
-        environment={},
-        command=(sys.executable, "-c", RANK + program, str(rank), str(folder)),
-    )
+    command = (sys.executable, "-c", RANK + program, str(rank), str(folder))
+    return make_spec(*command, name=f"learner-{rank}" if rank else "learner", role="learner")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 from support.patience import eventually
+from support.process_specs import make_spec
 
 from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.plan import Plan, ProcessSpec
@@ -92,23 +93,10 @@ def logged() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def _spec(*command: str, max_restarts: int = 0) -> ProcessSpec:
-    return ProcessSpec(
-        name="one",
-        role="test",
-        host="here",
-        device="cpu",
-        gpu_ids=(),
-        num_threads=1,
-        memory_bytes=0,
-        environment={},
-        command=command,
-        max_restarts=max_restarts,
-    )
-
-
 def _ends(folder: Path, code: int, times: int, *, max_restarts: int) -> ProcessSpec:
-    return _spec(sys.executable, "-c", ENDS, str(folder / "starts"), str(code), str(times), max_restarts=max_restarts)
+    return make_spec(
+        sys.executable, "-c", ENDS, str(folder / "starts"), str(code), str(times), max_restarts=max_restarts
+    )
 
 
 def _tend_until_start(num: int, supervisor: Supervisor, folder: Path) -> None:
@@ -214,7 +202,7 @@ def test_a_worker_with_a_diverged_history_is_always_restarted(supervisor: Superv
 
 
 def test_the_rest_of_a_session_is_killed_after_the_process(supervisor: Supervisor, tmp_path: Path) -> None:
-    supervisor.start(_spec(sys.executable, "-c", LEAVES))
+    supervisor.start(make_spec(sys.executable, "-c", LEAVES))
     eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
     left = int((tmp_path / "logs" / "one.out").read_text())
     eventually(

@@ -108,6 +108,20 @@ def test_the_kl_controller_ignores_skipped_steps(
     assert train_step.kl_coefficient == pytest.approx(after)
 
 
+@pytest.mark.parametrize(
+    ("adaptive", "saved", "expected"),
+    [("null", 0.1, 0.3), ("{target: 1e-2, horizon: 100}", 0.1, 0.1), ("{target: 1e-2, horizon: 100}", 0.0, 0.3)],
+)
+def test_only_an_adapted_kl_coefficient_outlives_the_config(
+    tiny_folders: dict[str, Path], adaptive: str, saved: float, expected: float
+) -> None:
+    folder = tiny_folders["qwen2"]
+    config = step_config("algorithm.kl.coefficient=0.3", f"algorithm.kl.adaptive={adaptive}")
+    train_step = one_rank(folder, config, reference=another_policy(folder))
+    train_step.resume(saved)
+    assert train_step.kl_coefficient == expected
+
+
 def test_a_refreshed_reference_has_no_divergence(
     tiny_folders: dict[str, Path],
 ) -> None:
