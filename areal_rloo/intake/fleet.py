@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_rloo.config import WireConfig
-from areal_rloo.trajectory import purpose_of
 from areal_rloo.wire.messages import Duty, Heartbeat, Hello, Lease, Work, digest
 
 
@@ -48,13 +47,13 @@ class Worker:
     def hold(self, duty: Duty) -> None:
         """Add a duty."""
         self.duties.add(duty)
-        self.num_train += purpose_of(duty.group_id) == "train"
+        self.num_train += duty.purpose == "train"
 
     def release(self, duty: Duty) -> None:
         """Remove a duty; ignore the duties of others."""
         if duty in self.duties:
             self.duties.discard(duty)
-            self.num_train -= purpose_of(duty.group_id) == "train"
+            self.num_train -= duty.purpose == "train"
 
     def differs(self, heartbeat: Heartbeat) -> bool:
         """Return True if the worker, as far as it has seen the leases, has other duties than the learner thinks."""

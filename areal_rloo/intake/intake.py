@@ -22,7 +22,7 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
-from areal_rloo.trajectory import Group, SampleId, Trajectory, purpose_of
+from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
@@ -261,7 +261,7 @@ class Intake:
             return []
         aborts = self._abort(sample.worker_id, Duty(sample.lease_ids[-1], *duty.sample_id))
         self._failures.scored(1)
-        if purpose_of(duty.group_id) == "eval":
+        if duty.purpose == "eval":
             self.evaluation.finish(trajectories)
         elif not self._refuse_if_too_long(duty.sample_id, trajectories):
             sample.finish(trajectories)

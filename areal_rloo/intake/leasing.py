@@ -75,7 +75,7 @@ class Leasing:
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
                 self.drop(duty.sample_id, "max_attempts", detail=f"lost {sample.num_attempts} times with its worker")
-            elif purpose_of(duty.group_id) == "eval":
+            elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:
                 self.ledger.wait_again(duty.group_id)

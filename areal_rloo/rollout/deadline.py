@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from areal_rloo.errors import EpisodeError, described
+import msgspec
+
+from areal_rloo.errors import DecodeError, EpisodeError, described
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Trajectory
+from areal_rloo.wire.columns import Limits, check_trajectories
 
 _CANCEL_S = 5.0  # for a cancelled episode to end; then the episode is abandoned
 
@@ -51,3 +54,32 @@ async def _run(
         raise
     except BaseException as error:  # asyncio would end the worker for a SystemExit or a KeyboardInterrupt
         raise EpisodeError("episode_error", described(error)) from error
+
+
+def checked_trajectories(
+    sample: Sample, trajectories: Sequence[Trajectory], limits: Limits
+) -> tuple[Sequence[Trajectory], int]:
+    """Check the trajectories of an episode, which may be the user's code; rewards of any library become Python floats.
+
+    Returns the trajectories, and their size in a message.
+
+    Raises:
+        EpisodeError: there is no trajectory, a trajectory of another sample, two different rewards, or a trajectory
+            that cannot be sent.
+    """
+    if not trajectories:
+        raise EpisodeError("episode_error", "expected at least one trajectory, got none")
+    plain = []
+    try:
+        for given in trajectories:
+            parts = {name: float(value) for name, value in given.reward_parts.items()}
+            plain.append(msgspec.structs.replace(given, reward=float(given.reward), reward_parts=parts))
+        num_bytes = check_trajectories(plain, limits)
+    except (DecodeError, TypeError, ValueError, AttributeError) as error:
+        raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
+    for other in {trajectory.sample_id for trajectory in plain} - {sample.sample_id}:
+        raise EpisodeError("episode_error", f"expected trajectories of sample {sample.sample_id}, got one of {other}")
+    rewards = [trajectory.reward for trajectory in plain]
+    if len(set(rewards)) > 1:
+        raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")
+    return plain, num_bytes

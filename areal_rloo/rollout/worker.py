@@ -13,16 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from functools import partial
-
-import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, SamplingParameters
 from areal_rloo.errors import (
     ArealRlooError,
-    DecodeError,
     EngineError,
     EpisodeError,
     SampleError,
@@ -30,18 +26,18 @@ from areal_rloo.errors import (
     described,
     shortened,
 )
-from areal_rloo.rollout.deadline import run_episode
+from areal_rloo.rollout.deadline import checked_trajectories, run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
 from areal_rloo.rollout.partial import Journal, encode, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.trajectory import Completion
 from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.channels import WorkerChannel
-from areal_rloo.wire.columns import Limits, check_trajectories
+from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
@@ -83,8 +79,7 @@ class RolloutWorker:
         )
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
-        self._episodes: dict[Duty, asyncio.Task[None]] = {}
-        self._journals: dict[Duty, Journal] = {}  # of the train samples
+        self._episodes: dict[Duty, tuple[asyncio.Task[None], Journal]] = {}
         self._asked_for_partials = asyncio.Event()
         self._num_episodes = 0
         self._notice: wire.WeightsNotice | None = None  # the newest
@@ -120,7 +115,7 @@ class RolloutWorker:
         if not done - {self._end} and not self._drained:  # stopped: other workers go on with the samples
             await self._tell_partials()
             self._send_now()
-        await cancel([*tasks, *self._episodes.values()])
+        await cancel([*tasks, *(task for task, _ in self._episodes.values())])
         self._channel.send(self._protocol.goodbye(self._engine_state()))
         for task in tasks:
             if task in done and (fault := fault_of(task)) is not None:
@@ -132,13 +127,14 @@ class RolloutWorker:
         while True:
             orders = self._protocol.handle(await self._channel.receive(), self._engine_state())
             for duty in orders.cancel:
-                self._journals.pop(duty, None)
-                self._episodes.pop(duty).cancel()
+                self._episodes.pop(duty)[0].cancel()
             for lease in orders.start:  # together: they run as a batch
                 for duty in lease.duties:
-                    task = self._episodes[duty] = asyncio.create_task(
-                        self._run_episode(lease, duty), name=f"episode of sample {duty.sample_id}"
+                    journal = journal_of(lease)
+                    task = asyncio.create_task(
+                        self._run_episode(lease, duty, journal), name=f"episode of sample {duty.sample_id}"
                     )
+                    self._episodes[duty] = (task, journal)
                     task.add_done_callback(partial(self._ended, duty))
             if orders.receive is not None:  # replaces a notice not yet begun: that offer is over
                 self._notice = orders.receive
@@ -195,20 +191,18 @@ class RolloutWorker:
         with contextlib.suppress(TimeoutError, EngineError):  # the death of the engine ends the worker elsewhere
             async with asyncio.timeout(_ENGINE_ANSWER_S):
                 so_far = await asyncio.wrap_future(self._engine.unfinished())
-        self._protocol.tell_partials({duty: encode(made.turns(so_far)) for duty, made in self._journals.items()})
+        train = [(duty, journal) for duty, (_, journal) in self._episodes.items() if duty.purpose == "train"]
+        self._protocol.tell_partials({duty: encode(journal.turns(so_far)) for duty, journal in train})
 
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
         work = wire.Work(statistics.idle_s, statistics.generated_tokens)
         return EngineState(statistics.policy_version, statistics.ready_version, work)
 
-    async def _run_episode(self, lease: wire.Lease, duty: Duty) -> None:
+    async def _run_episode(self, lease: wire.Lease, duty: Duty, journal: Journal) -> None:
         """Run the episode of a duty, and record its trajectories or why there are none."""
         sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
-        journal = journal_of(lease)
-        if lease.purpose == "train":
-            self._journals[duty] = journal
         engine = SampleEngine(
             submitter=self._submitter,
             name=f"{lease.group_id}/{duty.sample_index}/{self._num_episodes}",
@@ -243,9 +237,8 @@ class RolloutWorker:
 
     def _ended(self, duty: Duty, task: asyncio.Task[None]) -> None:
         """Forget an ended episode. End this worker if the error is not the fault of the sample."""
-        if self._episodes.get(duty) is task:
+        if duty in self._episodes and self._episodes[duty][0] is task:
             del self._episodes[duty]
-            self._journals.pop(duty, None)
         self._due.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("sample %s ends this worker: %s", duty.sample_id, error)
@@ -265,32 +258,3 @@ class RolloutWorker:
             seed=lease.seed + index,
             stop_token_ids=self._stop_token_ids,
         )
-
-
-def checked_trajectories(
-    sample: Sample, trajectories: Sequence[Trajectory], limits: Limits
-) -> tuple[Sequence[Trajectory], int]:
-    """Check the trajectories of an episode, which may be the user's code; rewards of any library become Python floats.
-
-    Returns the trajectories, and their size in a message.
-
-    Raises:
-        EpisodeError: there is no trajectory, a trajectory of another sample, two different rewards, or a trajectory
-            that cannot be sent.
-    """
-    if not trajectories:
-        raise EpisodeError("episode_error", "expected at least one trajectory, got none")
-    plain = []
-    try:
-        for given in trajectories:
-            parts = {name: float(value) for name, value in given.reward_parts.items()}
-            plain.append(msgspec.structs.replace(given, reward=float(given.reward), reward_parts=parts))
-        num_bytes = check_trajectories(plain, limits)
-    except (DecodeError, TypeError, ValueError, AttributeError) as error:
-        raise EpisodeError("episode_error", f"expected trajectories that can be sent: {error}") from error
-    for other in {trajectory.sample_id for trajectory in plain} - {sample.sample_id}:
-        raise EpisodeError("episode_error", f"expected trajectories of sample {sample.sample_id}, got one of {other}")
-    rewards = [trajectory.reward for trajectory in plain]
-    if len(set(rewards)) > 1:
-        raise EpisodeError("episode_error", f"expected one reward for all trajectories, got {rewards}")
-    return plain, num_bytes

@@ -54,6 +54,10 @@ class Duty(NamedTuple):
     def sample_id(self) -> SampleId:
         return self.group_id, self.sample_index
 
+    @property
+    def purpose(self) -> Purpose:
+        return purpose_of(self.group_id)
+
 
 def digest(duties: Iterable[Duty]) -> bytes:
     """Return a digest of a set of duties, equal on every machine."""

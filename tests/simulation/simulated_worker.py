@@ -11,7 +11,7 @@ from simulation.world import HEARTBEAT_S
 
 from areal_rloo.errors import WentBackError
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
-from areal_rloo.trajectory import Completion, Trajectory, purpose_of
+from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
 
@@ -147,7 +147,7 @@ class SimulatedWorker:
 
     def _partials(self) -> dict[Duty, bytes]:
         made = ((duty, versions, contents) for duty, (_, versions, contents) in self._made.items())
-        return {duty: json.dumps([v, c]).encode() for duty, v, c in made if v and purpose_of(duty.group_id) == "train"}
+        return {duty: json.dumps([v, c]).encode() for duty, v, c in made if v and duty.purpose == "train"}
 
     # -- engine --------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from areal_rloo.errors import EpisodeError
+from areal_rloo.rollout.deadline import checked_trajectories
 from areal_rloo.rollout.episode import Sample
-from areal_rloo.rollout.worker import checked_trajectories
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
