@@ -169,4 +169,5 @@ def _is_whole(completion: Completion, room: int) -> bool:
 
 def digest_of(tokens: Sequence[int]) -> bytes:
     """Return the digest of a prompt, equal on every machine."""
-    return hashlib.blake2b(np.array(tokens, dtype=_INT32).tobytes(), digest_size=16).digest()
+    words = " ".join(map(str, tokens))  # also of numbers that are no token ids, which the engine will refuse
+    return hashlib.blake2b(words.encode(), digest_size=16).digest()
