@@ -288,8 +288,18 @@ def few_descriptors(run: SoakedRun, chance: Random) -> Blow | None:
 
 
 def _is_ready(run: SoakedRun) -> bool:
-    """Return whether the run has started: a start on a full disk is refused, which is right."""
-    return bool(run.learners()) and run.num_record_bytes() > 0
+    """Return whether the launcher has started a learner that trains: a start on a full disk is refused, which is right.
+
+    A learner of a killed launcher may still drain beside the next launcher.
+    """
+    parents = {parent.pid for learner in run.learners() for parent in _parents(learner)}
+    return run.launcher.pid in parents and run.num_record_bytes() > 0
+
+
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.parents()
+    return []
 
 
 def _launchers(run: SoakedRun) -> list[psutil.Process]:

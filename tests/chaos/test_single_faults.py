@@ -23,11 +23,12 @@ from support.processes import command_of
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 SOAK = Path(__file__).with_name("soak.py")
-NUM_STEPS = 40
+NUM_STEPS = 150
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 WITH_VERDICT = (
     *("telemetry.trajectories_per_step=1000000", "data.train.num_prompts=16", f"learner.num_train_steps={NUM_STEPS}"),
     *("rollout.num_workers=2", "wire.heartbeat_timeout_s=3", "weights.timeout_s=5"),
+    *("learner.groups_per_step=8", "evaluation.every_n_versions=50", "checkpoint.every_n_steps=50"),
 )
 # The worker with this id runs in another network than the learner.
 IN_ANOTHER_NETWORK = """
@@ -156,7 +157,7 @@ def test_a_clock_that_jumps_changes_nothing(start: Callable[..., Run], tmp_path:
 )
 def test_a_worker_that_breaks_the_protocol_ends_alone(start: Callable[..., Run], change: str, word: str) -> None:
     run = start()
-    _wait_for_steps(run, 2)
+    run.wait_for(lambda: bool(run.children("areal_rloo.rollout")))
     (first, *_) = sorted(command_of(worker) for worker in run.children("areal_rloo.rollout"))
     options = [option for option in first[3:] if not option.startswith("--worker-id=")]
     code = f"{change}; import runpy; runpy.run_module('areal_rloo.rollout', run_name='__main__', alter_sys=True)"
@@ -169,7 +170,8 @@ def test_a_worker_that_breaks_the_protocol_ends_alone(start: Callable[..., Run],
 
 def test_ranks_that_are_stopped_and_killed_cost_nothing(start: Callable[..., Run]) -> None:
     options = ("learner.num_ranks=2", "learner.num_train_steps=32", "launcher.max_learner_restarts=2")
-    run = start(*options, "data.train.num_prompts=1000", "wire.heartbeat_timeout_s=30")
+    small = ("learner.groups_per_step=4", "checkpoint.every_n_steps=2", "wire.heartbeat_timeout_s=30")
+    run = start(*options, *small)
     _wait_for_steps(run, 2)
     stopped = run.rank(1)
     stopped.send_signal(signal.SIGSTOP)
