@@ -165,7 +165,7 @@ class WorkerChannel:
         self._limits = limits
         self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, limits)
         self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
-        # For this end alone: libzmq aborts a ROUTER with heartbeats when a peer replaces its silent connection.
+        # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns

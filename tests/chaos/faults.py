@@ -22,10 +22,13 @@ import msgspec
 import psutil
 import zmq
 from chaos import sockets
-from chaos.soaked_run import HEARTBEAT_TIMEOUT_S, MEMORY, NUM_WORKERS, SoakedRun
+from chaos.soaked_run import HANGING_ENGINE, HEARTBEAT_TIMEOUT_S, MEMORY, NUM_WORKERS, SLOW_REWARDS, SoakedRun
 
+from areal_rloo.launcher.run_folder import newest_checkpoint
+from areal_rloo.waiting import wait_until
 from areal_rloo.wire.messages import WIRE_VERSION
 
+DRAIN_S = 120.0
 _LARGE_DISK = "size=4g"
 
 
@@ -43,11 +46,17 @@ Strike = Callable[[SoakedRun, Random], Blow | None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of fault. `weight`: how often, relative to the others."""
+    """A kind of fault.
+
+    Attributes:
+        weight: how often, relative to the others.
+        alone: every other fault heals before.
+    """
 
     name: str
     weight: int
     strike: Strike
+    alone: bool = False
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -103,14 +112,58 @@ def kill_learner_and_worker(run: SoakedRun, chance: Random) -> Blow | None:
 
 
 def kill_launcher(run: SoakedRun, chance: Random) -> Blow | None:
-    """Kill the launcher, and start it again with --resume."""
+    """Kill the launcher, and start it again with --resume, which needs a checkpoint."""
+    if newest_checkpoint(run.folder) is None:
+        return None
+    pid = run.launcher.pid
     run.launcher.kill()
     run.launcher.wait()
     time.sleep(chance.uniform(0, 3))
-    free_disk(run)
-    free_memory()
     run.start(resume=True)
-    return Blow(f"SIGKILL to {run.launcher.pid}, then --resume")
+    return Blow(f"SIGKILL to {pid}, then --resume")
+
+
+def drain_by(group: Callable[[SoakedRun], list[psutil.Process]]) -> Strike:
+    """Make a fault that drains the run by a SIGTERM to a process of a group, and resumes the run.
+
+    A learner that has no handler of signals yet dies, and the launcher starts another.
+    """
+
+    def strike(run: SoakedRun, chance: Random) -> Blow | None:
+        victims = group(run) if _is_ready(run) else []
+        if not victims:
+            return None
+        before = {process.pid for process in run.learners()}
+        send(victims, signal.SIGTERM)
+        wait_until(
+            lambda: run.launcher.poll() is not None or bool({process.pid for process in run.learners()} - before),
+            timeout_s=DRAIN_S,
+            look_every_s=0.1,
+        )
+        code = run.launcher.poll()
+        if code is None:
+            return Blow(f"SIGTERM to {_named(victims)}")
+        if code:
+            raise RuntimeError(f"a drain by SIGTERM to {_named(victims)} ended with code {code}")
+        run.start(resume=True)
+        return Blow(f"SIGTERM to {_named(victims)}, then --resume")
+
+    return strike
+
+
+def slow_rewards(run: SoakedRun, chance: Random) -> Blow | None:
+    mark = run.work / SLOW_REWARDS
+    mark.touch()
+    return Blow("every reward takes up to a second", chance.uniform(3, 10), lambda: mark.unlink(missing_ok=True))
+
+
+def hang_engine(run: SoakedRun, chance: Random) -> Blow | None:
+    """Let the engine of a worker hang with all requests; the worker's watchdog must end the worker."""
+    mark = run.work / HANGING_ENGINE
+    if not run.workers() or mark.exists():
+        return None
+    mark.touch()
+    return Blow("the next step of an engine never returns")
 
 
 def _of_wire(run: SoakedRun, chance: Random) -> list[socket.socket]:
@@ -219,7 +272,7 @@ def few_descriptors(run: SoakedRun, chance: Random) -> Blow | None:
     """Leave a process the descriptors that the process has, and a few more."""
     if not _is_ready(run):
         return None
-    victim = chance.choice([*run.workers(), *run.learners(), psutil.Process(run.launcher.pid)])
+    victim = chance.choice([*run.workers(), *run.learners(), *_launchers(run)])
     try:
         soft, hard = resource.prlimit(victim.pid, resource.RLIMIT_NOFILE)
         few = max(int(name) for name in os.listdir(f"/proc/{victim.pid}/fd")) + chance.choice((1, 2, 8))  # noqa: PTH208
@@ -235,15 +288,38 @@ def few_descriptors(run: SoakedRun, chance: Random) -> Blow | None:
 
 
 def _is_ready(run: SoakedRun) -> bool:
-    """Return whether the run has started: a start on a full disk is refused, which is right."""
-    return bool(run.learners()) and run.num_record_bytes() > 0
+    """Return whether the launcher has started a learner that trains: a start on a full disk is refused, which is right.
+
+    A learner of a killed launcher may still drain beside the next launcher.
+    """
+    parents = {parent.pid for learner in run.learners() for parent in _parents(learner)}
+    return run.launcher.pid in parents and run.num_record_bytes() > 0
+
+
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.parents()
+    return []
 
 
 def _launchers(run: SoakedRun) -> list[psutil.Process]:
-    return [psutil.Process(run.launcher.pid)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(run.launcher.pid)]
+    return []
 
 
-FAULTS = (
+def two_at_once(run: SoakedRun, chance: Random) -> Blow | None:
+    """Strike with two kinds of faults at the same moment."""
+    kinds = [fault for fault in _SINGLE_FAULTS if not fault.alone]
+    blows = [blow for fault in chance.sample(kinds, 2) if (blow := fault.strike(run, chance)) is not None]
+    heals = [blow.heal for blow in blows if blow.heal is not None]
+    if not blows:
+        return None
+    words, lasts_s = " + ".join(blow.words for blow in blows), max(blow.lasts_s for blow in blows)
+    return Blow(words, lasts_s, (lambda: [heal() for heal in heals]) if heals else None)
+
+
+_SINGLE_FAULTS = (
     Fault("kill worker", 6, kill_of(SoakedRun.workers, signal.SIGKILL)),
     Fault("kill two workers", 2, kill_of(SoakedRun.workers, signal.SIGKILL, 2)),
     Fault("terminate worker", 3, kill_of(SoakedRun.workers, signal.SIGTERM)),
@@ -252,9 +328,14 @@ FAULTS = (
     Fault("stop learner", 3, stop_of(SoakedRun.learners)),
     Fault("kill learner and worker", 1, kill_learner_and_worker),
     Fault("stop launcher", 2, stop_of(_launchers)),
-    Fault("kill launcher", 1, kill_launcher),
+    Fault("terminate learner", 1, drain_by(SoakedRun.learners), alone=True),
+    Fault("kill launcher", 1, kill_launcher, alone=True),
+    Fault("terminate launcher", 1, drain_by(_launchers), alone=True),
     Fault("kill reward", 4, kill_of(SoakedRun.rewards, signal.SIGKILL)),
     Fault("stop reward", 2, stop_of(SoakedRun.rewards)),
+    Fault("terminate reward", 2, kill_of(SoakedRun.rewards, signal.SIGTERM)),
+    Fault("slow reward", 2, slow_rewards),
+    Fault("hang engine", 1, hang_engine),
     Fault("kill keeper", 2, kill_of(SoakedRun.keepers, signal.SIGKILL)),
     Fault("stop keeper", 2, stop_of(SoakedRun.keepers)),
     Fault("cut connection", 4, cut_connection),
@@ -267,3 +348,4 @@ FAULTS = (
     Fault("full memory", 2, full_memory),
     Fault("few descriptors", 2, few_descriptors),
 )
+FAULTS = (*_SINGLE_FAULTS, Fault("two at once", 4, two_at_once))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,40 +27,62 @@ NUM_WORKERS = 2
 CONFIG = (
     *("--config", "quickstart.yaml", f"rollout.num_workers={NUM_WORKERS}"),
     *("data.train.num_prompts=300", "algorithm.group_size=8", "learner.groups_per_step=8"),
-    *("learner.num_train_steps=1000000", "learner.optimizer.schedule=constant", "evaluation.every_n_versions=20"),
+    *("learner.optimizer.schedule=constant", "evaluation.every_n_versions=20"),
     *("data.eval.num_prompts=100", "checkpoint.every_n_steps=5", "telemetry.trajectories_per_step=1000000"),
     *("wire.heartbeat_s=0.5", f"wire.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}", "wire.stall_timeout_s=20"),
     *("weights.timeout_s=5", "rollout.reward_timeout_s=3", "rollout.max_reward_failure_share=0.9"),
     *("launcher.max_restarts=100000", "launcher.max_learner_restarts=1000", "launcher.drain_timeout_s=20"),
-    *("launcher.min_free_disk_bytes=1000000", "telemetry.progress=false"),
+    *("launcher.hang_timeout_s=30", "launcher.min_free_disk_bytes=1000000", "telemetry.progress=false"),
 )
+SLOW_REWARDS, HANGING_ENGINE = "slow-rewards", "hanging-engine"  # files in the folder of the soak
 # The reward of the user: 0, but some processes hang, exit or take long.
 _HAZARD = """
 import os, random, time
 
 def hazard(completion, purpose):
     chance = random.random()
+    if os.path.exists("{slow}"):
+        time.sleep(random.uniform(0, 1))
     if purpose == "train" and chance < {share}:
         kind = chance / {share}
         time.sleep(3600 if kind < 0.2 else random.uniform(0, 2))
         kind > 0.8 and os._exit(3)
     return 0.0
 """
+# The user's entry: the engine that removes the file first never returns from the next step.
+_ENTRY = """
+import os, time
+from areal_rloo.engines.embedded.scheduler import Scheduler
+
+step = Scheduler.step
+
+def hangs(self, *arguments, **options):
+    try:
+        os.unlink("{hanging}")
+    except FileNotFoundError:
+        return step(self, *arguments, **options)
+    time.sleep(10_000)
+
+Scheduler.step = hangs
+"""
 
 
 class SoakedRun:
     """A run that a soak disturbs."""
 
-    def __init__(self, work: Path, seed: int, *, hazard_share: float) -> None:
+    def __init__(self, work: Path, seed: int, *, hazard_share: float, num_train_steps: int) -> None:
         """`hazard_share`: of the completions whose reward is in trouble."""
         self.work, self.folder = work, work / "disk" / "run"
         self.folder.mkdir(parents=True)
         (self.folder / FILE_NAME).symlink_to(work / FILE_NAME)
         (work / FILE_NAME).touch()
         hazard = work / "hazard.py"
-        hazard.write_text(_HAZARD.format(share=hazard_share))
+        hazard.write_text(_HAZARD.format(share=hazard_share, slow=work / SLOW_REWARDS))
+        entry = work / "entry.py"
+        entry.write_text(_ENTRY.format(hanging=work / HANGING_ENGINE))
         rewards = f"data.train.rewards=[{{task: arithmetic}}, {{function: '{hazard}:hazard'}}]"
-        self._arguments = (*CONFIG, rewards, f"run.seed={seed}", f"run.folder={self.folder}")
+        steps = (f"learner.num_train_steps={num_train_steps}", f"run.entry={entry}")
+        self._arguments = (*CONFIG, rewards, *steps, f"run.seed={seed}", f"run.folder={self.folder}")
         self._output = work / "launcher.out"
         self.launcher = self.start()
 
@@ -106,12 +129,19 @@ class SoakedRun:
 
     def num_record_bytes(self) -> int:
         """Return the size of metrics.jsonl: progress if larger than before."""
-        path = self.folder / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        try:
+            return (self.folder / "metrics.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def num_steps(self) -> int:
         records = read_records(self.folder / "metrics.jsonl")
         return max((record.num_train_steps for record in records if isinstance(record, TrainRecord)), default=0)
+
+    def logs(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and the end of each log."""
+        for path in (self._output, *sorted((self.folder / "logs").glob("*.log"))):
+            yield path.name, "\n".join(path.read_text(errors="replace").splitlines()[-40:])
 
     def accuracies(self) -> dict[int, float]:
         """Return the held-out accuracy by version."""

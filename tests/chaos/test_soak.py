@@ -1,4 +1,4 @@
-"""A short soak with a fixed seed; and the verdict of a soak finds damage that a test makes."""
+"""The verdict of a soak finds damage that a test makes, and a killed soak says that the verdict is missing."""
 
 import json
 import os
@@ -16,6 +16,7 @@ import pytest
 from chaos import sockets
 from chaos.verdict import judge, left_files, left_processes
 from support.local_runs import Run
+from support.processes import command_of
 
 from areal_rloo.telemetry.trajectories import FILE_NAME
 
@@ -26,20 +27,21 @@ Line = dict[str, Any]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_soak_of_a_minute_does_no_damage(tmp_path: Path) -> None:
-    """Repeat a failure with the command of this test."""
-    command = [sys.executable, str(SOAK), "--minutes=0.75", "--seed=7", "--every=4", f"--work={tmp_path / 'soak'}"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode == 77:
-        pytest.skip("no namespaces of one's own here, which a soak needs")
-    told = ended.stdout.splitlines()
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert told[0].startswith("seed 7: SEED=7 repeats the faults")
-    assert told[-1].endswith(
-        " faults, 0 samples lost, 0 samples trained twice, 0 tokens trained past the bound, 0 orphans"
-    )
-    assert " 0 faults" not in told[-1]
+@pytest.mark.timeout(300)
+def test_a_killed_soak_has_a_last_line_without_a_verdict(tmp_path: Path) -> None:
+    command = [sys.executable, str(SOAK), "--minutes=5", "--seed=7", "--calm", f"--work={tmp_path / 'soak'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as soak:
+        assert soak.stdout is not None
+        if not soak.stdout.readline().startswith("seed 7: SEED=7 repeats the faults"):
+            pytest.skip("no namespaces of one's own here, which a soak needs")
+        children = psutil.Process(soak.pid).children(recursive=True)
+        for process in children:
+            if command_of(process)[:2] == [sys.executable, str(SOAK)]:
+                process.kill()
+        rest, _ = soak.communicate(timeout=120)
+    assert rest.splitlines()[-1].startswith("seed 7: NO VERDICT, the soak ended with code 137")
+    assert soak.returncode == 1
+    assert [process for process in children if process.is_running()] == []
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 import asyncio
 import multiprocessing
 import signal
+import socket
+import struct
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -167,6 +170,65 @@ def test_the_end_of_a_killed_process_is_noticed_at_once() -> None:
         other.close()
 
     _run(scenario)
+
+
+class _RawPeer:
+    """A connection that speaks ZMTP 3 without libzmq, so a test decides about each byte."""
+
+    def __init__(self, port: int, identity: bytes) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        names = ((b"Socket-Type", b"DEALER"), (b"Identity", identity))
+        words = [bytes([len(n)]) + n + len(value).to_bytes(4, "big") + value for n, value in names]
+        body = b"\x05READY" + b"".join(words)
+        self._connection.sendall(b"\x04" + bytes([len(body)]) + body)
+        self._connection.recv(64, socket.MSG_WAITALL)
+
+    def send(self) -> None:
+        self._connection.sendall(b"\x00\x01x")
+
+    def reset(self) -> None:
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.close()
+
+
+def _learn_long(port: "multiprocessing.Queue[int]", ends: "multiprocessing.Queue[None]") -> None:
+    """Receive messages, and live for longer than the interval of the heartbeats of ZeroMQ, if there are heartbeats."""
+
+    async def main() -> None:
+        learner = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
+        interval_ms = learner._socket.getsockopt(zmq.HEARTBEAT_IVL)
+        port.put(learner.port)
+        receiving = asyncio.create_task(_ignored_for_ever(learner))
+        await asyncio.to_thread(ends.get)
+        await asyncio.sleep(1.5 * interval_ms / 1000)
+        receiving.cancel()
+        learner.close()
+
+    asyncio.run(main())
+
+
+def test_a_replaced_connection_that_is_reset_ends_no_learner() -> None:
+    """With heartbeats, libzmq aborts: a timer sends on the connection, whose input has stopped before the reset."""
+    context = multiprocessing.get_context("spawn")
+    port, ends = context.Queue(), context.Queue()
+    process = context.Process(target=_learn_long, args=(port, ends))
+    process.start()
+    number = port.get(timeout=60)
+    silent = _RawPeer(number, b"w#1")
+    silent.send()
+    time.sleep(0.3)
+    successor = _RawPeer(number, b"w#1")
+    successor.send()
+    time.sleep(0.3)
+    silent.send()  # to a pipe that has gone to the successor, so libzmq stops reading
+    time.sleep(0.3)
+    silent.reset()
+    time.sleep(0.3)
+    ends.put(None)
+    process.join(60)
+    successor.reset()
+    assert process.exitcode == 0
 
 
 def test_invalid_messages_are_counted_and_do_not_stall_other_peers() -> None:
