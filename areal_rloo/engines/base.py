@@ -2,7 +2,7 @@
 
 A rollout worker submits requests, gets a future for each, and awaits the future with `asyncio.wrap_future`.
 `load_weights` returns at once; the engine swaps the weights in between two decode steps. A cancelled wait cancels no
-future of an engine (`uncancellable_future`): `abort` ends a request.
+future of a request or an update (`uncancellable_future`): `abort` ends a request.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Engine(Protocol):
     def unfinished(self) -> Future[dict[str, Completion]]:
         """Return the tokens made so far of the unfinished requests that have any, by request id; the requests go on.
 
-        The completions have the finish reason `abort`, and continue in another engine as `GenerationRequest.begun`.
+        The completions have the finish reason `abort`, and continue in another engine as `GenerationRequest.begun`. A
+        cancelled future asks for nothing any more.
 
         Raises:
             EngineError: the engine has stopped; now, or through the future.

@@ -169,11 +169,10 @@ class Intake:
     def call_for_partials(self) -> list[Outgoing]:
         """Ask all workers for the partial rollouts of their samples."""
         self._num_partials_calls += 1
-        asked = [worker for worker in self.fleet.alive.values() if worker.num_train]
-        for worker in asked:
-            worker.owes_partials = self._num_partials_calls
         call = wire.PartialsCall(self.learner_id, self._num_partials_calls)
-        return [Outgoing(worker.peer, call) for worker in asked]
+        for worker in self.fleet.alive.values():
+            worker.owes_partials = call.call_id if worker.num_train else None
+        return [Outgoing(worker.peer, call) for worker in self.fleet.alive.values() if worker.num_train]
 
     @property
     def has_partials(self) -> bool:
@@ -226,7 +225,7 @@ class Intake:
                 self.fleet.record_work(peer, message.work)
                 if worker is not None:
                     logger.info("%s says goodbye", worker.worker_id)
-                    self._remove(worker)
+                    self._remove(worker, failed=message.failed)
                 return []
             case wire.WeightsReady():
                 if worker is not None:
@@ -282,7 +281,7 @@ class Intake:
         if worker is not None:
             worker.release(duty)
         sample = self._leasing.sample(duty.sample_id)
-        if sample is None or not sample.accepts_failure(duty.lease_id):
+        if sample is None or not sample.is_newest(duty.lease_id):
             self._num_repeated += 1
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
@@ -292,7 +291,7 @@ class Intake:
     def _take_partials(self, worker: Worker | None, message: wire.Partials) -> None:
         for partial in message.partials:
             sample = self.ledger.sample((partial.group_id, partial.sample_index))
-            if sample is not None and sample.accepts(partial.lease_id):
+            if sample is not None and sample.is_newest(partial.lease_id):
                 sample.partial = partial.turns
         if worker is not None and message.last and message.call_id == worker.owes_partials:
             worker.owes_partials = None
@@ -326,7 +325,7 @@ class Intake:
         lost = {duty for duty in worker.duties if has_met and duty.lease_id <= hello.newest_lease} - told
         for duty in lost:
             worker.release(duty)
-        self._leasing.lose(lost, started=False)  # the same process loses no duty once it has come
+        self._leasing.lose(lost, is_attempt=False)  # the same process loses no duty once it has come
         void = tuple(sorted(duty for duty in told - worker.duties if not self._adopt(worker, duty)))
         logger.info(
             "%s says hello with version %s: %d duties, %d lost on their way, %d void",
@@ -375,10 +374,11 @@ class Intake:
         duties = tuple(sorted(worker.duties))
         for duty in duties:
             worker.release(duty)
-        self._leasing.lose(duties, started=True)
+        self._leasing.lose(duties, is_attempt=True)
         return Outgoing(worker.peer, wire.Abort(self.learner_id, duties))
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker, *, failed: bool = True) -> None:
+        """Forget a worker, and lease its samples again. They may be why it `failed`, but not why it was stopped."""
         self.fleet.remove(worker)
-        self._leasing.lose(worker.duties, started=True)
+        self._leasing.lose(worker.duties, is_attempt=failed)
         self._offers.leave(worker.worker_id)

@@ -64,14 +64,14 @@ class Leasing:
                 granted[worker.worker_id].append(lease)
         return [(worker, granted[worker.worker_id]) for worker in workers if granted[worker.worker_id]]
 
-    def lose(self, lost: Iterable[Duty], *, started: bool) -> None:
+    def lose(self, lost: Iterable[Duty], *, is_attempt: bool) -> None:
         """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.
 
-        `started`: the leases had reached the worker.
+        `is_attempt`: the samples may be why the duties were lost.
         """
         for duty in sorted(lost):
             sample = self.sample(duty.sample_id)
-            if sample is None or not sample.lose(duty.lease_id, started=started):
+            if sample is None or not sample.lose(duty.lease_id, is_attempt=is_attempt):
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
                 self.drop(duty.sample_id, "max_attempts", detail=f"lost {sample.num_attempts} times with its worker")

@@ -49,13 +49,13 @@ class Sample:
         """Return True if a result of this lease is welcome: also a late result, if it is the first."""
         return not self.trajectories and lease_id in self.lease_ids
 
-    def accepts_failure(self, lease_id: int) -> bool:
-        """Return True if a failure under this lease is final: no later lease can still finish the sample."""
+    def is_newest(self, lease_id: int) -> bool:
+        """Return True if no later lease can finish the sample: a failure is final, a partial rollout the longest."""
         return not self.trajectories and self.lease_ids[-1:] == (lease_id,)
 
     def adopts(self, lease_id: int, worker_id: str) -> bool:
         """Let a worker taken for dead go on; returns False if the sample does not wait for this lease."""
-        if self.worker_id is not None or not self.accepts_failure(lease_id):
+        if self.worker_id is not None or not self.is_newest(lease_id):
             return False
         self.worker_id = worker_id
         return True
@@ -64,15 +64,15 @@ class Sample:
         assert not self.trajectories, "a sample finishes once"
         self.trajectories, self.worker_id, self.partial = tuple(trajectories), None, b""
 
-    def lose(self, lease_id: int, *, started: bool) -> bool:
+    def lose(self, lease_id: int, *, is_attempt: bool) -> bool:
         """Let the sample wait for another lease; returns False if this lease does not hold the sample.
 
-        Without `started`, the lease never reached the worker, and counts as no attempt.
+        Without `is_attempt`, the lease never reached the worker, or the worker was stopped from outside.
         """
         if self.worker_id is None or lease_id != self.lease_ids[-1]:
             return False
         self.worker_id = None
-        self.num_attempts -= not started
+        self.num_attempts -= not is_attempt
         return True
 
 

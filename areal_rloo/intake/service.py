@@ -3,7 +3,8 @@
     training thread ── take_batch, commit, ... ──► event loop: wire ◄─► Intake, broadcaster, timer for silent workers
 
 Everything on the loop is single-threaded, so no state needs a lock. Leases, acknowledgements and heartbeats go on
-during a train step. The training thread waits in `take_batch`, for free buckets in `commit`, and at the end of the run.
+during a train step. The training thread waits in `take_batch`, in `gather_partials` (10 s at most), for free buckets in
+`commit`, and at the end of the run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     take_batch ─► TrainStep.step ─► commit (publish, settle the batch, admit) ─► metrics ─► a checkpoint at times
 
-In a step, the training thread waits in `take_batch` alone. Intake and broadcaster run on the intake's event loop.
+The training thread waits in `take_batch`, and some seconds at most for partial rollouts before a checkpoint. Intake and
+broadcaster run on the intake's event loop.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Learner:
         reason = "completed" if completed else "end_of_data"
         reason = "drained" if self.intake.draining else reason
         self.reporter.update_totals(self.intake.statistics())
+        self._gather_partials()
         self.save_checkpoint()
         if not self.checkpoints.wait():
             raise UnsavedError(
@@ -88,8 +90,6 @@ class Learner:
     def save_checkpoint(self) -> None:
         """Copy the state between two steps, and begin to write a checkpoint."""
         self.reporter.update_clock()
-        if self.config.checkpoint.partial_rollouts:
-            self.intake.gather_partials()
         state = LearnerState(
             policy_version=self.policy_version,
             history=self.intake.history,
@@ -121,6 +121,10 @@ class Learner:
         last = self.policy_version == self.config.learner.num_train_steps
         every = self.config.evaluation.every_n_versions
         evaluate = last or (every > 0 and self.policy_version % every == 0)
+        every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
+        saves = every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1)
+        if saves:
+            self._gather_partials()  # before the engines are busy with this version
         started_s = time.perf_counter()
         unpublished: WeightsError | None = None
         try:
@@ -138,9 +142,12 @@ class Learner:
         if unpublished is not None:
             self.save_checkpoint()
             raise unpublished
-        every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
-        if every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1):
+        if saves:
             self.save_checkpoint()
+
+    def _gather_partials(self) -> None:
+        if self.config.checkpoint.partial_rollouts:
+            self.intake.gather_partials()
 
     def _take_drops(self) -> list[Drop]:
         return self.intake.snapshot(lambda ledger, _: ledger.take_drops())

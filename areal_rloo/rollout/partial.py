@@ -11,6 +11,7 @@ agent too. Tools and agents run again; where these differ from before, the promp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from areal_rloo.engines.base import GenerationRequest
-from areal_rloo.errors import DecodeError
+from areal_rloo.errors import DecodeError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
@@ -51,8 +52,10 @@ _decoder = msgspec.msgpack.Decoder(tuple[_Encoded, ...])
 
 
 def encode(turns: Sequence[RecordedTurn]) -> bytes:
-    """Encode turns; no turns are no bytes."""
-    return msgspec.msgpack.encode([_encoded(turn) for turn in turns]) if turns else b""
+    """Encode turns; turns without any token are no bytes."""
+    if not any(len(turn.completion.tokens) for turn in turns):
+        return b""
+    return msgspec.msgpack.encode([_encoded(turn) for turn in turns])
 
 
 def decode(partial: bytes) -> tuple[RecordedTurn, ...]:
@@ -88,13 +91,24 @@ def _decoded(each: _Encoded) -> RecordedTurn:
     return RecordedTurn(each.prompt, Completion(tokens, logprobs, runs, each.finish_reason))
 
 
+class _Call:
+    """A call of the engine: the prompt, and the turn so far."""
+
+    def __init__(self, prompt: bytes, request_id: str, completion: Completion) -> None:
+        self.prompt, self.request_id, self.completion = prompt, request_id, completion
+
+
 class Journal:
-    """The turns of one sample: those of an earlier lease, those made, and those under way."""
+    """The turns of one sample: those of an earlier lease, and those made or under way.
+
+    Turns are in the order of their calls: the n-th call with a prompt gets the n-th turn, whichever ended first.
+    """
 
     def __init__(self, turns: Sequence[RecordedTurn] = ()) -> None:
         self._earlier = list(turns)  # not asked for again yet
-        self._made: list[RecordedTurn] = []
-        self._under_way: dict[str, RecordedTurn] = {}  # by request id, with the tokens of the earlier lease
+        self._calls: list[_Call] = []
+        # Versions never decrease along a trajectory: no turn begins under earlier weights than a turn before.
+        self._min_version = max((int(turn.completion.versions.max(initial=0)) for turn in turns), default=0)
 
     async def continued(
         self, request: GenerationRequest, complete: Callable[[GenerationRequest], Awaitable[Completion]]
@@ -102,26 +116,29 @@ class Journal:
         """Complete a request from where the earlier lease came: perhaps without the engine."""
         prompt, room = digest_of(request.prompt_tokens), request.sampling.max_new_tokens
         begun = self._recall(prompt)
+        if not _is_whole(begun, room) and (len(begun.tokens) >= room or begun.finish_reason == "stop"):
+            begun = _NOTHING  # of other limits
+        call = _Call(prompt, request.request_id, begun)
+        self._calls.append(call)
         if _is_whole(begun, room):
-            self._made.append(RecordedTurn(prompt, begun))
             return begun
-        if 0 < len(begun.tokens) < room and begun.finish_reason != "stop":
-            version = max(request.min_version, int(begun.versions[-1]))  # versions never decrease along a completion
-            request = replace(request, begun=begun, min_version=version)
-        self._under_way[request.request_id] = RecordedTurn(prompt, request.begun or _NOTHING)
+        request = replace(request, min_version=max(request.min_version, self._min_version))
         try:
-            completion = await complete(request)
-        finally:
-            del self._under_way[request.request_id]
-        self._made.append(RecordedTurn(prompt, completion))
-        return completion
+            if len(begun.tokens):
+                with contextlib.suppress(GenerationError):  # the engine refuses these tokens: begin anew
+                    call.completion = await complete(replace(request, begun=begun))
+                    return call.completion
+            call.completion = await complete(request)
+            return call.completion
+        except BaseException:
+            self._calls.remove(call)
+            raise
 
     def turns(self, so_far: Mapping[str, Completion]) -> list[RecordedTurn]:
         """Return all turns, given the engine's completions so far by request id."""
-        under_way = [
-            RecordedTurn(turn.prompt, so_far.get(name, turn.completion)) for name, turn in self._under_way.items()
-        ]
-        return [*self._made, *(turn for turn in under_way if len(turn.completion.tokens)), *self._earlier]
+        for call in self._calls:
+            call.completion = so_far.get(call.request_id, call.completion)
+        return [*(RecordedTurn(call.prompt, call.completion) for call in self._calls), *self._earlier]
 
     def _recall(self, prompt: bytes) -> Completion:
         """Take the earlier turn after this prompt out of the journal."""

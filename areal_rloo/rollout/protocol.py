@@ -262,9 +262,9 @@ class WorkerProtocol:
         """Return when to poll next if nothing happens."""
         return min(self._heartbeat_due_s, self._hello_due_s) if self._wants_hello else self._heartbeat_due_s
 
-    def goodbye(self, engine: EngineState) -> wire.Goodbye:
-        """Return the last message."""
-        return wire.Goodbye(self._learner_id, engine.work)
+    def goodbye(self, engine: EngineState, *, failed: bool) -> wire.Goodbye:
+        """Return the last message; `failed`: an error ends the worker."""
+        return wire.Goodbye(self._learner_id, engine.work, failed)
 
     def _hello(self, now_s: float, engine: EngineState) -> wire.Hello:
         self._hello_due_s = now_s + _HELLO_EVERY * self._heartbeat_s  # a Hello may be lost, or its Welcome

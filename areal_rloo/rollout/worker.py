@@ -112,11 +112,12 @@ class RolloutWorker:
         }
         tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
         done, _ = await asyncio.wait([*tasks, self._end], return_when=asyncio.FIRST_COMPLETED)
-        if not done - {self._end} and not self._drained:  # stopped: other workers go on with the samples
+        failed = bool(done - {self._end}) or self._end.exception() is not None
+        if not failed and not self._drained:  # stopped: other workers go on with the samples
             await self._tell_partials()
             self._send_now()
         await cancel([*tasks, *(task for task, _ in self._episodes.values())])
-        self._channel.send(self._protocol.goodbye(self._engine_state()))
+        self._channel.send(self._protocol.goodbye(self._engine_state(), failed=failed))
         for task in tasks:
             if task in done and (fault := fault_of(task)) is not None:
                 raise fault

@@ -218,6 +218,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
     learner_id: str | None
     work: Work
+    failed: bool = False  # an error ends the worker, not a signal or a Drain
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

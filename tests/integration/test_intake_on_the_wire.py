@@ -50,7 +50,7 @@ async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, 
 
     await worker.serve(obey, until=lambda: drained)
     await may_leave.wait()
-    worker.channel.send(worker.protocol.goodbye(ENGINE))
+    worker.channel.send(worker.protocol.goodbye(ENGINE, failed=False))
     worker.channel.close()
 
 

@@ -49,7 +49,7 @@ def _results_are_not_sent_again() -> Any:
 
 
 def _a_late_failure_drops_the_sample() -> Any:
-    return patch.object(Sample, "accepts_failure", lambda self, lease_id: not self.trajectories)
+    return patch.object(Sample, "is_newest", lambda self, lease_id: not self.trajectories)
 
 
 def _a_result_of_any_lease_counts() -> Any:
@@ -57,7 +57,7 @@ def _a_result_of_any_lease_counts() -> Any:
 
 
 def _a_failure_drops_a_sample_in_any_state() -> Any:
-    return patch.object(Sample, "accepts_failure", lambda self, lease_id: True)
+    return patch.object(Sample, "is_newest", lambda self, lease_id: True)
 
 
 def _messages_for_an_earlier_learner_count() -> Any:
@@ -134,8 +134,8 @@ def _a_goodbye_removes_the_worker_of_its_name() -> Any:
 def _samples_of_a_silent_worker_stay() -> Any:
     lose = Leasing.lose
 
-    def mutated(self: Leasing, lost: Any, *, started: bool) -> None:
-        lose(self, () if started else lost, started=started)
+    def mutated(self: Leasing, lost: Any, *, is_attempt: bool) -> None:
+        lose(self, () if is_attempt else lost, is_attempt=is_attempt)
 
     return patch.object(Leasing, "lose", mutated)
 
@@ -194,7 +194,7 @@ def _a_lost_notice_is_not_repeated() -> Any:
 
 def _an_adopted_sample_is_leased_to_another_too() -> Any:
     def mutated(self: Sample, lease_id: int, worker_id: str) -> bool:
-        return self.accepts_failure(lease_id)
+        return self.is_newest(lease_id)
 
     return patch.object(Sample, "adopts", mutated)
 

@@ -78,7 +78,7 @@ class SimulatedLearner:
             history=(*history, (self.learner_id, self.version)),
         )
         self._batch: list[Group] | None = None
-        self._saves_by_s: float | None = None  # a checkpoint waits for partial rollouts, until then at most
+        self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id
         self._timer_s = float("inf")
         self._commit()
@@ -139,7 +139,7 @@ class SimulatedLearner:
     def _after(self, outgoing: list[Outgoing]) -> None:
         """Do what the service does after every event: send, look at the offers, take the next batch if there is one."""
         self._send(outgoing)
-        self._save_if_told()
+        self._commit_if_told()
         self._take_batch()
         self._carry_out()
         self.check()
@@ -151,7 +151,7 @@ class SimulatedLearner:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _take_batch(self) -> None:
-        if self._batch is not None or self.done or self._saves_by_s is not None:
+        if self._batch is not None or self.done:
             return
         if self.version == self.config.learner.num_train_steps:
             if self.evaluation.finished:
@@ -175,11 +175,18 @@ class SimulatedLearner:
         if self._is_stopped():
             self.simulation.clock.at(self.stopped_until_s, self._train)
             return
-        assert self._batch is not None
+        self._commits_by_s = self.simulation.clock.now_s + _PARTIALS_S
+        self._after(self.intake.call_for_partials())
+
+    def _commit_if_told(self) -> None:
+        """Commit when the partial rollouts for the checkpoint have come, or it takes too long."""
+        told = self.intake.has_partials or self.simulation.clock.now_s >= (self._commits_by_s or 0.0)
+        if self._batch is None or self._commits_by_s is None or not told:
+            return
         for group in self._batch:
             self.trained.update({trajectory.sample_id for trajectory in group.trajectories})
             self.trained_prompts[group.epoch, group.item_index] += 1
-        self._batch = None
+        self._batch = self._commits_by_s = None
         self.version += 1
         self.contents[self.version] = self.simulation.new_content()
         self._commit()
@@ -188,16 +195,8 @@ class SimulatedLearner:
         self.offers.publish(self.version)
         outgoing = self.intake.commit(self.version, evaluate=self.version % 2 == 0)
         if self.version and self.version < self.config.learner.num_train_steps:
-            outgoing += self.intake.call_for_partials()
-            self._saves_by_s = self.simulation.clock.now_s + _PARTIALS_S
-        self._after(outgoing)
-
-    def _save_if_told(self) -> None:
-        if self._saves_by_s is not None and (
-            self.intake.has_partials or self.simulation.clock.now_s >= self._saves_by_s
-        ):
-            self._saves_by_s = None
             self._save()
+        self._after(outgoing)
 
     def _save(self) -> None:
         """Capture the state between two steps; the disk has it later, unless it refuses or the learner is killed."""

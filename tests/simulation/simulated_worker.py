@@ -92,7 +92,7 @@ class SimulatedWorker:
         """Give all samples back and end, as after SIGTERM."""
         self.protocol.tell_partials(self._partials())
         self.poll()
-        self.simulation.to_learner(self, self.protocol.goodbye(self._state()))
+        self.simulation.to_learner(self, self.protocol.goodbye(self._state(), failed=False))
         self.simulation.end_worker(self, restarts=restarts)
 
     def restart_engine(self) -> None:

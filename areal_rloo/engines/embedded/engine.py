@@ -101,7 +101,7 @@ class EmbeddedEngine:
             self._changed.notify()
 
     def unfinished(self) -> Future[dict[str, Completion]]:
-        future: Future[dict[str, Completion]] = uncancellable_future()
+        future: Future[dict[str, Completion]] = Future()
         with self._changed:
             if self._death is not None:
                 raise self._death
@@ -270,17 +270,17 @@ class EmbeddedEngine:
         self._give([*self._scheduler.abort(aborts), *((one.submission, one.completion("abort")) for one in waiting)])
 
     def _tell_unfinished(self) -> None:
-        with self._changed:
-            asked, self._asked = self._asked, []
-        if not asked:
+        if not self._asked:
             return
         ended, placed = self._scheduler.so_far()
         self._give(ended)
         with self._changed:
             found = [*placed, *self._waiting]
+            asked, self._asked = self._asked, []
         begun = {one.submission.request.request_id: one.completion("abort") for one in found if len(one.tokens)}
         for future in asked:
-            future.set_result(begun)
+            if future.set_running_or_notify_cancel():
+                future.set_result(begun)
 
     def _renew_pinned(self) -> None:
         """Remove the pinned batch when it is empty and outdated; make a batch when a pinned request waits."""
@@ -313,6 +313,7 @@ class EmbeddedEngine:
         for submission in unfinished.values():
             submission.future.set_exception(error)
         for asked in self._asked:
-            asked.set_exception(error)
+            if asked.set_running_or_notify_cancel():
+                asked.set_exception(error)
         for _, _, update in self._staged:
             update.set_exception(error)

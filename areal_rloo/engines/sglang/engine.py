@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, uncancellable_future
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest
 from areal_rloo.engines.sglang.client import Capabilities, Connection, ServerGoneError
 from areal_rloo.engines.sglang.flights import FlightQueue
 from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
@@ -138,7 +138,7 @@ class SGLangEngine:
         """Call the requests back from the server, which returns tokens in no other way, and send them again."""
         if self._queue.death is not None:
             raise self._queue.death
-        future: Future[dict[str, Completion]] = uncancellable_future()
+        future: Future[dict[str, Completion]] = Future()
         self._asked.put_nowait(future)
         return future
 
@@ -251,16 +251,25 @@ class SGLangEngine:
                 self._queue.close(death, failed=error is not None)
                 self._swapping.close(death)
                 while not self._asked.empty():
-                    self._asked.get_nowait().set_exception(death)
+                    if (future := self._asked.get_nowait()).set_running_or_notify_cancel():
+                        future.set_exception(death)
 
     async def _tell_unfinished(self) -> None:
         while True:
-            future = await self._asked.get()
-            try:
-                future.set_result(await self._sending.unfinished(timeout_s=_CALL_BACK_TIMEOUT_S))
-            except BaseException as error:
-                future.set_exception(EngineError(f"the tokens so far are unknown: {type(error).__name__}: {error}"))
-                raise
+            asked = [await self._asked.get()]
+            async with self._state.exclusive:  # an update may take longer than anybody waits
+                while not self._asked.empty():
+                    asked.append(self._asked.get_nowait())
+                waiting = [future for future in asked if future.set_running_or_notify_cancel()]
+                try:
+                    begun = await self._sending.unfinished(timeout_s=_CALL_BACK_TIMEOUT_S) if waiting else {}
+                except BaseException as error:
+                    why = EngineError(f"the tokens so far are unknown: {type(error).__name__}: {error}")
+                    for future in waiting:
+                        future.set_exception(why)
+                    raise
+                for future in waiting:
+                    future.set_result(begun)
 
     async def _leave_server(self) -> None:
         connection = self._state.connection

@@ -160,17 +160,19 @@ class Sending:
             raise ServerGoneError(f"requests did not come back within {timeout_s:g} s") from error
 
     async def unfinished(self, *, timeout_s: float) -> dict[str, Completion]:
-        """Call everything under way back, and return the completions so far; they continue where they were."""
+        """Call everything under way back, and return the completions so far; they continue where they were.
+
+        The caller holds `state.exclusive`.
+        """
         state = self._state
-        async with state.exclusive:
-            state.paused = True  # else the flights leave again while others come back
-            try:
-                with suppress(ServerGoneError):  # then without the tokens of the flights that are not back
-                    await self.call_back(timeout_s=timeout_s)
-                return self._queue.unfinished()
-            finally:
-                state.paused = False
-                state.changed.set()
+        state.paused = True  # else the flights leave again while others come back
+        try:
+            with suppress(ServerGoneError):  # then without the tokens of the flights that are not back
+                await self.call_back(timeout_s=timeout_s)
+            return self._queue.unfinished()
+        finally:
+            state.paused = False
+            state.changed.set()
 
     async def _abort(self, flight: Flight) -> None:
         while not flight.future.done():

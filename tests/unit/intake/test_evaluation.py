@@ -32,7 +32,7 @@ def _leases(evaluation: Evaluation) -> list[Lease]:
 def _lose(evaluation: Evaluation, lease: Lease, index: int = 0) -> None:
     sample = evaluation.sample((lease.group_id, index))
     assert sample is not None
-    sample.lose(1, started=True)
+    sample.lose(1, is_attempt=True)
     evaluation.wait_again((lease.group_id, index))
 
 

@@ -130,3 +130,22 @@ def test_a_restored_ledger_leases_partial_rollouts_again(intake: Intake) -> None
     again = make_intake(make_offers(), *ONE_GROUP, ledger=Ledger.restored(state, prompts, {}))
     leases = _leased(again.handle("peer", _hello(), 0.0))
     assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), b"turns"), ((0,), b"")]
+
+
+def test_a_lost_answer_of_a_worker_without_samples_delays_no_later_call(intake: Intake) -> None:
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    intake.call_for_partials()  # the call or its answer is lost
+    for duty in duties:
+        intake.handle("peer", _results(duty), 1.0)
+    assert not intake.has_partials
+    assert intake.call_for_partials() == []
+    assert intake.has_partials
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_only_workers_that_fail_use_up_the_attempts_of_a_sample(intake: Intake, failed: bool) -> None:
+    for number in range(3):  # wire.max_attempts
+        duties = _duties(intake.handle(f"peer{number}", _hello(f"w{number}"), float(number)))
+        intake.handle(f"peer{number}", _partials(*duties), float(number))
+        intake.handle(f"peer{number}", Goodbye(LEARNER, Work(), failed), float(number))
+    assert intake.ledger.counts().dropped == ({"max_attempts": 2} if failed else {})

@@ -69,7 +69,7 @@ class Simulation:
         before = self.workers.alive.get(worker_id)
         if before is not None:
             self.workers.remove(before)
-            self.leasing.lose(before.duties, started=True)
+            self.leasing.lose(before.duties, is_attempt=True)
         incarnation = str(self.incarnation)
         hello = Hello(worker_id, incarnation, 8, 0, None, 1, 0, (), Work())
         self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.version)
@@ -278,8 +278,8 @@ def test_a_finished_sample_accepts_nothing_more() -> None:
     sample = simulation.ledger.sample(duty.sample_id)
     assert sample is not None and sample.trajectories
     assert not sample.accepts(duty.lease_id)
-    assert not sample.accepts_failure(duty.lease_id)
-    assert not sample.lose(duty.lease_id, started=True)
+    assert not sample.is_newest(duty.lease_id)
+    assert not sample.lose(duty.lease_id, is_attempt=True)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])

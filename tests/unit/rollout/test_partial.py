@@ -13,7 +13,7 @@ from support.chat_endpoint import DATA, STOPS, RefusingRewards, a_sample, chat_f
 from support.episodes import RewardsByTurn, episode_config
 
 from areal_rloo.config import Config, EpisodeConfig, RolloutConfig
-from areal_rloo.engines.base import Engine, SamplingParameters
+from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters
 from areal_rloo.errors import DecodeError
 from areal_rloo.rollout.episode import Rewards, SampleEngine, Submitter
 from areal_rloo.rollout.episode_types import make_episode, serving
@@ -106,9 +106,8 @@ def _turn(num: int, reason: FinishReason = "abort", version: int = 0) -> Recorde
     return RecordedTurn(digest_of((5, 6)), Completion(tokens, logprobs, np.full(num, version, dtype=np.int32), reason))
 
 
-async def _generated(engine: Engine, turn: RecordedTurn, *, most: int, min_version: int = 0) -> Completion:
+async def _generated(engine: Engine, turn: RecordedTurn, *, most: int) -> Completion:
     made = _engine_of(Submitter(engine, context_tokens=1200), 0, Journal([turn]), 3 * most)
-    made.min_version = min_version
     return await made.generate((5, 6))
 
 
@@ -136,15 +135,65 @@ def test_a_turn_is_replayed_continued_or_made_anew(
     assert engine.statistics().generated_tokens == len(completion.tokens) - num_kept
 
 
-def test_versions_never_decrease_along_a_continued_completion(folder: Path) -> None:
-    engine = embedded(folder)
-    asyncio.run(asyncio.wait_for(_generated(engine, _turn(10, version=0), most=20), 60))
-    ((request, _),) = engine.calls
-    assert request.min_version == 0
-    with pytest.raises(TimeoutError):  # the engine has version 0: an earlier lease saw version 4
-        asyncio.run(asyncio.wait_for(_generated(engine, _turn(10, version=4), most=20), 0.2))
+@pytest.mark.parametrize("reason", ["abort", "stop"], ids=["continued", "the turn after a whole turn"])
+def test_versions_never_decrease_along_a_continued_sample(folder: Path, reason: FinishReason) -> None:
+    engine = embedded(folder)  # has version 0, and the earlier lease saw version 4
+
+    async def scenario() -> None:
+        made = _engine_of(Submitter(engine, context_tokens=1200), 0, Journal([_turn(10, reason, version=4)]), 60)
+        async with asyncio.timeout(0.5):
+            turn = await made.generate((5, 6))
+            await made.generate((5, 6, *turn.tokens.tolist(), 7))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
     engine.close()
-    assert engine.calls[-1][0].min_version == 4
+    ((request, _),) = engine.calls
+    assert request.min_version == 4
+
+
+def test_the_first_of_parallel_calls_gets_the_first_turn() -> None:
+    """Else an agent that uses its first answer would get the answer that ended first, which is a short one."""
+    lengths = {"first": 9, "second": 3, "third": 5}
+
+    async def call(journal: Journal, name: str, ends: asyncio.Event) -> int:
+        async def complete(request: GenerationRequest) -> Completion:
+            await ends.wait()
+            return _turn(lengths[name], "stop").completion
+
+        request = GenerationRequest(name, (5, 6), SamplingParameters(max_new_tokens=20))
+        return len((await journal.continued(request, complete)).tokens)
+
+    async def scenario() -> list[int]:
+        journal, ends = Journal(), {name: asyncio.Event() for name in lengths}
+        calls = [asyncio.create_task(call(journal, name, ends[name])) for name in lengths]
+        ends["second"].set()
+        await calls[1]
+        turns = journal.turns({"third": _turn(2).completion})
+        for one in calls:
+            one.cancel()
+        await asyncio.wait(calls)
+        assert [len(turn.completion.tokens) for turn in turns] == [0, 3, 2]
+        later = Journal(decode(encode(turns)))
+        for event in ends.values():
+            event.set()
+        return await asyncio.gather(*(call(later, name, ends[name]) for name in lengths))
+
+    assert asyncio.run(scenario()) == [9, 3, 5]
+
+
+def test_what_was_told_once_is_told_again_without_an_answer_of_the_engine() -> None:
+    async def scenario() -> list[int]:
+        journal = Journal()
+        request = GenerationRequest("a", (5, 6), SamplingParameters(max_new_tokens=20))
+        running = asyncio.create_task(journal.continued(request, lambda _: asyncio.Future()))
+        await asyncio.sleep(0)
+        told = [journal.turns(so_far) for so_far in ({}, {"a": _turn(7).completion}, {})]
+        running.cancel()
+        await asyncio.wait([running])
+        return [len(turn.completion.tokens) for turns in (*told, journal.turns({})) for turn in turns]
+
+    assert asyncio.run(scenario()) == [0, 7, 7], "a cancelled call is forgotten"
 
 
 def test_turns_arrive_as_they_are() -> None:
@@ -156,7 +205,7 @@ def test_turns_arrive_as_they_are() -> None:
             one, other = getattr(before.completion, field), getattr(after.completion, field)
             assert one.tobytes() == other.tobytes()
             assert one.dtype == other.dtype
-    assert encode([]) == b""
+    assert encode([]) == encode([_turn(0)]) == b""
     assert decode(b"") == ()
 
 

@@ -12,6 +12,7 @@ from support.requests_to_serve import PROMPT, logprobs_by_version, request, resu
 
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.engines.embedded.scheduler import Scheduler
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.trajectory import Completion
 
@@ -117,3 +118,14 @@ def test_a_closed_engine_is_asked_in_vain(tiny_folders: dict[str, Path]) -> None
         pass
     with pytest.raises(EngineError, match="closed"):
         engine.unfinished()
+
+
+def test_an_engine_that_dies_of_the_question_says_so(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Scheduler) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(Scheduler, "so_far", broken)
+    with serving(tiny_folders["qwen2"]) as engine, pytest.raises(EngineError, match="an illegal memory access"):
+        engine.unfinished().result(timeout=60)

@@ -70,6 +70,24 @@ def test_a_call_back_during_an_update_waits_for_its_end(tiny_folders: dict[str, 
     _play(folder, scenario)
 
 
+def test_a_question_given_up_calls_nothing_back(tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders["qwen2"]
+
+    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+        futures = engine.submit([request(str(i), prompt=(1, 2), max_new_tokens=60) for i in range(8)])
+        await asyncio.sleep(0.03)
+        faults.path, faults.fault, faults.left = "/update_weights_from_distributed", "wait", 1
+        updating = asyncio.create_task(_update(engine, folder, 2))
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            asyncio.wrap_future(engine.unfinished()).cancel()
+        await updating
+        await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+        assert engine.server_statistics().resumed == 0
+
+    _play(folder, scenario)
+
+
 def test_a_server_that_returns_nothing_costs_only_the_wait(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
