@@ -37,7 +37,8 @@ from chaos.verdict import Verdict, judge, left_files, left_processes
 from areal_rloo.waiting import wait_until
 
 _INSIDE = "AREAL_RLOO_SOAK_INSIDE"  # variable of the soak within the namespaces
-_STUCK_S = 150.0
+_RESPITE_S = 60.0  # without a train step; then no fault until the next step
+_STUCK_S = 210.0
 _END_S = 120.0
 _REST_S = 900.0  # of a soak, beside the faults
 _CALM_STEPS = 15  # the last steps, without faults
@@ -79,7 +80,9 @@ class Soak:
         """
         next_s = time.monotonic() + self.every_s
         while time.monotonic() < ends_s and not self.look():
-            if not calm and time.monotonic() >= next_s:
+            if time.monotonic() - self.moved_s > _RESPITE_S:
+                self.look(heal_all=True)  # so a run without a train step is stuck by itself, not by the next fault
+            elif not calm and time.monotonic() >= next_s:
                 self.strike()
                 next_s = time.monotonic() + self.chance.expovariate(1 / self.every_s)
             time.sleep(0.1)
@@ -87,13 +90,16 @@ class Soak:
     def strike(self) -> None:
         """Strike with the next fault of the round that can strike now.
 
-        The first round has every kind of fault, in random order; later rounds have each kind as often as its weight.
+        The first round has every kind of fault, in random order; later rounds have each kind as often as its weight. A
+        run that ends at a step has the first round alone, and no fault in the last steps.
         """
-        if self.num_steps is not None and self.run.num_steps() + _CALM_STEPS >= self.num_steps:
-            return
+        is_first = not self.counts
+        if self.num_steps is not None:
+            ends_soon = self.run.num_steps() + _CALM_STEPS >= self.num_steps
+            if ends_soon or not (is_first or self.round):
+                return
         if not self.round:
-            first = self.counts.total() == 0
-            self.round = [fault for fault in self.faults for _ in range(1 if first else fault.weight)]
+            self.round = [fault for fault in self.faults for _ in range(1 if is_first else fault.weight)]
             self.chance.shuffle(self.round)
         for fault in self.round:
             if fault.alone:
@@ -251,7 +257,7 @@ def _keep(run: SoakedRun) -> None:
 
 def _tell(soak: Soak, verdict: Verdict, trouble: str | None, options: argparse.Namespace) -> None:
     seed, steps, accuracies = options.seed, soak.run.num_steps(), soak.run.accuracies()
-    last = f"{soak.counts.total()} faults, {verdict}"
+    last = f"{soak.counts.total()} faults, {verdict if trouble is None else 'damage not counted'}"
     print("faults: " + ", ".join(f"{fault.name} {soak.counts[fault.name]}" for fault in soak.faults))
     print("accuracy: " + ", ".join(f"{version}: {value:.2f}" for version, value in accuracies.items()))
     if options.write is not None:

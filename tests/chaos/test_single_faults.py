@@ -132,7 +132,7 @@ def _wait_for_steps(run: Run, number: int) -> None:
 )
 def test_a_run_under_faults_of_a_group_ends_at_its_step(tmp_path: Path, words: str) -> None:
     """Repeat a failure with the command of this test."""
-    options = ["--seed=5", "--steps=100", "--minutes=8", "--every=1.5", f"--work={tmp_path / 'soak'}"]
+    options = ["--seed=5", "--steps=100", "--minutes=10", "--every=2", f"--work={tmp_path / 'soak'}"]
     command = [sys.executable, str(SOAK), *options, f"--only={words}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode == 77:
