@@ -7,9 +7,8 @@ ArealRlooError
 │   ├── ModelError           a model folder or an architecture
 │   ├── PreflightError       ports, devices, disk, checked before any process starts
 │   └── CheckpointError      a checkpoint to resume from
-├── WireError            messages between the learner and a rollout worker
-│   ├── DecodeError          bytes that are not a valid message
-│   └── WireVersionError     a peer with another wire version
+├── DecodeError          bytes of a file, a process, or a peer that are not a valid value
+├── WireVersionError     a peer with another wire version
 ├── WeightsError         a failed broadcast
 │   ├── ChecksumError        received weights that differ from the sent weights
 │   └── WentBackError        a learner that restarted from an older version
@@ -66,15 +65,11 @@ class CheckpointError(UserError):
     """No complete checkpoint exists, or the checkpoint belongs to another run."""
 
 
-class WireError(ArealRlooError):
-    """A message between the learner and a rollout worker is invalid."""
+class DecodeError(ArealRlooError):
+    """Bytes of a file, a process, or a peer are not a valid value; the text names the field and the reason."""
 
 
-class DecodeError(WireError):
-    """Bytes from the wire are not a valid message; the text names the field and the reason."""
-
-
-class WireVersionError(WireError):
+class WireVersionError(ArealRlooError):
     """The peer has another wire version."""
 
 

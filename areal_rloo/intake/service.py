@@ -3,8 +3,8 @@
     training thread ── take_batch, commit, ... ──► event loop: wire ◄─► Intake, broadcaster, timer for silent workers
 
 Everything on the loop is single-threaded, so no state needs a lock. Leases, acknowledgements and heartbeats go on
-during a train step. The training thread waits in `take_batch`, in `gather_partials` (10 s at most), for free buckets in
-`commit`, and at the end of the run.
+during a train step. The training thread waits in `take_batch`, in `gather_partials`, for free buckets in `commit`, and
+at the end of the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _TICKS_PER_HEARTBEAT = 4
-_PARTIALS_S = 10.0  # an engine may need some seconds to tell its tokens
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
 
@@ -150,14 +149,18 @@ class IntakeService:
 
         `fill` gathers the weights into buckets, on the calling thread.
 
+        A drain ends the wait for memory: no worker needs the version any more.
+
         Raises:
             WeightsError: there is no memory for the weights. The version is not published, but the batch counts as
                 trained, so that a checkpoint has the step.
         """
         try:
-            buckets = self._run(self._broadcaster.stage())
+            buckets = self._run(self._broadcaster.stage(gives_up=lambda: self._intake.draining))
         except WeightsError:
             self._act(lambda: self._intake.commit(policy_version, evaluate=False))
+            if self._intake.draining:
+                return
             raise
         fill(buckets)
 
@@ -180,10 +183,10 @@ class IntakeService:
         intake = self._intake
         self._run(self._wait_until(lambda: intake.evaluation.finished or intake.draining, "the evaluation"))
 
-    def gather_partials(self) -> None:
-        """Let the workers tell the partial rollouts of their samples, for a checkpoint; wait a few seconds at most."""
+    def gather_partials(self, timeout_s: float) -> None:
+        """Let the workers tell the partial rollouts of their samples, for a checkpoint; wait until the timeout."""
         with contextlib.suppress(TimeoutError):
-            self._thread.run(self._gather_partials())
+            self._thread.run(self._gather_partials(timeout_s))
 
     def snapshot(self, read: Callable[[Ledger, PromptStream], T]) -> T:
         """Run a reader on the loop, where ledger and stream do not change meanwhile; works after a failure, too."""
@@ -301,9 +304,9 @@ class IntakeService:
         await self._wait_until(is_settled, "the next batch")
         return batch
 
-    async def _gather_partials(self) -> None:
+    async def _gather_partials(self, timeout_s: float) -> None:
         self._apply(self._intake.call_for_partials())
-        async with asyncio.timeout(_PARTIALS_S):
+        async with asyncio.timeout(timeout_s):
             await self._wait_until(lambda: self._intake.has_partials or self._failure is not None, "partial rollouts")
 
     async def _wait_until(self, condition: Callable[[], bool], name: str) -> None:

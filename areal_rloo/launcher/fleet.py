@@ -18,7 +18,8 @@ from typing import Protocol
 import msgspec
 
 from areal_rloo.config import Config
-from areal_rloo.errors import PreflightError, UserError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import write_atomically
 from areal_rloo.launcher.hosts import ClaimedGpus
 from areal_rloo.launcher.placement import Host, Placement, resized
@@ -129,8 +130,8 @@ def ask(folder: Path, wish: Wish) -> None:
 def read_answer(folder: Path, wish: Wish) -> Answer | None:
     """Read the launcher's answer to a wish; None if there is none yet."""
     try:
-        answer = msgspec.json.decode((folder / _ANSWER).read_bytes(), type=Answer)
-    except FileNotFoundError:
+        answer = from_json((folder / _ANSWER).read_bytes(), Answer)
+    except (FileNotFoundError, DecodeError):
         return None
     return answer if answer.wish_id == wish.wish_id else None
 
@@ -213,14 +214,14 @@ class Fleet:
     def _obey_wish(self) -> None:
         try:
             encoded = (self._folder / _WISH).read_bytes()
-        except FileNotFoundError:
+        except OSError:  # no wish; or a disk that may read the wish later
             return
         if encoded == self._seen:
             return
         self._seen = encoded
         try:
-            wish = msgspec.json.decode(encoded, type=Wish)
-        except msgspec.DecodeError as error:
+            wish = from_json(encoded, Wish)
+        except DecodeError as error:
             self._progress.warn(f"{self._folder / _WISH} is ignored: {error}; use python -m areal_rloo.launcher.scale")
             return
         answer = Answer(wish.wish_id)

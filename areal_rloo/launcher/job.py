@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
-from areal_rloo.errors import DataError, PreflightError, UserError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DataError, DecodeError, PreflightError, UserError
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.placement import Placement
@@ -148,7 +147,10 @@ class Job:
         file = self._folder / "model.json"
         if not file.exists():
             return None
-        made = msgspec.json.decode(file.read_bytes(), type=PreparedModel)
+        try:
+            made = from_json(file.read_bytes(), PreparedModel)
+        except DecodeError:
+            return None
         return (made.path, made.warm_start_s) if Path(made.path).is_dir() else None
 
     def _supervise(self, model_path: str, warm_start_s: float) -> int:

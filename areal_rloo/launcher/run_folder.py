@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config, dump_config
-from areal_rloo.errors import CheckpointError, PreflightError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
@@ -112,8 +113,8 @@ def newest_checkpoint(folder: Path) -> str | None:
 def is_finished(folder: Path) -> bool:
     """Whether the training is complete, according to the learner's summary."""
     try:
-        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+        summary = from_json((folder / "summary.json").read_bytes(), dict[str, Any])
+    except (OSError, DecodeError):
         return False
     return summary.get("exit_reason") in ("completed", "end_of_data")
 

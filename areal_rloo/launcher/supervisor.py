@@ -7,6 +7,7 @@ restart together.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -35,6 +36,7 @@ logger = get_logger(__name__)
 _BACKOFF_S = (0.0, 0.5, 2.0, 5.0)
 RESTART_WINDOW_S = 24 * 3600.0  # `max_restarts` counts the restarts of this time
 _LAST_WORDS_BYTES = 64 * 1024
+_FULL_BYTES = 64 * 1024  # a disk with less room has lost output
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 5.0
 _KILLED = 128 + signal.SIGKILL
@@ -191,13 +193,16 @@ class Supervisor:
         self._starter.close()
 
     def last_words(self, name: str) -> str:
-        """Give the last line of a process's output, or an empty string."""
+        """Give the last line of a process's output; without output, what is wrong with the disk, or an empty string."""
         try:
             with (self._logs / f"{name}.out").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
                 lines = file.read().decode(errors="replace").strip().splitlines()
+            free = shutil.disk_usage(self._logs).free
         except OSError:
             return ""
+        if not lines and free < _FULL_BYTES:
+            return f"Its output is missing: {self._logs} has {free} bytes free; free some disk"
         return lines[-1] if lines else ""
 
     def _started(self, spec: ProcessSpec) -> Handle:

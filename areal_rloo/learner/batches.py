@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import write_atomically
 from areal_rloo.telemetry.logs import get_logger
@@ -168,12 +169,12 @@ def read_batch(path: Path) -> list[Group]:
         content = path.read_bytes()
         if _digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
             raise DataError(f"{path}: the batch is damaged: another checksum; replay from a later checkpoint")
-        batch = msgspec.msgpack.decode(content[_DIGEST_BYTES:], type=_Batch)
+        batch = from_msgpack(content[_DIGEST_BYTES:], _Batch)
         limits = Limits(max_trajectories=len(batch.headers))
         trajectories = iter(decode_columns(batch.headers, batch.columns, limits))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, DecodeError) as error:
+    except DecodeError as error:
         raise DataError(f"{path}: a batch of another version of areal_rloo: {error}") from error
     return [
         Group(
@@ -191,8 +192,8 @@ def read_batch(path: Path) -> list[Group]:
 def read_start(path: Path) -> Start:
     """Read a start; raises DataError if the file is unreadable or of another version."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Start)
-    except (OSError, msgspec.DecodeError) as error:
+        return from_json(path.read_bytes(), Start)
+    except (OSError, DecodeError) as error:
         raise DataError(f"{path}: a start of another version of areal_rloo: {error}") from error
 
 

@@ -22,7 +22,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_rloo.errors import CheckpointError
+from areal_rloo.decoding import from_json, from_msgpack
+from areal_rloo.errors import CheckpointError, DecodeError
 from areal_rloo.files import flush_to_disk
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
@@ -188,13 +189,16 @@ class Checkpoints:
 def read_state(folder: Path) -> LearnerState:
     """Read the state file of a checkpoint; raises CheckpointError if it has another format."""
     encoded = (folder / "state.msgpack").read_bytes()
-    found = msgspec.msgpack.decode(encoded, type=_Format).format
+    try:
+        found = from_msgpack(encoded, _Format).format
+    except DecodeError as error:
+        raise CheckpointError(f"{folder}/state.msgpack: not the state of a learner: {error}") from error
     if found != _FORMAT:
         raise CheckpointError(
             f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
             "checkpoint, or start again with another run.folder"
         )
-    return msgspec.msgpack.decode(encoded, type=LearnerState)
+    return from_msgpack(encoded, LearnerState)
 
 
 def write_model(
@@ -227,9 +231,9 @@ def _seal(folder: Path) -> None:
 def is_whole(folder: Path) -> bool:
     """Whether every file of a checkpoint has its checksum."""
     try:
-        sums = msgspec.json.decode((folder / "checksums.json").read_bytes(), type=dict[str, str])
+        sums = from_json((folder / "checksums.json").read_bytes(), dict[str, str])
         return all(_digest(folder / name) == digest for name, digest in sums.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, DecodeError):
         return False
 
 

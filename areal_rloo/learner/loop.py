@@ -29,6 +29,8 @@ from areal_rloo.weights.broadcast import Broadcaster
 
 logger = get_logger(__name__)
 
+_PARTIALS_S = 10.0  # an engine may need some seconds to tell its tokens
+
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
@@ -147,7 +149,8 @@ class Learner:
 
     def _gather_partials(self) -> None:
         if self.config.checkpoint.partial_rollouts:
-            self.intake.gather_partials()
+            # A stopped worker never answers: time for the checkpoint must be left within a drain.
+            self.intake.gather_partials(min(_PARTIALS_S, self.config.launcher.drain_timeout_s / 4))
 
     def _take_drops(self) -> list[Drop]:
         return self.intake.snapshot(lambda ledger, _: ledger.take_drops())

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from areal_rloo.errors import ModelError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError, ModelError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +36,7 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
         raise ModelError(f"{key}: {path}: no such folder; expected {else_expected}")
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if (folder / "model" / "config.json").is_file():
             raise ModelError(f"{key}: {path}: this is a checkpoint; its model is {folder / 'model'}") from error
         raise ModelError(f"{key}: {path}: config.json cannot be read: {error}; expected {files}") from error
@@ -100,7 +99,7 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{key}: {index} cannot be read: {error}; download the model again") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -123,11 +122,11 @@ def _header(key: str, file: Path) -> dict[str, Any]:
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > _MOST_HEADER_BYTES:
                 raise ValueError("the header is not that of a .safetensors file")
-            header: dict[str, Any] = msgspec.json.decode(opened.read(length), type=dict[str, Any])
+            header: dict[str, Any] = from_json(opened.read(length), dict[str, Any])
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         num_bytes, expected = file.stat().st_size, 8 + length + max(ends, default=0)
         if num_bytes < expected:
             raise ValueError(f"{num_bytes} of {expected} bytes are present")
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, DecodeError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(f"{key}: {file} is not whole: {error}; download the model again") from error
     return header

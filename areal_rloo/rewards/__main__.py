@@ -22,6 +22,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from areal_rloo.config import import_function
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import RewardError, described, shortened
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import Job, Reply
@@ -74,7 +75,7 @@ def _send(connection: Connection, reply: Reply) -> None:
 def _serve_in_turn(connection: Connection, scorer: Scorer) -> None:
     while True:
         try:
-            job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
+            job: Job = from_msgpack(connection.recv_bytes(), Job)
             try:
                 reply = Reply(job_id=job.job_id, result=scorer(job))
             except BaseException as error:  # noqa: BLE001 - the user's code; also `sys.exit` drops only its own sample
@@ -99,7 +100,7 @@ async def _serve_together(connection: Connection, scorer: Scorer, deadline_s: fl
     def read() -> None:
         try:
             while True:
-                job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
+                job: Job = from_msgpack(connection.recv_bytes(), Job)
                 loop.call_soon_threadsafe(begin, job)
         except (EOFError, OSError):
             os._exit(0)  # also while jobs run

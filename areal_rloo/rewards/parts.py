@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function, source_key
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.models.folder import check_model_folder
 from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.rewards.functions import FunctionReward, is_async
@@ -216,7 +217,7 @@ def make_scorer(argument: bytes) -> Callable[[Job], Any]:
     Raises:
         UserError: a task refuses its source, or a function cannot be imported.
     """
-    settings = msgspec.msgpack.decode(argument, type=ScorerSettings)
+    settings = from_msgpack(argument, ScorerSettings)
     scorers: dict[PartKey, Callable[[RewardRequest], Any]] = {}
     answering: dict[SourceKey, Task] = {}
     for part in reward_parts(settings.data):

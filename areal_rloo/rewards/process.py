@@ -23,7 +23,8 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_rloo.errors import ConfigError, RewardError, StartError
+from areal_rloo.decoding import from_msgpack
+from areal_rloo.errors import ConfigError, DecodeError, RewardError, StartError
 from areal_rloo.keeper import kept
 from areal_rloo.rewards.request import FailureReason, FinalAnswer, RewardRequest, Worth
 
@@ -144,8 +145,8 @@ class WorkerProcess:
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Reply)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:  # the connection is broken, or has garbage
+            return from_msgpack(await self._reader.readexactly(length), Reply)
+        except (OSError, ValueError, DecodeError) as error:  # the connection is broken, or has garbage
             self.kill()
             raise EOFError from error
 

@@ -61,7 +61,7 @@ class RewardServices:
                 self._busy_s += time.monotonic() - began_s
         try:
             value = json.loads(text)  # accepts NaN, which services in Python write
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             detail = f'{url}: expected {{"reward": number}} as JSON, got {text[:_MOST_CHARACTERS]}'

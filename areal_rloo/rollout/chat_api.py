@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from areal_rloo.config import SamplingConfig
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError
 from areal_rloo.rollout.multi_turn import tool_calls
 from areal_rloo.trajectory import Completion, Message, ToolCall
 
@@ -163,8 +165,8 @@ def read_json(body: bytes, kind: type[_Struct]) -> _Struct:
         ApiError: the body is no JSON, or has another structure; names the field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        return from_json(body, kind)
+    except DecodeError as error:
         raise ApiError(400, f"the request's body: {error}", code="invalid_value") from error
 
 

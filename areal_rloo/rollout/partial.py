@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.errors import DecodeError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
@@ -48,9 +49,6 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason
 
 
-_decoder = msgspec.msgpack.Decoder(tuple[_Encoded, ...])
-
-
 def encode(turns: Sequence[RecordedTurn]) -> bytes:
     """Encode turns; turns without any token are no bytes."""
     if not any(len(turn.completion.tokens) for turn in turns):
@@ -67,8 +65,8 @@ def decode(partial: bytes) -> tuple[RecordedTurn, ...]:
     if not partial:
         return ()
     try:
-        return tuple(_decoded(each) for each in _decoder.decode(partial))
-    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        return tuple(_decoded(each) for each in from_msgpack(partial, tuple[_Encoded, ...]))
+    except (DecodeError, ValueError, OverflowError) as error:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error
 
 

@@ -158,5 +158,5 @@ def _arguments(call: ToolCall) -> Any:
     """Decode the JSON arguments, because templates encode them again; keep invalid JSON as text."""
     try:
         return json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.arguments

@@ -19,7 +19,8 @@ from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from areal_rloo.errors import DataError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Measured, Metric, Samples, Values, declared_metrics, read_samples
 from areal_rloo.telemetry.record_file import RecordFile
@@ -95,22 +96,25 @@ class RecordTail:
         """Give the records since the last call, without a line that a killed writer cut.
 
         Raises:
-            DataError: a line is whole, but is not a record of this version.
+            DataError: the file cannot be read; or a line is whole, but is not a record of this version.
         """
         if not self._path.exists():
             return []
-        with self._path.open("rb") as file:
-            if file.seek(0, 2) < self._position:  # a resumed run cut the file at the checkpoint
-                self._position = 0
-            file.seek(self._position)
-            whole, newline, _ = file.read().rpartition(b"\n")
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._position:  # a resumed run cut the file at the checkpoint
+                    self._position = 0
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
         self._position += len(whole) + len(newline)
         return [record for line in whole.split(b"\n") if (record := self._decoded(line)) is not None]
 
     def _decoded(self, line: bytes) -> Record | None:
         try:
-            values = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+            values = from_json(line, dict[str, Any])
+        except DecodeError:
             return None
         numbers = {key: math.nan if value is None else value for key, value in values.items()}
         try:

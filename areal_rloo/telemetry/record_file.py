@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.errors import CheckpointError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import CheckpointError, DecodeError
 from areal_rloo.files import remove_unfinished, replacing
 
 _BLOCK_BYTES = 2**16
@@ -109,8 +110,8 @@ def _is_kept(line: bytes, policy_version: int) -> bool:
     if not line.endswith(b"\n"):
         return False
     try:
-        return msgspec.json.decode(line, type=_Beginning).policy_version <= policy_version
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return from_json(line, _Beginning).policy_version <= policy_version
+    except DecodeError:
         return False
 
 

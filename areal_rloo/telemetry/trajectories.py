@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from areal_rloo.errors import DataError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.telemetry.record_file import RecordFile
 
 FILE_NAME = "trajectories.jsonl"  # in the run folder
@@ -123,26 +124,26 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
     Raises:
         DataError: the file cannot be read, or a whole line is not a record of this version.
     """
-    decoder = msgspec.json.Decoder(TrajectoryRecord)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    yield decoder.decode(line)
-                except msgspec.ValidationError:
+                    yield from_json(line, TrajectoryRecord)
+                except DecodeError:
                     yield _with_gaps(line, path, number)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    advice = "take this line out to read the others"
-                    raise DataError(f"{path}:{number}: expected a record in JSON: {error}; {advice}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:
     """Read a record with null among the numbers: JSON has no NaN."""
-    values: Any = msgspec.json.decode(line)
+    try:
+        values: Any = from_json(line, object)
+    except DecodeError as error:
+        advice = "take this line out to read the others"
+        raise DataError(f"{path}:{number}: expected a record in JSON: {error}; {advice}") from error
     try:
         if isinstance(values, dict):
             for key in {"logprobs", "advantages"} & values.keys():

@@ -93,9 +93,13 @@ class Broadcaster:
         self._num_begun = self._sent_bytes = 0
         self._last_s = self._total_s = 0.0
 
-    async def stage(self) -> Sequence[Tensor]:
-        """Return free buckets, laid out as the manifest says, to gather the next version into."""
-        return await self._transport.stage()
+    async def stage(self, *, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
+        """Return free buckets, laid out as the manifest says, to gather the next version into.
+
+        Raises:
+            WeightsError: there is no memory for them, for minutes or until `gives_up` returned True.
+        """
+        return await self._transport.stage(gives_up)
 
     def publish(self, policy_version: int, buckets: Sequence[Tensor]) -> None:
         """Make the weights in these staged buckets the newest version. An older version is not offered any more."""

@@ -62,7 +62,7 @@ class CollectiveSender:
         self._free: list[Sequence[Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    async def stage(self) -> Sequence[Tensor]:
+    async def stage(self, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
         """Return buckets in CPU memory: a GPU holds two of them at a time, on their way."""
         if self._free:
             return self._free.pop()

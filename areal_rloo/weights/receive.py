@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import ChecksumError, WeightsError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
@@ -71,7 +72,7 @@ class Receiver:
             WeightsError: the version did not arrive whole; the engine does not run it.
         """
         try:
-            notice = msgspec.msgpack.decode(body, type=Notice)
+            notice = from_msgpack(body, Notice)
             self._under_way = f"version {notice.policy_version}"
             await self._receive(notice)
         except Exception as error:  # whatever the reason, the learner hears of it, and offers the version again

@@ -16,7 +16,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,17 +60,17 @@ class SharedMemorySender:
         self._free: list[_Segment] = []
         self._num_made = 0
 
-    async def stage(self) -> Sequence[Tensor]:
+    async def stage(self, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
         """Return buckets that no worker reads. Wait while the memory is full.
 
         Raises:
-            WeightsError: the memory was still full at the deadline.
+            WeightsError: the memory was still full at the deadline, or when `gives_up` returned True.
         """
         began_s = time.monotonic()
         said_s = began_s - _SAY_EVERY_S
         while not self._free and (full := await self._make()) is not None:
             now_s = time.monotonic()
-            if now_s - began_s >= self._patience_s:
+            if now_s - began_s >= self._patience_s or gives_up():
                 raise WeightsError(f"{full}, for {now_s - began_s:.0f} s")
             if now_s - said_s >= _SAY_EVERY_S:
                 logger.error("%s; the learner waits %.0f s more", full, self._patience_s - (now_s - began_s))

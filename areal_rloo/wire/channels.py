@@ -19,7 +19,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_rloo.config import is_loopback
-from areal_rloo.errors import DecodeError, PreflightError, WireError, WireVersionError
+from areal_rloo.errors import DecodeError, PreflightError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
@@ -187,14 +187,15 @@ class WorkerChannel:
         """Return the next message.
 
         Raises:
-            WireError: the learner speaks another wire version, or a message is unreadable.
+            WireVersionError: the learner speaks another wire version.
+            DecodeError: a message is unreadable.
         """
         frames = await self._socket.recv_multipart()
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += sum(map(len, frames))
         try:
             return decode_learner(frames, self._limits)
-        except WireError:
+        except (DecodeError, WireVersionError):
             self._counts["refused"] += 1
             raise
 

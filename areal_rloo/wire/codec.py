@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
@@ -34,10 +35,8 @@ class _ResultsHeader(msgspec.Struct, frozen=True, tag="results"):
     failed: tuple[Failed, ...]
 
 
+_WorkerHeader = PlainWorkerMessage | _ResultsHeader
 _encoder = msgspec.msgpack.Encoder()
-_version_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_worker_decoder = msgspec.msgpack.Decoder(PlainWorkerMessage | _ResultsHeader)
-_learner_decoder = msgspec.msgpack.Decoder(LearnerMessage)
 
 
 def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
@@ -57,7 +56,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
         WireVersionError: the worker speaks another wire version.
         DecodeError: anything else is wrong; names the field and the reason. No bytes raise any other exception.
     """
-    header = _header(frames, limits, _worker_decoder)
+    header = _header(frames, limits, _WorkerHeader)
     if isinstance(header, _ResultsHeader):
         trajectories = decode_columns(header.trajectories, frames[1:], limits)
         finished = _by_duty(header.leases, trajectories)
@@ -67,7 +66,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
 
 def decode_learner(frames: Sequence[Frame], limits: Limits) -> LearnerMessage:
     """Decode a message of the learner; raises as `decode_worker` does."""
-    return _header(frames, limits, _learner_decoder)  # type: ignore[no-any-return]
+    return _header(frames, limits, LearnerMessage)  # type: ignore[no-any-return]
 
 
 def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajectory]) -> tuple[Finished, ...]:
@@ -86,15 +85,15 @@ def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajector
     return finished
 
 
-def _header(frames: Sequence[Frame], limits: Limits, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+def _header(frames: Sequence[Frame], limits: Limits, kind: Any) -> Any:
     size = sum(map(len, frames))
     if size > limits.max_message_bytes:
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {size}")
     if not frames:
         raise DecodeError("message: no frame")
     try:
-        version, body = _version_decoder.decode(frames[0])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        version, body = from_msgpack(frames[0], tuple[int, msgspec.Raw])
+    except DecodeError as error:
         raise DecodeError(f"header: {error}") from error
     if version != WIRE_VERSION:
         raise WireVersionError(
@@ -102,8 +101,8 @@ def _header(frames: Sequence[Frame], limits: Limits, decoder: msgspec.msgpack.De
             "run the same areal_rloo version on every node"
         )
     try:
-        header = decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        header = from_msgpack(body, kind)
+    except DecodeError as error:
         raise DecodeError(f"message: {error}") from error
     if len(frames) > 1 and not isinstance(header, _ResultsHeader):
         raise DecodeError(f"message: expected 1 frame, got {len(frames)}")

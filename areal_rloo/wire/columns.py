@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason, Trajectory
 
@@ -63,7 +64,6 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 Headers = Sequence[TrajectoryHeader]
 _header_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
 
 
 def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[TrajectoryHeader, ...], list[Frame]]:
@@ -181,10 +181,10 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
             if trajectory.token_rewards is not None:
                 rewards = _vector("token_rewards", trajectory.token_rewards, _FLOAT32, num)
             encoded = _header_encoder.encode(_header(trajectory, runs))
-            header = _header_decoder.decode(encoded)  # checks the types
+            header = from_msgpack(encoded, TrajectoryHeader)  # checks the types
         except OverflowError as error:
             raise DecodeError(f"trajectory {trajectory.sample_id}: expected integers of 64 bits: {error}") from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except (DecodeError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"trajectory {trajectory.sample_id}: {error}") from error
         _check_header(header, limits)
         _check_version_runs(runs, header)

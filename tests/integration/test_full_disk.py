@@ -33,7 +33,8 @@ mount -t tmpfs -o size=48m tmpfs disk || exit 77
   cat /dev/zero > disk/filler 2>/dev/null
   touch full
   until [ -e free ]; do sleep 0.1; cat /dev/zero >> disk/filler 2>/dev/null; done
-  rm disk/filler ) &
+  rm disk/filler
+  touch freed ) &
 "$@" run.folder=$PWD/disk/run
 code=$?
 cp disk/run/summary.json disk/run/logs/learner.log .
@@ -73,6 +74,7 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
         eventually(lambda: _num_failed(port) > 0, "no checkpoint of the restarted learner failed")
         assert run.poll() is None
         (tmp_path / "free").touch()
+        eventually((tmp_path / "freed").exists, "the disk has no room again")
         _launcher(run).send_signal(signal.SIGINT)
         _, rest = run.communicate(timeout=200)
     finally:

@@ -74,7 +74,8 @@ def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Call
 
 
 def test_a_drain_does_not_wait_for_a_worker_stopped_in_a_broadcast(start: Callable[..., Run]) -> None:
-    run = start("rollout.num_workers=2", "weights.transport=collective", ENDLESS)
+    # The learner may wait neither for its partial rollouts nor for its Goodbye to the end of the timeout.
+    run = start("rollout.num_workers=2", "weights.transport=collective", ENDLESS, "launcher.drain_timeout_s=12")
     run.wait_for(lambda: any(record.num_workers == 2 for record in run.records()))
     stopped = run.children("areal_rloo.rollout")[0]
     stopped.suspend()

@@ -28,7 +28,8 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     run.wait_for(lambda: len(run.records()) >= 1)
     assert _scale(run.folder, "--workers=3").stdout == f"the run in {run.folder} gets 3 rollout workers\n"
     run.wait_for(lambda: run.records()[-1].num_workers == 3)
-    (run.folder / "scale.json").write_text('{"num_workers": "many"}')
+    (run.folder / "scale-answer.json").write_bytes(b"{")  # a cut answer is none
+    (run.folder / "scale.json").write_bytes(b'{"num_workers": "\xff"}')
     since = len(run.records())
     run.wait_for(lambda: len(run.records()) > since + 5)
     assert _scale(run.folder, "--workers=1").returncode == 0

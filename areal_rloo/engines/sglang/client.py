@@ -15,7 +15,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from areal_rloo.errors import ConfigError, EngineError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import ConfigError, DecodeError, EngineError
 from areal_rloo.models.fingerprint import Digest
 
 TESTED_VERSION = "0.5.23"
@@ -275,16 +276,16 @@ def too_early(lacks: str, *, version: str = "of unknown version") -> ConfigError
 
 def _parsed(path: str, content: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+        return from_json(content, dict[str, Any])
+    except DecodeError as error:
         raise ServerGoneError(f"{path}: expected a JSON object, got {content[:_MAX_CHARACTERS]!r}") from error
 
 
 def _words(content: bytes) -> str:
     """Return the message of a refusal, without the JSON around."""
     try:
-        said = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+        said: Any = from_json(content, object)
+    except DecodeError:
         said = content.decode(errors="replace")
     while isinstance(said, dict):
         said = next((said[key] for key in ("error", "message", "detail") if key in said), str(said))

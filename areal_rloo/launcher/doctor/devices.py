@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config
+from areal_rloo.decoding import from_json
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus
 
@@ -141,7 +142,7 @@ def check_torch(situation: Situation) -> Iterator[Finding]:
         fix = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11'"
         yield wrong("torch", f"cannot be imported or asked: {said}", fix)
         return
-    seen = msgspec.json.decode(said, type=TorchSeen)
+    seen = from_json(said.encode(), TorchSeen)
     cuda = f"CUDA {seen.cuda}" if seen.cuda else "no CUDA"
     yield ok("torch", f"{seen.version}, {cuda}, NCCL {seen.nccl or 'none'}, {len(seen.devices)} GPUs")
     if seen.cuda is not None:

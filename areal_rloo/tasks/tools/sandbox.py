@@ -6,7 +6,7 @@
 The child reads Python, packages and the scratch folder, and writes only the scratch folder. The child has no network,
 no other process, no signals, and no environment variables of ours. `run_python` waits without blocking the event loop.
 It kills the child at the deadline, at too much output, files or threads, and on cancellation, and then removes the
-scratch folder.
+scratch folder. The next start of a process removes the folders of a killed worker.
 
 Not covered: existence and size of files outside (`stat` has no lock), the load of the machine, and bugs of the kernel.
 Code of an adversary, rather than of a model in training, needs a virtual machine.
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from areal_rloo.errors import EpisodeError, PreflightError
+from areal_rloo.files import ScratchFolder
 from areal_rloo.tasks.tools import landlock, sandbox_child
 from areal_rloo.tasks.tools.seccomp import seccomp_filter
 
@@ -121,9 +122,11 @@ async def run_python(code: str, limits: SandboxLimits) -> SandboxResult:
         EpisodeError: the process was killed before it had locked itself in, could not be started, or could not be
             ended; not the fault of the program.
     """
-    with tempfile.TemporaryDirectory(prefix="areal_rloo-sandbox-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder) / "scratch"  # writable; the orders stay outside
+    with contextlib.ExitStack() as ends:
         try:
+            folder = ScratchFolder(Path(tempfile.gettempdir()), "sandbox")
+            ends.callback(folder.close)
+            scratch = folder.path / "scratch"  # writable; the orders stay outside
             process = await asyncio.create_subprocess_exec(
                 *_command(scratch, code, limits),
                 cwd=scratch,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.full_disk import disk_of
 from support.intakes import MANIFEST, make_broadcaster, make_intake, make_offers
 from support.patience import PATIENCE_S, eventually
 from torch import Tensor
@@ -92,6 +93,24 @@ def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) ->
     with pytest.raises(KeyError, match="a bug"):
         service.take_batch()
     assert service.statistics().num_workers == 0, "statistics outlive a failure"
+    service.close()
+
+
+def test_a_drain_ends_the_wait_for_shared_memory(tmp_path: Path) -> None:
+    transport = SharedMemorySender(MANIFEST, tmp_path / "segments", look_every_s=0.01)
+    broadcaster = Broadcaster(manifest=MANIFEST, transport=transport, offers=make_offers())
+    intake = make_intake(broadcaster.offers)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=1)
+    with disk_of(1):
+        committing = threading.Thread(target=service.commit, args=(1, lambda buckets: None), kwargs={"evaluate": True})
+        committing.start()
+        eventually(lambda: transport.missing_bytes > 0, "there is memory")
+        assert committing.is_alive()
+        service.begin_drain()
+        committing.join(PATIENCE_S)
+    assert not committing.is_alive()
+    assert service.take_batch() is None
+    assert intake._policy_version == 1, "a checkpoint of this version has the step"
     service.close()
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -193,6 +194,18 @@ def test_nothing_is_said_of_a_worker_that_said_goodbye(
 def test_last_words_of_an_unreadable_output_are_empty(supervisor: Supervisor, tmp_path: Path) -> None:
     (tmp_path / "logs" / "one.out").mkdir(parents=True)
     assert supervisor.last_words("one") == supervisor.last_words("two") == ""
+
+
+def test_last_words_lost_to_a_full_disk_name_the_disk(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "logs" / "one.out").touch()
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert supervisor.last_words("one") == (
+        f"Its output is missing: {tmp_path / 'logs'} has 0 bytes free; free some disk"
+    )
 
 
 def test_a_worker_with_a_diverged_history_is_always_restarted(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -110,15 +110,18 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tiny_folders: dict
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
+@pytest.mark.parametrize("place", [5, -10])  # in a name of checksums.json: bytes that are not UTF-8
 @pytest.mark.parametrize("file", ["state.msgpack", "shards/__0_0.distcp", "model/model.safetensors", "checksums.json"])
 def test_a_damaged_checkpoint_is_skipped_for_the_previous(
-    tmp_path: Path, tiny_folders: dict[str, Path], file: str
+    tmp_path: Path, tiny_folders: dict[str, Path], file: str, place: int
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for version in (1, 2):
         save(checkpoints, tiny_folders["qwen2"], version)
     damaged = tmp_path / "step-000002" / file
-    damaged.write_bytes(damaged.read_bytes()[:-10])
+    content = bytearray(damaged.read_bytes())
+    content[place] ^= 0x80
+    damaged.write_bytes(bytes(content))
     newest = checkpoints.load_newest()
     assert newest is not None
     assert newest[0].name == "step-000001"

@@ -17,7 +17,7 @@ LINE = re.compile(
 
 @pytest.fixture(autouse=True)
 def other_tests_log_as_before() -> Iterator[None]:
-    root = logging.getLogger("areal_rloo")  # noqa: TID251 - only to put it back
+    root = logging.getLogger("areal_rloo")
     before = (root.level, root.propagate, list(root.handlers))
     yield
     for handler in root.handlers:

@@ -260,6 +260,20 @@ def test_a_non_finite_number_does_not_stop_the_reader(
     assert second == make_train_record(num_train_steps=2)
 
 
+def test_a_line_that_is_no_text_is_left_out(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.append(make_train_record())
+    file.close()
+    path.write_bytes(b'{"name": "\xff"}\n' + b"[" * 100_000 + b"\n" + path.read_bytes())
+    assert len(read_records(path)) == 1
+
+
+def test_a_folder_in_place_of_the_records_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_records(tmp_path)
+
+
 def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path / "metrics.jsonl") == []
 

@@ -148,6 +148,13 @@ def test_full_shared_memory_is_waited_for_until_freed(tmp_path: Path, caplog: py
         sender.close()
 
 
+def test_the_wait_for_shared_memory_can_be_given_up(tmp_path: Path) -> None:
+    sender = SharedMemorySender(MANIFEST, tmp_path, look_every_s=0.01)
+    with disk_of(1000), pytest.raises(WeightsError, match="bytes of shared memory"):
+        asyncio.run(sender.stage(lambda: sender.missing_bytes > 0))
+    sender.close()
+
+
 def test_shared_memory_full_for_too_long_is_an_error(tmp_path: Path) -> None:
     sender = SharedMemorySender(MANIFEST, tmp_path, patience_s=0.05, look_every_s=0.01)
     with disk_of(1000), pytest.raises(WeightsError, match=r"needs \d+ bytes of shared memory, \d+ are free"):

@@ -158,6 +158,13 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
             decode(frames, LIMITS)
 
 
+@pytest.mark.parametrize("header", [b"\x92\x06" + b"\x91" * 100_000, b"\x92\x06\xa1\xff"])
+def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> None:
+    for decode in (decode_worker, decode_learner):
+        with pytest.raises(DecodeError):
+            decode([header], LIMITS)
+
+
 @given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_damaged_batch_raises_only_wire_errors(batch: list[Trajectory], number: int, place: int, flip: int) -> None:
     frames = [bytearray(frame) for frame in encode(Results("learner", 1, _finished(batch), FAILED))]

@@ -1,15 +1,21 @@
 """Programs whose sandbox fails: tried again, then dropped with a reason, and given up after many failures."""
 
 import asyncio
+import errno
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.patience import eventually
 from support.processes import processes_with
 
 from areal_rloo.errors import EpisodeError, PreflightError, StartError
+from areal_rloo.files import remove_abandoned
 from areal_rloo.tasks.tools import sandbox, sandbox_child
 from areal_rloo.tasks.tools.programs import Programs, Retries
 from areal_rloo.tasks.tools.sandbox import SandboxLimits, check_sandbox, run_python
@@ -56,6 +62,33 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_child_killed_before_its_lock_is_tried_again(child: Any) -> None:
     child(KILL, 2)
     assert asyncio.run(Programs(LIMITS, QUICK).run("print(7)")) == "7"
+
+
+def test_a_folder_that_a_full_disk_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, refusals = tempfile.mkdtemp, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def mkdtemp(*arguments: Any, **keywords: Any) -> str:
+        if refusals:
+            raise refusals.pop()
+        return make(*arguments, **keywords)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    assert asyncio.run(Programs(LIMITS, QUICK).run("print(7)")) == "7"
+    assert not refusals
+
+
+def test_the_folder_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    program = "open('big', 'wb').write(bytes(1000)); import time; time.sleep(600)"
+    code = (
+        "import asyncio\nfrom areal_rloo.tasks.tools.sandbox import SandboxLimits, run_python\n"
+        f"asyncio.run(run_python({program!r}, SandboxLimits(wall_s=600)))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    eventually(lambda: any(tmp_path.glob("*/scratch/big")), "the program did not begin")
+    process.kill()
+    process.wait()
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_child_that_is_always_killed_first_drops_samples(child: Any) -> None:
