@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.leasing import Leasing
@@ -97,7 +99,7 @@ def _lost_leases_are_not_noticed() -> Any:
     compare = WorkerProtocol._compare
 
     def mutated(self: WorkerProtocol, reply: wire.HeartbeatReply, orders: Orders) -> None:
-        compare(self, wire.HeartbeatReply(reply.learner_id, reply.number, 0, reply.say_hello))
+        compare(self, msgspec.structs.replace(reply, newest_lease=0), orders)
 
     return patch.object(WorkerProtocol, "_compare", mutated)
 
@@ -142,6 +144,17 @@ def _samples_of_a_silent_worker_stay() -> Any:
 
 def _silence_is_no_death() -> Any:
     return patch.object(Worker, "silent_until_s", lambda self, settings: float("inf"))
+
+
+def _samples_of_a_dead_worker_wait() -> Any:
+    """A death removes the worker alone; its samples are leased again after some later message."""
+    tick = Intake.tick
+
+    def mutated(self: Intake, now_s: float) -> Any:
+        with patch.object(Intake, "grants", lambda self: []):
+            return tick(self, now_s)
+
+    return patch.object(Intake, "tick", mutated)
 
 
 def _a_worker_without_progress_keeps_its_samples() -> Any:
