@@ -1,9 +1,9 @@
 """areal_rloo: asynchronous, decoupled actor-learner RL post-training of language models.
 
-Beside the packages: `trajectory` and `errors` are the nouns and the exception tree; `files` writes atomically, locks,
-and makes scratch folders; `ports` reserves ports; `waiting` waits for conditions; `parent_death` ends processes whose
-parent died; `session_leader` kills a process with its session; `keeper` ends everything started by a process;
-`standard_streams` opens closed standard streams.
+Beside the packages: `trajectory` and `errors` are the nouns and the exception tree; `decoding` reads JSON and msgpack
+from outside; `files` writes atomically, locks, and makes scratch folders; `ports` reserves ports; `waiting` waits for
+conditions; `parent_death` ends processes whose parent died; `session_leader` kills a process with its session; `keeper`
+ends everything started by a process; `standard_streams` opens closed standard streams.
 """
 
 __version__ = "0.1.0"

@@ -16,22 +16,24 @@ from areal_rloo.errors import DecodeError
 _Value = TypeVar("_Value")
 
 
-def from_json(content: bytes, kind: type[_Value] | UnionType) -> _Value:
-    """Decode JSON as a value of `kind`.
+def from_json(content: bytes, kind: type[_Value] | UnionType, *, name: str = "JSON") -> _Value:
+    """Decode JSON as a value of `kind`; `name` is that of the bytes in an error.
 
     Raises:
         DecodeError: the bytes are no JSON, or another value; names the field.
     """
-    return cast("_Value", _decoded(_json_decoder(cast("Hashable", kind)), content))
+    return cast("_Value", _decoded(_json_decoder(cast("Hashable", kind)), content, name))
 
 
-def from_msgpack(content: "bytes | bytearray | memoryview | msgspec.Raw", kind: type[_Value] | UnionType) -> _Value:
-    """Decode msgpack as a value of `kind`.
+def from_msgpack(
+    content: "bytes | bytearray | memoryview | msgspec.Raw", kind: type[_Value] | UnionType, *, name: str = "bytes"
+) -> _Value:
+    """Decode msgpack as a value of `kind`; `name` is that of the bytes in an error.
 
     Raises:
         DecodeError: the bytes are no msgpack, or another value; names the field.
     """
-    return cast("_Value", _decoded(_msgpack_decoder(cast("Hashable", kind)), content))
+    return cast("_Value", _decoded(_msgpack_decoder(cast("Hashable", kind)), content, name))
 
 
 class _Decoder(Protocol):
@@ -48,8 +50,8 @@ def _msgpack_decoder(kind: Any) -> _Decoder:
     return msgspec.msgpack.Decoder(kind)
 
 
-def _decoded(decoder: _Decoder, content: Any) -> Any:
+def _decoded(decoder: _Decoder, content: Any, name: str) -> Any:
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError) as error:  # msgspec's own exceptions are ValueErrors
-        raise DecodeError(str(error)) from error
+        raise DecodeError(f"{name}: {error}") from error

@@ -147,9 +147,7 @@ class IntakeService:
     def commit(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool) -> None:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
-        `fill` gathers the weights into buckets, on the calling thread.
-
-        A drain ends the wait for memory: no worker needs the version any more.
+        `fill` gathers the weights into buckets, on the calling thread. A drain ends the wait for memory.
 
         Raises:
             WeightsError: there is no memory for the weights. The version is not published, but the batch counts as

@@ -96,8 +96,7 @@ class Broadcaster:
     async def stage(self, *, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
         """Return free buckets, laid out as the manifest says, to gather the next version into.
 
-        Raises:
-            WeightsError: there is no memory for them, for minutes or until `gives_up` returned True.
+        Raises WeightsError if there is no memory for them for minutes, or until `gives_up` returns True.
         """
         return await self._transport.stage(gives_up)
 

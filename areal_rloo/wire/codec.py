@@ -91,19 +91,13 @@ def _header(frames: Sequence[Frame], limits: Limits, kind: Any) -> Any:
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {size}")
     if not frames:
         raise DecodeError("message: no frame")
-    try:
-        version, body = from_msgpack(frames[0], tuple[int, msgspec.Raw])
-    except DecodeError as error:
-        raise DecodeError(f"header: {error}") from error
+    version, body = from_msgpack(frames[0], tuple[int, msgspec.Raw], name="header")
     if version != WIRE_VERSION:
         raise WireVersionError(
             f"peer speaks wire version {version}, this process speaks {WIRE_VERSION}; "
             "run the same areal_rloo version on every node"
         )
-    try:
-        header = from_msgpack(body, kind)
-    except DecodeError as error:
-        raise DecodeError(f"message: {error}") from error
+    header: Any = from_msgpack(body, kind, name="message")
     if len(frames) > 1 and not isinstance(header, _ResultsHeader):
         raise DecodeError(f"message: expected 1 frame, got {len(frames)}")
     return header

@@ -14,7 +14,7 @@ BESIDE = (
     "rollout/partial.py",
     *("intake/evaluation.py", "intake/fleet.py", "intake/reward_failures.py", "weights/offers.py"),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
-    *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "waiting.py"),
+    *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "decoding.py", "waiting.py"),
 )
 MOST_FILES, MOST_LINES = 30, 6_200  # both ends of the protocol are state machines, apart from their I/O
 
