@@ -114,7 +114,7 @@ class EpisodeConfig(Section, frozen=True):
 
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang"] = "embedded"
-    num_workers: AutoInt = 1  # auto: as many as GPUs without a learner rank, or as hosts
+    num_workers: AutoInt = 1  # auto or 0: as many as GPUs without a learner rank, or as hosts
     device: str = "auto"  # auto | cpu | cuda
     num_threads: Natural = 0  # CPU threads of a worker; 0: an equal share of the cores
     num_slots: PositiveInt = 64  # completions decoded together

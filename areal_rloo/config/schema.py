@@ -102,7 +102,7 @@ class WireConfig(Section, frozen=True):
 class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
     keep: PositiveInt = 2
-    # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this SGLang aborts its
+    # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, SGLang aborts its
     # requests at every checkpoint, and computes their cache again.
     partial_rollouts: bool = True
 

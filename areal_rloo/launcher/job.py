@@ -77,9 +77,9 @@ class Job:
         self._room = room
         # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
         goodbye_s = self._config.launcher.drain_timeout_s / 2
-        self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s)
         console = RunConsole(quiet=not self._config.telemetry.progress)
         self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
+        self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_is_full = False
@@ -106,10 +106,12 @@ class Job:
             progress.say("stopped during the warm start; nothing was trained yet")
             self.unfinished = True
             return 0
+        if self.unfinished and code == 0 and (newest := self._newest_checkpoint()) is not None:
+            progress.say(f"stopped before the last step; --resume goes on from {newest}")
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
-            progress.say(f"no report: {error!r}")
+            progress.say(f"no report: {error or type(error).__name__}")
         return code
 
     def _prepare(self) -> tuple[str, float] | None:
@@ -175,6 +177,8 @@ class Job:
             ranks.start()
             fleet.start()
         tail = RecordTail(self._folder / "metrics.jsonl")
+        if self._request.resume:
+            self._look_around(tail, shows=False)
         failure: int | None = None
         while (code := self._ended(ranks, failure)) is None:
             self._look_around(tail)
@@ -208,10 +212,10 @@ class Job:
         except (DataError, OSError) as error:
             logger.error("summary.json could not be written: %s", error)
 
-    def _look_around(self, tail: RecordTail) -> None:
+    def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
         """Show new records, and warn when the disk becomes full: logs on a full disk may miss the error."""
         try:
-            self._progress.show(tail.read())
+            (self._progress.show if shows else self._progress.recall)(tail.read())
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
             if self._trouble != str(error):

@@ -194,7 +194,10 @@ def _compare_steps(folder: Path, num_steps: int) -> None:
             f"{num_steps}; raise it to train on"
         )
     if newest == num_steps:
-        _say(f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps={num_steps}")
+        _say(
+            f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps={num_steps}; raise "
+            "this number to go on"
+        )
 
 
 def _say(line: str) -> None:

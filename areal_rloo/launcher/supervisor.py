@@ -96,12 +96,23 @@ class Supervisor:
     """The processes of a run, by name."""
 
     def __init__(
-        self, starter: Starter, logs: Path, *, goodbye_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        starter: Starter,
+        logs: Path,
+        *,
+        goodbye_s: float,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`goodbye_s`: a process that ended with code 0 is restarted after this time; until then the run may end."""
+        """Own no process yet.
+
+        `goodbye_s`: a process that ended with code 0 is restarted after this time; until then the run may end. `say`
+        tells the user of an unexpected end.
+        """
         self._starter = starter
         self._logs = logs
         self._goodbye_s = goodbye_s
+        self._say = say
         self._clock = clock
         self._children: dict[str, _Child] = {}
 
@@ -135,6 +146,7 @@ class Supervisor:
             wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
             if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
                 logger.warning("%s ended with code %s; restart in %.1f s", name, code, wait_s)
+                self._say(f"{name} ended with code {code}; restart in {wait_s:.1f} s (logs/{name}.log says more)")
             child.restart_at_s = self._clock() + wait_s
         if self._clock() >= child.restart_at_s:
             self._restart(child, code)

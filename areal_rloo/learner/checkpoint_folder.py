@@ -84,9 +84,18 @@ def recover(folder: Path) -> None:
         path = replaced.with_name(replaced.name.removeprefix(_REPLACED))
         if not path.exists():  # the kill came between the two renames
             replaced.rename(path)
-    for pattern in (f"{_REPLACED}*", f"{_REMOVED}*"):
-        for left in folder.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+    _remove_outdated(folder)
+
+
+def _remove_outdated(folder: Path) -> None:
+    """Remove all that is renamed for removal, also what an earlier removal left for lack of descriptors."""
+    for outdated in (*folder.glob(f"{_REPLACED}*"), *folder.glob(f"{_REMOVED}*")):
+        if outdated.name.startswith(_REPLACED) and not (folder / outdated.name.removeprefix(_REPLACED)).exists():
+            continue  # the only copy
+        try:
+            shutil.rmtree(outdated)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s; the next checkpoint tries again", outdated, error)
 
 
 def finish(path: Path) -> None:
@@ -101,7 +110,7 @@ def finish(path: Path) -> None:
         if replaced.exists() and not path.exists():
             replaced.rename(path)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove_outdated(path.parent)
 
 
 def prune(newest: Path, *, keep: int) -> None:
@@ -112,11 +121,10 @@ def prune(newest: Path, *, keep: int) -> None:
     for path in older[: max(0, len(older) - keep + 1)]:
         removed = path.with_name(_REMOVED + path.name)  # a kill must not leave a part of a checkpoint under its name
         try:
-            shutil.rmtree(removed, ignore_errors=True)
             path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
         except OSError as error:
             logger.warning("outdated checkpoint %s cannot be removed: %s", path, error)
+    _remove_outdated(newest.parent)
 
 
 def set_aside(path: Path) -> None:

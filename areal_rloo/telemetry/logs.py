@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -51,9 +52,16 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
         return run()
     except UserError as error:
         logger.error("%s", error)
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - users read this line
+        _tell(f"error: {error}")
         return error.exit_code
     except ArealRlooError as error:
         logger.exception("stopped by an error")
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        _tell(f"error: {error}")
         return error.exit_code
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line
+    except OSError:  # a full disk must not change the exit code, neither here nor at the last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

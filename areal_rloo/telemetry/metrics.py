@@ -102,9 +102,9 @@ class RecordTail:
             return []
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._position:  # a resumed run cut the file at the checkpoint
-                    self._position = 0
-                file.seek(self._position)
+                # A resumed run cuts the file at the checkpoint, and what it keeps is known.
+                file.seek(min(self._position, file.seek(0, 2)))
+                self._position = file.tell()
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error

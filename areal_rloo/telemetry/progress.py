@@ -39,7 +39,6 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
         self._eval: EvalRecord | None = None
-        self._said: set[str] = set()
         self._printed_s = -_PLAIN_EVERY_S
 
     def __enter__(self) -> Progress:
@@ -65,20 +64,21 @@ class Progress:
         else:
             self.say(text)
 
+    def recall(self, records: list[Record]) -> None:
+        """Take the records of an earlier launcher into the state, and print nothing."""
+        for record in records:
+            self._keep(record)
+
     def show(self, records: list[Record]) -> None:
         """Print the new records."""
         for record in records:
-            if isinstance(record, TrainRecord):
-                if record.failed_checkpoints > (0 if self._train is None else self._train.failed_checkpoints):
-                    self.warn("a checkpoint could not be written: free some disk (logs/learner.log says more)")
-                self._train = record
-            else:
-                if self._eval is None or record.name == self._eval.name:
-                    self._eval = record  # the line shows the first of several sets
-                line = evaluation_line(record)
-                if self._live is None and line not in self._said:  # a restarted learner writes the file again
-                    self.say(line)
-                self._said.add(line)
+            num_failed = 0 if self._train is None else self._train.failed_checkpoints
+            self._keep(record)
+            if isinstance(record, EvalRecord):
+                if self._live is None:
+                    self.say(evaluation_line(record))
+            elif record.failed_checkpoints > num_failed:
+                self.warn("a checkpoint could not be written: free some disk (logs/learner.log says more)")
         if self._train is None or not records:
             return
         if self._live is not None:
@@ -88,6 +88,14 @@ class Progress:
             if done or time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
                 self._printed_s = time.monotonic()
                 self.say(self.line())
+
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, TrainRecord):
+            self._train = record
+            if self._eval is not None and self._eval.policy_version > record.policy_version:
+                self._eval = None  # the learner restarted from an earlier version
+        elif self._eval is None or record.name == self._eval.name:
+            self._eval = record  # the line shows the first of several sets
 
     def line(self) -> str:
         """Give the state as a line."""

@@ -55,12 +55,17 @@ def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Call
     reward.write_text("def score(completion): return float(len(completion) % 2)\n")
     run = start(f"data.train.rewards=[{{function: '{reward}:score'}}]", ENDLESS)
     run.wait_for(lambda: len(run.records()) >= 2)
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"type": "train", "num_train_steps": "many"}\n')
+    log = run.folder / "logs" / "launcher.log"
+
+    def is_noticed() -> bool:  # the next record of the learner replaces the damaged line
+        with (run.folder / "metrics.jsonl").open("a") as file:
+            file.write('{"type": "train", "num_train_steps": "many"}\n')
+        return "the launcher cannot look at the run" in log.read_text()
+
+    run.wait_for(is_noticed)
     reward.rename(away)
     (worker,) = run.children("areal_rloo.rollout")
     worker.kill()
-    log = run.folder / "logs" / "launcher.log"
     run.wait_for(lambda: "rollout-0 ended with code 2; restart in" in log.read_text())
     away.rename(reward)
     (run.folder / "metrics.jsonl").write_text("")
@@ -69,7 +74,6 @@ def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Call
     code, output = run.wait()
     assert code == 0, output
     assert "rollout-0 ended with code 137; restart in" in log.read_text()
-    assert "the launcher cannot look at the run" in log.read_text()
     assert_drained(run)
 
 

@@ -121,9 +121,13 @@ def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[...
     code, output = run.wait()
     assert code == 0, output
     assert "the learner ended with code 137" in output
-    assert re.search(r"the learner restarts from step-0000\d\d \(restart 1 of 1\)", output)
+    before, restart, after = re.split(r"the learner restarts from step-(\d+) \(restart 1 of 1\)", output)
     assert "restarted rollout-0" in (run.folder / "logs" / "launcher.log").read_text()
-    assert len(output.splitlines()) == len(set(output.splitlines())), "nothing is said twice, evaluations included"
+    assert "rollout-0 ended with code 137; restart in" in before
+    for part, first in ((before, 0), (after, int(restart))):  # what the learner discards is done and said again
+        said = [int(version) for version in re.findall(r"evaluation: version (\d+)", part)]
+        assert said == sorted(set(said)), "an evaluation is said twice"
+        assert said[0] >= first
     ledger = run.summary()["ledger"]
     assert balanced(ledger)
     assert ledger["dropped"].keys() <= {"reward_crash"}

@@ -102,7 +102,7 @@ def main() -> int:
                 if failures == 1:
                     print(*story_of(Schedule.drawn(found[0], len(CONFIGS))), sep="\n", flush=True)
     print(f"{arguments.schedules} schedules from seed {arguments.seed} in {time.monotonic() - started_s:.0f} s: "
-          f"{failures} of {len(chunks)} parts failed")  # fmt: skip
+          f"{failures or 'none'} failed")  # fmt: skip
     return 1 if failures else 0
 
 

@@ -1,5 +1,7 @@
 """The names of checkpoints, their order, and the rest of a killed learner."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,34 @@ def test_the_rest_of_a_killed_learner_is_removed(tmp_path: Path) -> None:
     assert unfinished_checkpoints(tmp_path) == [checkpoint_path(tmp_path, 60)]
     recover(tmp_path)
     assert _names(tmp_path) == {"step-000040", "step-000050"}
+
+
+def test_a_removal_that_failed_is_tried_again_at_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _make(tmp_path, 10, 20)
+    remove, refusals = shutil.rmtree, [OSError(errno.EMFILE, "Too many open files")]
+
+    def rmtree(path: Path) -> None:
+        if refusals:
+            raise refusals.pop()
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    prune(checkpoint_path(tmp_path, 20), keep=1)
+    assert _names(tmp_path) == {".removed-step-000010", "step-000020"}
+    assert "Too many open files" in caplog.text
+    prune(checkpoint_path(tmp_path, 20), keep=1)
+    assert _names(tmp_path) == {"step-000020"}
+
+
+def test_the_only_copy_of_a_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    _make(tmp_path, 20)
+    (tmp_path / ".replaced-step-000010").mkdir()
+    prune(checkpoint_path(tmp_path, 20), keep=1)
+    assert (tmp_path / ".replaced-step-000010").exists()
+    recover(tmp_path)
+    assert list(list_checkpoints(tmp_path)) == [10, 20]
 
 
 def test_a_refused_rename_gives_the_previous_checkpoint_its_name_back(tmp_path: Path) -> None:

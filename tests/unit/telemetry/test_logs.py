@@ -2,12 +2,14 @@
 
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_rloo.errors import ArealRlooError, ConfigError, TrainingError
+from areal_rloo.errors import EXIT_UNSAVED, ArealRlooError, ConfigError, TrainingError
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 
 LINE = re.compile(
@@ -96,3 +98,14 @@ def test_our_errors_are_logged_as_one_line_and_give_the_exit_code(
 def test_any_other_exception_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run_to_exit_code(lambda: 1 // 0)
+
+
+def test_a_full_disk_under_the_output_keeps_the_exit_code() -> None:
+    code = (
+        "import sys\nfrom areal_rloo.errors import UnsavedError\n"
+        "from areal_rloo.telemetry.logs import run_to_exit_code\n"
+        "def run():\n    raise UnsavedError('not saved')\nsys.exit(run_to_exit_code(run))"
+    )
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False)
+    assert ended.returncode == EXIT_UNSAVED

@@ -329,14 +329,16 @@ def test_a_tail_gives_each_record_once(tmp_path: Path, make_train_record: MakeTr
     file.close()
 
 
-def test_a_tail_follows_a_file_that_a_resumed_run_rewrote(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
+def test_a_tail_repeats_no_record_that_a_resumed_run_kept(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [msgspec.json.encode(make_train_record(num_train_steps=n)) + b"\n" for n in range(1, 5)]
     path.write_bytes(b"".join(lines))
     tail = RecordTail(path)
     tail.read()
     path.write_bytes(lines[0])
-    assert [record.num_train_steps for record in tail.read()] == [1]
+    assert tail.read() == []
+    path.write_bytes(lines[0] + lines[1])
+    assert [record.num_train_steps for record in tail.read()] == [2]
 
 
 def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def test_a_line_has_step_reward_accuracy_speed_staleness_time_left(
 ) -> None:
     progress, out = plain()
     with progress:
-        progress.show([eval_record, make_train_record(num_train_steps=5, wall_s=50.0, trained_tokens_per_s=1234.0)])
+        train = make_train_record(num_train_steps=5, policy_version=5, wall_s=50.0, trained_tokens_per_s=1234.0)
+        progress.show([eval_record, train])
     line = out.getvalue().splitlines()[-1]
     for part in ("step 5/20", "reward 0.500", "eval 0.625@v4", "1,234 tok/s", "staleness 0.75 (max 2)", "ETA 2:30"):
         assert part in line
@@ -77,6 +78,30 @@ def test_a_failed_checkpoint_is_reported_once(make_train_record: MakeTrainRecord
         for num_failed in (0, 1, 1):
             progress.show([make_train_record(failed_checkpoints=num_failed)])
     assert out.getvalue().count("could not be written") == 1
+
+
+def test_a_restart_from_an_earlier_version_forgets_the_evaluation(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    progress, _ = plain()
+    with progress:
+        progress.show([eval_record, make_train_record(num_train_steps=6, policy_version=6)])
+        assert "eval 0.625@v4" in progress.line()
+        progress.show([make_train_record(num_train_steps=1, policy_version=1)])
+    assert "eval -" in progress.line()
+
+
+def test_records_of_an_earlier_launcher_are_not_printed(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    progress, out = plain()
+    with progress:
+        progress.recall([eval_record, make_train_record(num_train_steps=6, policy_version=6, failed_checkpoints=1)])
+        assert out.getvalue() == ""
+        progress.show([make_train_record(num_train_steps=7, policy_version=7, failed_checkpoints=1)])
+    assert out.getvalue().startswith("step 7/20")
+    assert "eval 0.625@v4" in out.getvalue()
+    assert "could not be written" not in out.getvalue()
 
 
 def test_without_new_records_nothing_is_shown(make_train_record: MakeTrainRecord) -> None:
