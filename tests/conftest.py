@@ -1,6 +1,7 @@
 """Shared by all tests: where the data is, small models, blocked event loops, and which tests run."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,20 @@ def data_folder() -> Path:
     if not (folder / "math500" / "test.jsonl").is_file():
         pytest.skip(f"no MATH-500 in {folder}; set AREAL_RLOO_DATA to a folder with math500/test.jsonl")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def other_tests_log_as_before() -> Iterator[None]:
+    """Undo what a test sets up with `setup_logs`, or with the main function of a process."""
+    loggers = [logging.getLogger(name) for name in ("areal_rloo", "asyncio")]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        for handler in logger.handlers:
+            if handler not in handlers:
+                handler.close()
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,8 @@ def test_a_disk_too_full_for_checkpoints_changes_only_the_exit_code(start: Calla
 
 
 def test_a_closed_terminal_drains_the_run_however_often_it_signals(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=10000")
+    as_in_a_shell = ("env", "--default-signal=HUP")  # these tests may run under nohup
+    run = start("learner.num_train_steps=10000", before=as_in_a_shell)
     run.wait_for(lambda: len(run.records()) >= 1)
     run.process.send_signal(signal.SIGHUP)
     assert run.process.stdout is not None

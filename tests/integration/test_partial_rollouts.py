@@ -32,6 +32,26 @@ MULTI_TURN = (
     "rollout.episode.max_turn_tokens=75",
 )
 
+# The engine is much slower than the learner, so most samples are unfinished at each checkpoint.
+SLOW = """
+import time
+from areal_rloo.engines.embedded.scheduler import Scheduler
+
+step = Scheduler.step
+
+def slow(self, *arguments, **options):
+    time.sleep(0.01)
+    return step(self, *arguments, **options)
+
+Scheduler.step = slow
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    (tmp_path / "slow.py").write_text(SLOW)
+    return f"run.entry={tmp_path / 'slow.py'}"
+
 
 def _saved(folder: Path) -> dict[SampleId, tuple[RecordedTurn, ...]]:
     """Return the partial rollouts of the newest checkpoint."""
@@ -62,28 +82,28 @@ def _begins_with(trajectory: Trajectory, turns: tuple[RecordedTurn, ...]) -> boo
     return True
 
 
-def test_unfinished_samples_of_a_drained_run_go_on_after_its_resume(start: Callable[..., Run]) -> None:
-    run = start(*LONG, *MULTI_TURN)
+def test_unfinished_samples_of_a_drained_run_go_on_after_its_resume(start: Callable[..., Run], slow: str) -> None:
+    run = start(*LONG, *MULTI_TURN, slow)
     run.wait_for(lambda: len(run.records()) >= 2)
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
     saved = _saved(run.folder)
     assert len(saved) > 4
-    code, output = start(*LONG, *MULTI_TURN, "--resume").wait()
+    code, output = start(*LONG, *MULTI_TURN, slow, "--resume").wait()
     assert code == 0, output
     _assert_continued(run.folder, saved)
 
 
-def test_after_a_kill_samples_go_on_and_then_on_another_worker(start: Callable[..., Run]) -> None:
-    run = start(*LONG, "checkpoint.every_n_steps=1000")  # and after the first step
+def test_after_a_kill_samples_go_on_and_then_on_another_worker(start: Callable[..., Run], slow: str) -> None:
+    run = start(*LONG, slow, "checkpoint.every_n_steps=1000")  # and after the first step
     run.wait_for_checkpoint(1)
     run.process.kill()
     run.process.wait()
     assert gone(run)
     saved = _saved(run.folder)
     assert saved
-    again = start(*LONG, "--resume")
+    again = start(*LONG, slow, "--resume")
     again.wait_for(lambda: len(run.records()) >= 2)
     again.children("areal_rloo.rollout")[0].terminate()
     code, output = again.wait()

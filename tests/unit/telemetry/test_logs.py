@@ -1,10 +1,8 @@
 """Logs: a line per record, with separate parts."""
 
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,6 @@ from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>\w+) +(?P<process>\S+) (?P<module>\w+): (?P<text>.*)"
 )
-
-
-@pytest.fixture(autouse=True)
-def other_tests_log_as_before() -> Iterator[None]:
-    root = logging.getLogger("areal_rloo")
-    before = (root.level, root.propagate, list(root.handlers))
-    yield
-    for handler in root.handlers:
-        handler.close()
-    root.level, root.propagate, root.handlers[:] = before
 
 
 def test_a_line_has_time_level_process_module_and_message(tmp_path: Path) -> None:
