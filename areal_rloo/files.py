@@ -127,13 +127,33 @@ class ScratchFolder:
         self._lock: BaseFileLock | None = None
         while self._lock is None:  # another process may remove a folder that is not locked yet
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-", dir=parent))
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 self._lock = lock_file(self.path / _LOCK)
+            except FileNotFoundError:
+                continue
+            except OSError:  # without a lock, nothing would ever remove the folder; there may be no descriptor
+                with contextlib.suppress(OSError):
+                    (self.path / _LOCK).unlink(missing_ok=True)
+                    self.path.rmdir()
+                raise
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_scratch(self.path)
         assert self._lock is not None, "the constructor locks"
         self._lock.release()
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Remove a scratch folder, the lock last: as long as anything is left, `remove_abandoned` finds the folder."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                path.unlink(missing_ok=True)
+        if all(path.name == _LOCK for path in folder.iterdir()):
+            (folder / _LOCK).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def remove_abandoned(*parents: Path) -> None:
@@ -144,5 +164,5 @@ def remove_abandoned(*parents: Path) -> None:
                 if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
                     continue
                 if (lock := lock_file(folder / _LOCK)) is not None:  # else the process lives
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove_scratch(folder)
                     lock.release()

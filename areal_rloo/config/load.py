@@ -22,7 +22,7 @@ from areal_rloo.config.areal import translate_file, translate_override
 from areal_rloo.config.presets import expand, forget
 from areal_rloo.config.schema import Config, validate
 from areal_rloo.config.section import AutoInt
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, shortened
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,11 +46,10 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """
     path = find_config(name)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    tree = _parsed(text, f"{path}:")
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__} {tree!r}")
@@ -85,12 +84,14 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
         raise ConfigError(f"override '{override}': expected key.path=value")
+    return tuple(key.split(".")), _parsed(text, f"override '{shortened(override)}': the value is")
+
+
+def _parsed(text: str, where: str) -> Any:
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"override '{override}': the value is not valid YAML: {reason}") from error
-    return tuple(key.split(".")), value
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date like 2024-02-30, a long number
+        raise ConfigError(f"{where} not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def dump_config(config: Config) -> str:

@@ -157,6 +157,11 @@ class Config(Section, frozen=True):
             return self.rollout.lease_ahead_samples
         return -(-self.samples_per_step // max(1, self.rollout.num_workers))
 
+    @property
+    def partials_timeout_s(self) -> float:
+        """How long a checkpoint waits for partial rollouts: an engine needs some seconds, and a drain the rest."""
+        return min(10.0, self.launcher.drain_timeout_s / 4)
+
     def weights_transport(self, *, same_host: bool) -> Literal["collective", "shared_memory"]:
         """The transport of the weights, with `auto` resolved.
 

@@ -3,8 +3,7 @@
     training thread ── take_batch, commit, ... ──► event loop: wire ◄─► Intake, broadcaster, timer for silent workers
 
 Everything on the loop is single-threaded, so no state needs a lock. Leases, acknowledgements and heartbeats go on
-during a train step. The training thread waits in `take_batch`, in `gather_partials`, for free buckets in `commit`, and
-at the end of the run.
+during a train step. The training thread waits in `take_batch`, `gather_partials`, `commit`, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class IntakeService:
         self._run(self._wait_until(lambda: intake.evaluation.finished or intake.draining, "the evaluation"))
 
     def gather_partials(self, timeout_s: float) -> None:
-        """Let the workers tell the partial rollouts of their samples, for a checkpoint; wait until the timeout."""
+        """Ask the workers for the partial rollouts of their samples, and wait for a timeout or a new drain."""
         with contextlib.suppress(TimeoutError):
             self._thread.run(self._gather_partials(timeout_s))
 
@@ -304,8 +303,10 @@ class IntakeService:
 
     async def _gather_partials(self, timeout_s: float) -> None:
         self._apply(self._intake.call_for_partials())
+        intake, drained = self._intake, self._intake.draining
+        ends = lambda: intake.has_partials or self._failure is not None or intake.draining != drained  # noqa: E731
         async with asyncio.timeout(timeout_s):
-            await self._wait_until(lambda: self._intake.has_partials or self._failure is not None, "partial rollouts")
+            await self._wait_until(ends, "partial rollouts")
 
     async def _wait_until(self, condition: Callable[[], bool], name: str) -> None:
         began_s = time.monotonic()

@@ -131,7 +131,7 @@ def read_answer(folder: Path, wish: Wish) -> Answer | None:
     """Read the launcher's answer to a wish; None if there is none yet."""
     try:
         answer = from_json((folder / _ANSWER).read_bytes(), Answer)
-    except (FileNotFoundError, DecodeError):
+    except (OSError, DecodeError):
         return None
     return answer if answer.wish_id == wish.wish_id else None
 
@@ -218,11 +218,11 @@ class Fleet:
             return
         if encoded == self._seen:
             return
-        self._seen = encoded
         try:
             wish = from_json(encoded, Wish)
         except DecodeError as error:
             self._progress.warn(f"{self._folder / _WISH} is ignored: {error}; use python -m areal_rloo.launcher.scale")
+            self._seen = encoded
             return
         answer = Answer(wish.wish_id)
         try:
@@ -231,6 +231,7 @@ class Fleet:
             self._progress.warn(f"the number of workers stays {len(self._specs)}: {error}")
             answer = Answer(wish.wish_id, str(error))
         write_atomically(self._folder / _ANSWER, msgspec.json.encode(answer))
+        self._seen = encoded  # after a failure so far, the same wish is fulfilled again
 
     def _resize_to(self, num_workers: int) -> None:
         check_number(num_workers, self._config)

@@ -111,7 +111,7 @@ class Job:
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
-            progress.say(f"no report: {error or type(error).__name__}")
+            progress.say(f"no report: {type(error).__name__}: {error}")
         return code
 
     def _prepare(self) -> tuple[str, float] | None:
@@ -151,7 +151,7 @@ class Job:
             return None
         try:
             made = from_json(file.read_bytes(), PreparedModel)
-        except DecodeError:
+        except (OSError, DecodeError):
             return None
         return (made.path, made.warm_start_s) if Path(made.path).is_dir() else None
 

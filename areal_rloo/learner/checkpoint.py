@@ -189,10 +189,7 @@ class Checkpoints:
 def read_state(folder: Path) -> LearnerState:
     """Read the state file of a checkpoint; raises CheckpointError if it has another format."""
     encoded = (folder / "state.msgpack").read_bytes()
-    try:
-        found = from_msgpack(encoded, _Format).format
-    except DecodeError as error:
-        raise CheckpointError(f"{folder}/state.msgpack: not the state of a learner: {error}") from error
+    found = from_msgpack(encoded, _Format).format
     if found != _FORMAT:
         raise CheckpointError(
             f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
@@ -232,7 +229,7 @@ def is_whole(folder: Path) -> bool:
     """Whether every file of a checkpoint has its checksum."""
     try:
         sums = from_json((folder / "checksums.json").read_bytes(), dict[str, str])
-        return all(_digest(folder / name) == digest for name, digest in sums.items())
+        return "state.msgpack" in sums and all(_digest(folder / name) == digest for name, digest in sums.items())
     except (OSError, DecodeError):
         return False
 

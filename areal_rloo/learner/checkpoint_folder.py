@@ -88,21 +88,39 @@ def recover(folder: Path) -> None:
 
 
 def _remove_outdated(folder: Path) -> None:
-    """Remove all that is renamed for removal, also what an earlier removal left for lack of descriptors."""
-    for outdated in (*folder.glob(f"{_REPLACED}*"), *folder.glob(f"{_REMOVED}*")):
-        if outdated.name.startswith(_REPLACED) and not (folder / outdated.name.removeprefix(_REPLACED)).exists():
-            continue  # the only copy
-        try:
-            shutil.rmtree(outdated)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s; the next checkpoint tries again", outdated, error)
+    """Remove all that is outdated, also what an earlier removal left, for lack of descriptors for example."""
+    _mark_replaced(folder)
+    for removed in folder.glob(f"{_REMOVED}*"):
+        shutil.rmtree(removed, ignore_errors=True)
+        if removed.exists():
+            logger.warning("%s cannot be removed whole; the next checkpoint tries again", removed)
+
+
+def _mark_replaced(folder: Path) -> None:
+    """Mark replaced checkpoints as removed: no later `recover` gives a name back. A rename needs no descriptor."""
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        if (folder / replaced.name.removeprefix(_REPLACED)).exists():  # else the only copy
+            _mark_removed(replaced)
+
+
+def _mark_removed(path: Path) -> None:
+    target = path.with_name(_REMOVED + path.name)
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{_REMOVED}{path.name}-{number}")
+    try:
+        path.rename(target)
+    except OSError as error:
+        logger.warning("outdated checkpoint %s cannot be removed: %s", path, error)
 
 
 def finish(path: Path) -> None:
     """Give an unfinished checkpoint its name. Until then, a checkpoint of the same version stays complete."""
     replaced = path.with_name(_REPLACED + path.name)
     if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            _mark_removed(replaced)
         path.rename(replaced)
     try:
         move_into_place(unfinished_path(path), path)
@@ -117,13 +135,10 @@ def prune(newest: Path, *, keep: int) -> None:
     """Remove the checkpoints older than `newest`, except for the last `keep - 1`."""
     newest_version = version_of(newest)
     assert newest_version is not None, f"{newest} is no checkpoint"
+    _mark_replaced(newest.parent)  # before their successors lose the name
     older = [path for version, path in list_checkpoints(newest.parent).items() if version < newest_version]
     for path in older[: max(0, len(older) - keep + 1)]:
-        removed = path.with_name(_REMOVED + path.name)  # a kill must not leave a part of a checkpoint under its name
-        try:
-            path.rename(removed)
-        except OSError as error:
-            logger.warning("outdated checkpoint %s cannot be removed: %s", path, error)
+        _mark_removed(path)  # a kill must not leave a part of a checkpoint under its name
     _remove_outdated(newest.parent)
 
 

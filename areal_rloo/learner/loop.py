@@ -29,8 +29,6 @@ from areal_rloo.weights.broadcast import Broadcaster
 
 logger = get_logger(__name__)
 
-_PARTIALS_S = 10.0  # an engine may need some seconds to tell its tokens
-
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
@@ -125,7 +123,7 @@ class Learner:
         evaluate = last or (every > 0 and self.policy_version % every == 0)
         every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes
         saves = every > 0 and not last and (self.policy_version % every == 0 or self.policy_version == 1)
-        if saves:
+        if saves and not self.intake.draining:  # else the last checkpoint follows at once
             self._gather_partials()  # before the engines are busy with this version
         started_s = time.perf_counter()
         unpublished: WeightsError | None = None
@@ -144,13 +142,12 @@ class Learner:
         if unpublished is not None:
             self.save_checkpoint()
             raise unpublished
-        if saves:
+        if saves and not self.intake.draining:
             self.save_checkpoint()
 
     def _gather_partials(self) -> None:
         if self.config.checkpoint.partial_rollouts:
-            # A stopped worker never answers: time for the checkpoint must be left within a drain.
-            self.intake.gather_partials(min(_PARTIALS_S, self.config.launcher.drain_timeout_s / 4))
+            self.intake.gather_partials(self.config.partials_timeout_s)
 
     def _take_drops(self) -> list[Drop]:
         return self.intake.snapshot(lambda ledger, _: ledger.take_drops())

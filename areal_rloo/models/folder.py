@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError
 
@@ -83,10 +85,26 @@ def cached_folder(name: str, environment: Mapping[str, str]) -> Path | None:
     cached = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     try:
         commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
     folder = cached / "snapshots" / commit
     return folder if (folder / "config.json").is_file() else None
+
+
+class _Index(msgspec.Struct):
+    """The index of a model in several files."""
+
+    weight_map: dict[str, str]
+
+
+def weight_files(index: Path) -> list[str]:
+    """Read the names of the files of weights from model.safetensors.index.json.
+
+    Raises:
+        OSError: the index cannot be read.
+        DecodeError: the index has another structure.
+    """
+    return sorted(set(from_json(index.read_bytes(), _Index).weight_map.values()))
 
 
 def _weight_files(key: str, folder: Path) -> Iterator[Path]:
@@ -98,8 +116,8 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
         yield from found
         return
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        names = weight_files(index)
+    except (OSError, DecodeError) as error:
         raise ModelError(f"{key}: {index} cannot be read: {error}; download the model again") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

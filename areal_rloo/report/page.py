@@ -56,7 +56,7 @@ def write_report(folder: Path) -> Path:
         write_atomically(target, _page(folder).encode())
         if (folder / FILE_NAME).is_file():
             write_page(folder, read_trajectories(folder / FILE_NAME))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:  # damaged files
         raise DataError(f"{folder}: the report cannot be made: {error}") from error
     return target
 

@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 _MOST_CHARACTERS = 4000  # of a completion reported to the learner
 _CONNECT_S = 5.0
-_ENGINE_ANSWER_S = 8.0  # less than the learner waits for partial rollouts
+_ENGINE_SHARE = 0.8  # of the time that a checkpoint waits for partial rollouts
 _BATCH_BYTES = 8 * 2**20  # soft limit of a message with several results
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
@@ -190,7 +190,7 @@ class RolloutWorker:
         """Tell the turns of all unfinished train samples; without the engine's answer, only the finished turns."""
         so_far: dict[str, Completion] = {}
         with contextlib.suppress(TimeoutError, EngineError):  # the death of the engine ends the worker elsewhere
-            async with asyncio.timeout(_ENGINE_ANSWER_S):
+            async with asyncio.timeout(_ENGINE_SHARE * self._config.partials_timeout_s):
                 so_far = await asyncio.wrap_future(self._engine.unfinished())
         train = [(duty, journal) for duty, (_, journal) in self._episodes.items() if duty.purpose == "train"]
         self._protocol.tell_partials({duty: encode(journal.turns(so_far)) for duty, journal in train})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -64,4 +65,5 @@ def _tell(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line
     except OSError:  # a full disk must not change the exit code, neither here nor at the last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

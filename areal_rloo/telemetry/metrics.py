@@ -7,8 +7,10 @@ In: records of the learner, and statistics of other objects, whose fields declar
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,16 @@ class MetricsFile:
 
 
 class RecordTail:
-    """Reads a metrics.jsonl while it is written. JSON has no NaN and no infinity: both come back as NaN."""
+    """Reads a metrics.jsonl while it is written. JSON has no NaN and no infinity: both come back as NaN.
+
+    A resumed run removes the records after its checkpoint, and appends others. The tail then gives the others alone.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
+        self._last = b""  # line before the position
+        self._given = array("q")  # a hash of each line before the position
 
     def read(self) -> list[Record]:
         """Give the records since the last call, without a line that a killed writer cut.
@@ -100,16 +107,22 @@ class RecordTail:
         """
         if not self._path.exists():
             return []
+        given = self._given
         try:
             with self._path.open("rb") as file:
-                # A resumed run cuts the file at the checkpoint, and what it keeps is known.
-                file.seek(min(self._position, file.seek(0, 2)))
-                self._position = file.tell()
+                file.seek(self._position - len(self._last))
+                if file.read(len(self._last)) != self._last:  # another file, or another end
+                    file.seek(0)
+                    self._position, self._given = 0, array("q")
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
-        self._position += len(whole) + len(newline)
-        return [record for line in whole.split(b"\n") if (record := self._decoded(line)) is not None]
+        lines = [line + newline for line in whole.split(newline)] if newline else []
+        num_kept = 0 if given is self._given else _num_kept(lines, given)
+        self._position += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last if self._position else b""
+        self._given.extend(map(hash, lines))
+        return [record for line in lines[num_kept:] if (record := self._decoded(line)) is not None]
 
     def _decoded(self, line: bytes) -> Record | None:
         try:
@@ -121,6 +134,12 @@ class RecordTail:
             return msgspec.convert(numbers, Record, str_keys=True)  # type: ignore[no-any-return]
         except msgspec.ValidationError as error:
             raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
+
+
+def _num_kept(lines: Sequence[bytes], given: Sequence[int]) -> int:
+    """Count the lines at the beginning that were given before, in this order, perhaps with others between them."""
+    rest = iter(given)
+    return sum(1 for _ in itertools.takewhile(lambda line: hash(line) in rest, lines))
 
 
 def read_records(path: Path) -> list[Record]:

@@ -122,7 +122,9 @@ class SharedMemorySender:
         self._num_made += 1
         try:
             await asyncio.to_thread(_reserve, path, size)  # the kernel clears every page
+            buckets = _map(path, self._manifest)
         except OSError as error:
+            path.unlink(missing_ok=True)
             await asyncio.to_thread(remove_abandoned)
             free = shutil.disk_usage(self._scratch.path).free
             self.missing_bytes = max(1, size - free)
@@ -132,7 +134,7 @@ class SharedMemorySender:
                 "weights.transport=collective"
             )
         self.missing_bytes = 0
-        self._free.append(_Segment(path, _map(path, self._manifest)))
+        self._free.append(_Segment(path, buckets))
         return None
 
 

@@ -6,19 +6,19 @@ Hugging Face name; all are checked before the first is copied.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
+from areal_rloo.models.folder import weight_files
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
@@ -177,15 +177,15 @@ def load_checkpoint(
     parameters = Parameters(architecture, device=device, dtype=dtype)
     try:
         parameters.copy_from(parameters.fitting(_stored_tensors(path)))
-    except (OSError, EngineError) as error:
+    except (OSError, DecodeError, EngineError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
     return parameters, _rotary_tables(config, architecture, context_tokens, path).to(device)
 
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     index = path / "model.safetensors.index.json"
-    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-    for name in sorted(set(names)):
+    names = weight_files(index) if index.is_file() else ["model.safetensors"]
+    for name in names:
         with safe_open(path / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield key, file.get_tensor(key)

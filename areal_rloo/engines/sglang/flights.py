@@ -161,7 +161,7 @@ def read_output(
         meta = answer["meta_info"]
         tokens, triples, reason = answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
         logprobs = [triple[0] for triple in triples]
-        same = [triple[1] for triple in triples] == tokens
+        same = [triple[1] for triple in triples] == list(tokens)
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(
             f"expected output_ids, output_token_logprobs and finish_reason, got {shortened(repr(answer))}"
@@ -203,7 +203,7 @@ def versions_of(spans: object, num_tokens: int) -> list[int]:
         match span:
             case {"version": label, "start": int(start), "end": int(end)} if start == covered <= end:
                 known = known and isinstance(label, str) and label.isdecimal()
-                versions += [int(label)] * (end - start) if known else []
+                versions += [int(label)] * (min(end, num_tokens) - start) if known else []
                 covered = end
             case _:
                 raise EngineError(f"expected a span with version, start={covered} and end, got {span!r} in {spans!r}")

@@ -245,6 +245,12 @@ def test_a_missing_file_is_refused_with_the_shipped_names() -> None:
     assert "quickstart.yaml" in message
 
 
+@pytest.mark.parametrize("value", ["2024-02-30", "0x_", "1" * 5000, "[" * 3000])
+def test_a_value_that_yaml_cannot_read_is_refused(tmp_path: Path, value: str) -> None:
+    assert "not valid YAML" in refusal(write(tmp_path, f"run: {{seed: {value}}}"))
+    assert "the value is not valid YAML" in refusal("quickstart.yaml", f"run.seed={value}")
+
+
 def test_bad_yaml_is_refused_with_the_place(tmp_path: Path) -> None:
     name = write(tmp_path, "run: {seed: 1\nlearner: [")
     message = refusal(name)

@@ -96,6 +96,23 @@ def test_a_broadcaster_that_crashes_ends_the_wait_for_a_batch(tmp_path: Path) ->
     service.close()
 
 
+def test_a_drain_ends_the_wait_for_partial_rollouts(tmp_path: Path) -> None:
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster.offers)
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=1)
+    hello = Hello("w", "1", 4, 0, None, 1, 0, (), Work())
+    service.call(lambda: intake.handle("00", hello, 0.0))
+    assert service.call(lambda: intake.fleet.alive["w"].num_train) > 0
+    gathering = threading.Thread(target=service.gather_partials, args=(100 * PATIENCE_S,), daemon=True)
+    gathering.start()
+    eventually(lambda: not intake.has_partials, "no worker was asked")
+    assert gathering.is_alive()
+    service.begin_drain()
+    gathering.join(PATIENCE_S)
+    assert not gathering.is_alive(), "the last checkpoint asks again"
+    service.close()
+
+
 def test_a_drain_ends_the_wait_for_shared_memory(tmp_path: Path) -> None:
     transport = SharedMemorySender(MANIFEST, tmp_path / "segments", look_every_s=0.01)
     broadcaster = Broadcaster(manifest=MANIFEST, transport=transport, offers=make_offers())

@@ -110,6 +110,16 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tiny_folders: dict
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
+def test_checksums_without_the_state_make_no_whole_checkpoint(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (1, 2):
+        save(checkpoints, tiny_folders["qwen2"], version)
+    (tmp_path / "step-000002" / "checksums.json").write_text("{}")
+    newest = checkpoints.load_newest()
+    assert newest is not None
+    assert newest[0].name == "step-000001"
+
+
 @pytest.mark.parametrize("place", [5, -10])  # in a name of checksums.json: bytes that are not UTF-8
 @pytest.mark.parametrize("file", ["state.msgpack", "shards/__0_0.distcp", "model/model.safetensors", "checksums.json"])
 def test_a_damaged_checkpoint_is_skipped_for_the_previous(

@@ -1,6 +1,5 @@
 """The names of checkpoints, their order, and the rest of a killed learner."""
 
-import errno
 import shutil
 from pathlib import Path
 
@@ -118,19 +117,34 @@ def test_a_removal_that_failed_is_tried_again_at_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _make(tmp_path, 10, 20)
-    remove, refusals = shutil.rmtree, [OSError(errno.EMFILE, "Too many open files")]
+    remove, refusals = shutil.rmtree, ["too few descriptors"]
 
-    def rmtree(path: Path) -> None:
+    def rmtree(path: Path, *, ignore_errors: bool) -> None:
         if refusals:
-            raise refusals.pop()
-        remove(path)
+            refusals.pop()
+        else:
+            remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     prune(checkpoint_path(tmp_path, 20), keep=1)
     assert _names(tmp_path) == {".removed-step-000010", "step-000020"}
-    assert "Too many open files" in caplog.text
+    assert "cannot be removed whole; the next checkpoint tries again" in caplog.text
     prune(checkpoint_path(tmp_path, 20), keep=1)
     assert _names(tmp_path) == {"step-000020"}
+
+
+def test_a_replaced_checkpoint_never_gets_the_name_of_a_removed_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path, 5)
+    unfinished_path(checkpoint_path(tmp_path, 5)).mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, *, ignore_errors: None)  # no descriptors
+    finish(checkpoint_path(tmp_path, 5))
+    _make(tmp_path, 8)
+    prune(checkpoint_path(tmp_path, 8), keep=1)
+    monkeypatch.undo()
+    recover(tmp_path)
+    assert _names(tmp_path) == {"step-000008"}
 
 
 def test_the_only_copy_of_a_checkpoint_is_never_removed(tmp_path: Path) -> None:

@@ -341,6 +341,24 @@ def test_a_tail_repeats_no_record_that_a_resumed_run_kept(tmp_path: Path, make_t
     assert [record.num_train_steps for record in tail.read()] == [2]
 
 
+def test_a_tail_gives_what_a_resumed_run_wrote_before_the_next_look(
+    tmp_path: Path, make_train_record: MakeTrainRecord
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [msgspec.json.encode(make_train_record(num_train_steps=n, wall_s=n / 7)) + b"\n" for n in range(1, 12)]
+    path.write_bytes(b"".join(lines[:6]))
+    tail = RecordTail(path)
+    tail.read()
+    for kept, written in ((lines[:2], lines[6:8]), ([*lines[:1], lines[7]], lines[8:]), ([], lines[3:5])):
+        path.write_bytes(b"".join((*kept, *written)))
+        assert len(tail.read()) == len(written), "what is kept was given before; what is new was not"
+        assert tail.read() == []
+    path.write_bytes(b"")
+    assert tail.read() == []
+    path.write_bytes(lines[0])
+    assert len(tail.read()) == 1
+
+
 def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind":"train","loss":1.0}\n')

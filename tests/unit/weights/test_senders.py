@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import shutil
@@ -19,6 +20,7 @@ from support.full_disk import disk_of
 from support.patience import eventually
 
 from areal_rloo.errors import WeightsError
+from areal_rloo.weights import shared_memory
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import empty_buckets, gather, views
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
@@ -152,6 +154,20 @@ def test_the_wait_for_shared_memory_can_be_given_up(tmp_path: Path) -> None:
     sender = SharedMemorySender(MANIFEST, tmp_path, look_every_s=0.01)
     with disk_of(1000), pytest.raises(WeightsError, match="bytes of shared memory"):
         asyncio.run(sender.stage(lambda: sender.missing_bytes > 0))
+    sender.close()
+
+
+def test_a_segment_that_cannot_be_mapped_is_removed_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(shared_memory, "_map", refuses)
+    sender = SharedMemorySender(MANIFEST, tmp_path, patience_s=0.05, look_every_s=0.01)
+    with pytest.raises(WeightsError, match="Cannot allocate memory"):
+        asyncio.run(sender.stage())
+    assert not list(sender._scratch.path.glob("segment-*"))
     sender.close()
 
 

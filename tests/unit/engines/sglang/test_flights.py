@@ -100,6 +100,8 @@ def test_an_update_before_the_first_token_is_detected() -> None:
         (_answer([1], [-1.0], "bored"), "expected finish_reason"),
         (_answer([1, 2], [-1.0, -1.0], output_token_logprobs=[[-1.0, 1, None]]), "expected the logprob of each"),
         (_answer([1], [-1.0], weight_versions=[_span("1", 0, 9)]), "expected weight_versions of all"),
+        (_answer([1], [-1.0], weight_versions=[_span("1", 0, 10**14)]), "expected weight_versions of all"),
+        ({**_answer([1], [-1.0]), "output_ids": 1}, "expected output_ids"),
     ],
 )
 def test_an_invalid_answer_is_refused(answer: dict[str, Any], message: str) -> None:

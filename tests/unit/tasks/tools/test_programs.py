@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from support.patience import eventually
 from support.processes import processes_with
 
 from areal_rloo.errors import EpisodeError, PreflightError, StartError
-from areal_rloo.files import remove_abandoned
+from areal_rloo.files import ScratchFolder, remove_abandoned
 from areal_rloo.tasks.tools import sandbox, sandbox_child
 from areal_rloo.tasks.tools.programs import Programs, Retries
 from areal_rloo.tasks.tools.sandbox import SandboxLimits, check_sandbox, run_python
@@ -75,6 +76,19 @@ def test_a_folder_that_a_full_disk_refuses_is_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     assert asyncio.run(Programs(LIMITS, QUICK).run("print(7)")) == "7"
     assert not refusals
+
+
+def test_without_descriptors_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.open(os.devnull, os.O_RDONLY), limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            ScratchFolder(tmp_path, "sandbox")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_folder_of_a_killed_process_is_removed(tmp_path: Path) -> None:
