@@ -1,5 +1,6 @@
 """Servers, services, ports and addresses, each made to fail."""
 
+import contextlib
 import socket
 
 import pytest
@@ -39,9 +40,13 @@ def test_a_port_in_use_is_wrong_also_for_a_worker() -> None:
 
 def test_the_metrics_port_is_checked_on_the_metrics_host() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.2", 0))
+        for number in range(20_000, 30_000):  # below the ports that connections of other tests get
+            with contextlib.suppress(OSError), socket.socket() as free:
+                free.bind(("127.0.0.1", number))
+                taken.bind(("127.0.0.2", number))
+                break
         taken.listen()
-        port = f"telemetry.metrics_port={taken.getsockname()[1]}"
+        port = f"telemetry.metrics_port={number}"
         assert [finding.state for finding in found(check_ports, port)] == ["ok", "ok"]
         elsewhere, _ = found(check_ports, port, "telemetry.metrics_host=127.0.0.2")
         assert elsewhere.state == "wrong"
