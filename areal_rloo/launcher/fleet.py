@@ -127,6 +127,11 @@ def ask(folder: Path, wish: Wish) -> None:
     write_atomically(folder / _WISH, msgspec.json.encode(wish))
 
 
+def is_asked(folder: Path) -> bool:
+    """Whether a wish is there; a launcher that starts removes the wishes of an earlier start, and perhaps a new one."""
+    return (folder / _WISH).exists()
+
+
 def read_answer(folder: Path, wish: Wish) -> Answer | None:
     """Read the launcher's answer to a wish; None if there is none yet."""
     try:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import ConfigError, PreflightError
-from areal_rloo.launcher.fleet import Wish, ask, check_number, read_answer
+from areal_rloo.launcher.fleet import Wish, ask, check_number, is_asked, read_answer
 from areal_rloo.launcher.start import run_main
 from areal_rloo.learner.lock import is_in_use
 from areal_rloo.waiting import wait_until
@@ -46,15 +46,19 @@ def main(arguments: Sequence[str]) -> int:
     if not is_in_use(folder, "launcher"):
         raise PreflightError(f"{folder}: no launcher runs here; start it with --resume rollout.num_workers=N")
     wish = Wish(uuid.uuid4().hex, options.workers)
+
+    def is_settled() -> bool:
+        if not is_asked(folder):
+            ask(folder, wish)
+        return read_answer(folder, wish) is not None or not is_in_use(folder, "launcher")
+
     try:
         ask(folder, wish)
+        wait_until(is_settled, timeout_s=_ANSWER_TIMEOUT_S, look_every_s=_LOOK_EVERY_S)
     except OSError as error:
         raise PreflightError(f"{folder} cannot be written: {error}; free some disk") from error
-    answered = wait_until(
-        lambda: read_answer(folder, wish) is not None, timeout_s=_ANSWER_TIMEOUT_S, look_every_s=_LOOK_EVERY_S
-    )
     answer = read_answer(folder, wish)
-    if not answered or answer is None:
+    if answer is None:
         raise PreflightError(f"{folder}: the launcher has not answered yet; see logs/launcher.log")
     if answer.refusal is not None:
         raise PreflightError(answer.refusal)

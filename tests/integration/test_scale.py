@@ -3,12 +3,21 @@
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.local_runs import REPO, Run, assert_drained, balanced
+from support.patience import eventually
 from support.processes import command_of
+
+from areal_rloo.config import dump_config, load_config
+from areal_rloo.errors import PreflightError
+from areal_rloo.files import lock_file
+from areal_rloo.launcher.fleet import Answer
+from areal_rloo.launcher.scale import main as scale_main
 
 pytestmark = pytest.mark.slow
 
@@ -77,3 +86,29 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
         2,
         f"error: {tmp_path}: no run here; expected a run folder such as runs/latest\n",
     )
+
+
+def test_a_wish_that_a_starting_launcher_removed_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config("quickstart.yaml")))
+    lock = lock_file(tmp_path / ".launcher-lock")
+    assert lock is not None
+    asking = threading.Thread(target=scale_main, args=([str(tmp_path), "--workers=2"],))
+    asking.start()
+    wish = tmp_path / "scale.json"
+    eventually(wish.exists, "no wish")
+    wish.unlink()
+    eventually(wish.exists, "the wish is lost")
+    answer = Answer(msgspec.json.decode(wish.read_bytes())["wish_id"])
+    (tmp_path / "scale-answer.json").write_bytes(msgspec.json.encode(answer))
+    asking.join(60)
+    assert not asking.is_alive()
+    lock.release()
+
+
+def test_a_wish_ends_with_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config("quickstart.yaml")))
+    lock = lock_file(tmp_path / ".launcher-lock")
+    assert lock is not None
+    threading.Timer(1.0, lock.release).start()
+    with pytest.raises(PreflightError, match="the launcher has not answered yet"):
+        scale_main([str(tmp_path), "--workers=2"])
