@@ -4,10 +4,10 @@ msgspec itself raises other exceptions than its own: UnicodeDecodeError for a te
 arrays nested too deeply. A handler that forgets them ends a thread of the learner for a flipped bit in a file.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import UnionType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -22,7 +22,7 @@ def from_json(content: bytes, kind: type[_Value] | UnionType, *, name: str = "JS
     Raises:
         DecodeError: the bytes are no JSON, or another value; names the field.
     """
-    return cast("_Value", _decoded(_json_decoder(cast("Hashable", kind)), content, name))
+    return cast("_Value", _decoded(_json_decoder(cast("Hashable", kind)).decode, content, name))
 
 
 def from_msgpack(
@@ -33,25 +33,21 @@ def from_msgpack(
     Raises:
         DecodeError: the bytes are no msgpack, or another value; names the field.
     """
-    return cast("_Value", _decoded(_msgpack_decoder(cast("Hashable", kind)), content, name))
-
-
-class _Decoder(Protocol):
-    def decode(self, content: Any, /) -> Any: ...
+    return cast("_Value", _decoded(_msgpack_decoder(cast("Hashable", kind)).decode, content, name))
 
 
 @cache
-def _json_decoder(kind: Any) -> _Decoder:
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
 @cache
-def _msgpack_decoder(kind: Any) -> _Decoder:
+def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def _decoded(decoder: _Decoder, content: Any, name: str) -> Any:
+def _decoded(decode: Callable[[Any], Any], content: Any, name: str) -> Any:
     try:
-        return decoder.decode(content)
+        return decode(content)
     except (ValueError, RecursionError) as error:  # msgspec's own exceptions are ValueErrors
         raise DecodeError(f"{name}: {error}") from error

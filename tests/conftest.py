@@ -104,7 +104,7 @@ def data_folder() -> Path:
 @pytest.fixture(autouse=True)
 def other_tests_log_as_before() -> Iterator[None]:
     """Undo what a test sets up with `setup_logs`, or with the main function of a process."""
-    loggers = [logging.getLogger(name) for name in ("areal_rloo", "asyncio")]
+    loggers = [logging.getLogger(name) for name in ("areal_rloo", "asyncio")]  # noqa: TID251 - only to put them back
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):

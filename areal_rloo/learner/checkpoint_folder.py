@@ -104,23 +104,26 @@ def _mark_replaced(folder: Path) -> None:
 
 
 def _mark_removed(path: Path) -> None:
-    target = path.with_name(_REMOVED + path.name)
-    number = 1
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{_REMOVED}{path.name}-{number}")
     try:
-        path.rename(target)
+        path.rename(_free_name(path, _REMOVED))
     except OSError as error:
         logger.warning("outdated checkpoint %s cannot be removed: %s", path, error)
+
+
+def _free_name(path: Path, prefix: str) -> Path:
+    """Return a path beside `path` that does not exist: the name with the prefix, and perhaps a number."""
+    free, number = path.with_name(prefix + path.name), 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{prefix}{path.name}-{number}")
+    return free
 
 
 def finish(path: Path) -> None:
     """Give an unfinished checkpoint its name. Until then, a checkpoint of the same version stays complete."""
     replaced = path.with_name(_REPLACED + path.name)
+    _mark_replaced(path.parent)
     if path.exists():
-        if replaced.exists():
-            _mark_removed(replaced)
         path.rename(replaced)
     try:
         move_into_place(unfinished_path(path), path)
@@ -144,11 +147,7 @@ def prune(newest: Path, *, keep: int) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint so that no listing counts it; people can still look at the files."""
-    aside = path.with_name(_SET_ASIDE + path.name)
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{_SET_ASIDE}{path.name}-{number}")
+    aside = _free_name(path, _SET_ASIDE)
     try:
         path.rename(aside)
     except OSError as error:

@@ -113,14 +113,14 @@ class RecordTail:
                 file.seek(self._position - len(self._last))
                 if file.read(len(self._last)) != self._last:  # another file, or another end
                     file.seek(0)
-                    self._position, self._given = 0, array("q")
+                    self._position, self._last, self._given = 0, b"", array("q")
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
         lines = [line + newline for line in whole.split(newline)] if newline else []
         num_kept = 0 if given is self._given else _num_kept(lines, given)
         self._position += sum(map(len, lines))
-        self._last = lines[-1] if lines else self._last if self._position else b""
+        self._last = lines[-1] if lines else self._last
         self._given.extend(map(hash, lines))
         return [record for line in lines[num_kept:] if (record := self._decoded(line)) is not None]
 

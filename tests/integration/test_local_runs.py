@@ -199,11 +199,7 @@ def test_a_closed_terminal_drains_the_run_however_often_it_signals(start: Callab
     as_in_a_shell = ("env", "--default-signal=HUP")  # these tests may run under nohup
     run = start("learner.num_train_steps=10000", before=as_in_a_shell)
     run.wait_for(lambda: len(run.records()) >= 1)
-    run.process.send_signal(signal.SIGHUP)
-    assert run.process.stdout is not None
-    assert any("draining" in line for line in run.process.stdout)
-    run.process.send_signal(signal.SIGHUP)
-    code, output = run.wait()
+    code, output = _signal_twice(run, signal.SIGHUP)
     assert code == 0, output
     assert_drained(run)
 
@@ -222,12 +218,17 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     run.wait_for(lambda: len(run.records()) >= 1)
     (learner,) = run.children("areal_rloo.learner")
     learner.suspend()  # it cannot drain
-    run.process.send_signal(signal.SIGINT)
+    code, output = _signal_twice(run, signal.SIGINT)
+    assert code == 137, output
+
+
+def _signal_twice(run: Run, number: signal.Signals) -> tuple[int, str]:
+    """Send the signal a second time when the run says that it drains; wait for the end."""
+    run.process.send_signal(number)
     assert run.process.stdout is not None
     assert any("draining" in line for line in run.process.stdout)
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.wait()
-    assert code == 137, output
+    run.process.send_signal(number)
+    return run.wait()
 
 
 def test_a_live_run_is_not_resumed_and_a_dead_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:

@@ -1,6 +1,7 @@
 """Check the layers, and that the base modules import nothing heavy."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "areal_rloo"
 HEAVY = ("torch", "numpy", "transformers", "zmq", "rich", "prometheus_client")
 
 
@@ -73,3 +75,11 @@ def test_a_library_is_imported_only_in_its_own_modules(library: str, homes: list
             if any(name == library or name.startswith(f"{library}.") for name in names):
                 strangers.append(f"{inside}:{node.lineno}")
     assert not strangers
+
+
+def test_only_the_module_for_it_decodes_bytes_from_outside() -> None:
+    """Elsewhere a flipped bit could raise UnicodeDecodeError or RecursionError, which no handler expects."""
+    homes = {"decoding.py", "learner/team.py"}  # the ranks of a learner send each other tensors
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {name for name, text in sources.items() if re.search(r"msgspec\.(json|msgpack)\.(decode|Decoder)\b", text)}
+    assert found == homes

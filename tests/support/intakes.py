@@ -15,6 +15,13 @@ from areal_rloo.weights.manifest import build_manifest
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
+LEARNER = "learner"  # the id of the learner of `make_intake`
+ONE_GROUP = (
+    "algorithm.group_size=2",
+    "learner.groups_per_step=1",
+    "learner.num_minibatches=1",
+    "algorithm.max_staleness=0",
+)
 MANIFEST = build_manifest([("w", torch.zeros(8))], bucket_bytes=1000)
 
 
@@ -39,5 +46,5 @@ def make_intake(
         evaluation=Evaluation([], lambda _: None),
         offers=offers,
         policy_version=0,
-        history=(("learner", 0),),
+        history=((LEARNER, 0),),
     )

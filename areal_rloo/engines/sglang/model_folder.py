@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError, EngineError, ModelError
+from areal_rloo.errors import EngineError, ModelError
 from areal_rloo.files import ScratchFolder, memory_folder, remove_abandoned
 
 _ROOM = 2.5  # times the model's files: new weights may have a wider dtype than the files
@@ -44,10 +43,10 @@ def read_model(folder: Path) -> ModelFacts:
         ModelError: config.json cannot be read or has no vocabulary size.
     """
     try:
-        config = from_json((folder / "config.json").read_bytes(), dict[str, Any])
+        config = json.loads((folder / "config.json").read_bytes())  # may have NaN and Infinity
         config = config.get("text_config", config)
         vocab_size = int(config["vocab_size"])
-    except (OSError, DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model.path: {folder} has no config.json with a vocab_size: {error!r}") from error
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
-from support.intakes import make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.intake.intake import Intake, Outgoing
 from areal_rloo.trajectory import Completion, Trajectory, purpose_of
@@ -27,20 +26,6 @@ from areal_rloo.wire.messages import (
     Work,
     digest,
 )
-
-LEARNER = "learner"
-ONE_GROUP = (
-    "algorithm.group_size=2",
-    "learner.groups_per_step=1",
-    "learner.num_minibatches=1",
-    "algorithm.max_staleness=0",
-)
-
-
-@pytest.fixture
-def intake() -> Intake:
-    """Groups of two, batches of one group, no staleness."""
-    return make_intake(make_offers(), *ONE_GROUP)
 
 
 def _hello(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from support.intakes import make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.intake.intake import Intake, Outgoing
 from areal_rloo.intake.ledger import Ledger, LedgerState
@@ -23,20 +23,6 @@ from areal_rloo.wire.messages import (
     Results,
     Work,
 )
-
-LEARNER = "learner"
-ONE_GROUP = (
-    "algorithm.group_size=2",
-    "learner.groups_per_step=1",
-    "learner.num_minibatches=1",
-    "algorithm.max_staleness=0",
-)
-
-
-@pytest.fixture
-def intake() -> Intake:
-    """Groups of two, batches of one group, no staleness."""
-    return make_intake(make_offers(), *ONE_GROUP)
 
 
 def _hello(worker_id: str = "w") -> Hello:

@@ -23,6 +23,11 @@ def test_a_damaged_config_is_refused_before_a_server_starts(tmp_path: Path, conf
         read_model(tmp_path)
 
 
+def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 5, "time_step_limit": [0.0, Infinity]}')
+    assert read_model(tmp_path).vocab_size == 5
+
+
 def test_damaged_weights_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 40)

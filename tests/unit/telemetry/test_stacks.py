@@ -44,10 +44,13 @@ def test_a_signal_writes_the_stacks_and_the_process_goes_on(tmp_path: Path) -> N
 
         threading.Thread(target=fails, name="helper").start()
 
+        async def beats():
+            print("ready", flush=True)  # only now: a signal before the task exists finds no task
+            await asyncio.sleep(1000)
+
         async def main():
             asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-            print("ready", flush=True)
-            await asyncio.create_task(asyncio.sleep(1000), name="the heartbeat")
+            await asyncio.create_task(beats(), name="the heartbeat")
 
         asyncio.run(main())
     """
