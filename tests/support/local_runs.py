@@ -1,7 +1,9 @@
 """A small whole run under a launcher, which tests can watch, signal and read."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.processes import command_of, processes_with
+from support.processes import command_of, ends_of_logs, processes_with
 
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.telemetry.metrics import read_records
@@ -63,7 +65,10 @@ class Run:
         )
 
     def wait(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=240)
+        try:
+            output, _ = self.process.communicate(timeout=240)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the run does not end: {self._stacks_and_logs()}") from error
         return self.process.returncode, output
 
     def records(self) -> list[TrainRecord]:
@@ -86,7 +91,7 @@ class Run:
         ends_s = time.monotonic() + 300
         while not condition():
             assert self.process.poll() is None, self.wait()
-            assert time.monotonic() < ends_s, "the run makes no progress"
+            assert time.monotonic() < ends_s, f"the run makes no progress: {self._stacks_and_logs()}"
             time.sleep(0.05)
 
     def wait_for_checkpoint(self, num_steps: int) -> None:
@@ -97,6 +102,14 @@ class Run:
         """Return the number of steps before the newest checkpoint; 0 without a checkpoint."""
         newest = newest_checkpoint(self.folder)
         return 0 if newest is None else int(newest.removeprefix("step-"))
+
+    def _stacks_and_logs(self) -> str:
+        """Have the processes log their stacks, and return the ends of all logs."""
+        for process in (*self.children("areal_rloo.learner"), *self.children("areal_rloo.rollout")):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR2)
+        time.sleep(2)
+        return ends_of_logs((self.folder / "logs").glob("*.log"), num_lines=200)
 
 
 def assert_drained(run: Run) -> None:

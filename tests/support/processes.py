@@ -1,8 +1,9 @@
-"""Processes of tests: how to start them quickly, and lists of them that survive a zombie."""
+"""Processes of tests: how to start them quickly, lists of them that survive a zombie, and the ends of their logs."""
 
 import multiprocessing
 from collections.abc import Iterable
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import psutil
 
@@ -32,3 +33,9 @@ def processes_with(words: Iterable[str], among: Iterable[psutil.Process] | None 
     wanted = set(words)
     everywhere = psutil.process_iter() if among is None else among
     return [process for process in everywhere if wanted <= set(command_of(process))]
+
+
+def ends_of_logs(files: Iterable[Path], *, num_lines: int = 60) -> str:
+    """Return the name and the last lines of each file that is not empty."""
+    ends = ((file.name, file.read_text(errors="replace").splitlines()[-num_lines:]) for file in sorted(files))
+    return "\n".join(f"--- {name}:\n" + "\n".join(lines) for name, lines in ends if lines)

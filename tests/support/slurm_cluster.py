@@ -40,6 +40,7 @@ from pathlib import Path
 
 import psutil
 from support.networks import TwoNetworks
+from support.processes import ends_of_logs
 
 from areal_rloo.ports import ReservedPorts
 
@@ -194,9 +195,7 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def _ends_of_logs(self) -> str:
-        files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.output")])
-        ends = (f"{file.name}:\n{file.read_text(errors='replace')[-2000:]}" for file in files if file.stat().st_size)
-        return "\n".join(ends)
+        return ends_of_logs([*self.folder.glob("*.log"), *self.folder.glob("*.output")], num_lines=20)
 
     def _stop(self) -> None:
         """Kill the daemons first, lest they start or requeue a job, then all that carries this cluster's SLURM_CONF."""
