@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from support.local_runs import Run
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
+from support.processes import ends_of_logs
 from support.sglang_support import (
     CAPABILITIES,
     PROMPT,
@@ -64,10 +66,28 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     plan = ServerPlan(exported, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
-    os.environ[KEY] = process.api_key
-    yield process
-    del os.environ[KEY]
-    process.kill()
+    try:
+        _wait_until_it_answers(process)
+        os.environ[KEY] = process.api_key
+        yield process
+    finally:
+        os.environ.pop(KEY, None)
+        process.kill()
+
+
+def _wait_until_it_answers(server: ServerProcess) -> None:
+    """Fail with the server's log if the server does not start: a run would wait for minutes, and say less."""
+    asked = urllib.request.Request(f"{server.url}/health", headers={"Authorization": f"Bearer {server.api_key}"})
+    ends_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as reply:
+                assert reply.status == 200
+                return
+        except OSError as error:
+            ended = server.exit_code() is not None
+            assert not ended and time.monotonic() < ends_s, f"{error}: {ends_of_logs([server.log])}"
+            time.sleep(0.2)
 
 
 def _options(server: ServerProcess, **changes: Any) -> dict[str, Any]:
