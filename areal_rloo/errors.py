@@ -12,6 +12,7 @@ ArealRlooError
 ├── WeightsError         a failed broadcast
 │   ├── ChecksumError        received weights that differ from the sent weights
 │   └── WentBackError        a learner that restarted from an older version
+├── CutOffError          a rollout worker whose answers the learner refused too often
 ├── EngineError          an engine that cannot continue
 ├── StartError           processes of rewards or tools cannot be started any more
 ├── SampleError          a sample that cannot be finished, with the drop reason
@@ -83,6 +84,10 @@ class ChecksumError(WeightsError):
 
 class WentBackError(WeightsError):
     """The learner restarted from a version older than this worker's weights; the two histories have diverged."""
+
+
+class CutOffError(ArealRlooError):
+    """The learner reads no message of this process any more, because its answers broke their leases."""
 
 
 class EngineError(ArealRlooError):

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: a stop token, the token limit, or an abort. The engine reports the reason."""
 
+MOST_REWARD = 1e12
+"""Largest size of a reward: sums of squares of many rewards stay finite in float32."""
+
+
+def is_reward(number: float) -> bool:
+    """Return True for a number that a reward, or a part of one, may be; NaN is none."""
+    return abs(number) <= MOST_REWARD
+
+
 SampleId = tuple[int, int]
 """(group_id, sample_index): names a sample in the whole run."""
 

@@ -93,7 +93,7 @@ class Evaluation:
             if sample is not None and sample.worker_id is None:  # else a late result came, or the holder came back
                 groups.setdefault(sample_id[0], []).append(sample_id[1])
         self._waiting = []
-        return [(group_id, self._prompt(group_id), tuple(sorted(indices))) for group_id, indices in groups.items()]
+        return [(group_id, self.prompt(group_id), tuple(sorted(indices))) for group_id, indices in groups.items()]
 
     def wait_again(self, sample_id: SampleId) -> None:
         """Queue a lost sample for another lease."""
@@ -103,6 +103,10 @@ class Evaluation:
     def policy_version(self) -> int:
         """The version of the running evaluation."""
         return self._version
+
+    def has_begun(self, group_id: int) -> bool:
+        """Return True if an evaluation so far had this group."""
+        return group_id > self._next_group
 
     def seed(self, group_id: int) -> int:
         """Return the seed of a prompt, the same at every evaluation: only the weights differ."""
@@ -126,7 +130,8 @@ class Evaluation:
     def _progress_of(self, group_id: int) -> _Progress:
         return next(p for p in self._under_way if 0 <= p.number(group_id) < len(p.chosen.prompts))
 
-    def _prompt(self, group_id: int) -> Prompt:
+    def prompt(self, group_id: int) -> Prompt:
+        """Return the prompt of a group of the running evaluation."""
         progress = self._progress_of(group_id)
         return progress.chosen.prompts[progress.number(group_id)]
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from areal_rloo.config import WireConfig
-from areal_rloo.wire.messages import Duty, Heartbeat, Hello, Lease, Work, digest
+from areal_rloo.wire.messages import Duty, Heartbeat, Hello, LearnerMessage, Lease, Work, digest
+
+
+class Outgoing(NamedTuple):
+    """A message to send, and the peer to send it to."""
+
+    peer: str
+    message: LearnerMessage
 
 
 @dataclass(slots=True)
@@ -27,6 +34,7 @@ class Worker:
     disconnected_s: float | None = None  # monotonic time of the end of the connection; None: heard since
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
+    num_lies: int = 0  # answers refused: others get leases first
 
     @property
     def free_samples(self) -> int:
@@ -60,21 +68,31 @@ class Worker:
         return heartbeat.duties != digest(duty for duty in self.duties if duty.lease_id <= heartbeat.newest_lease)
 
 
+@dataclass(slots=True)
+class _Met:
+    """A process that has said Hello. The first counts are the start: an earlier learner counted them."""
+
+    worker_id: str
+    first: Work
+    last: Work
+
+
 class Fleet:
     """All workers heard of since their Hello; the work of departed workers, too."""
 
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
-        self._work: dict[str, tuple[Work, Work]] = {}  # by peer: at the first Hello, and as last reported
+        self._met: dict[str, _Met] = {}  # by peer
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
         return self._by_peer.get(peer)
 
-    def has_met(self, peer: str) -> bool:
-        """Return True if this peer ever said Hello."""
-        return peer in self._work
+    def name_of(self, peer: str) -> str | None:
+        """Return the worker id of a peer, alive or not; None for a stranger, who never said Hello."""
+        met = self._met.get(peer)
+        return None if met is None else met.worker_id
 
     def welcome(self, hello: Hello, peer: str, *, now_s: float, policy_version: int) -> Worker:
         """Register a worker, or renew what is known. Remove another incarnation first."""
@@ -93,7 +111,7 @@ class Fleet:
             )
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
         worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, hello.policy_version, None
-        self.record_work(peer, hello.work)
+        self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).last = hello.work
         return worker
 
     def remove(self, worker: Worker) -> None:
@@ -101,7 +119,7 @@ class Fleet:
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
-        if heartbeat.work.generated_tokens != self._work[worker.peer][1].generated_tokens:
+        if heartbeat.work.generated_tokens != self._met[worker.peer].last.generated_tokens:
             worker.progress_s, worker.stalled = now_s, False
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
@@ -109,14 +127,13 @@ class Fleet:
         self.record_work(worker.peer, heartbeat.work)
 
     def record_work(self, peer: str, work: Work) -> None:
-        """Record the counts of an incarnation. The first counts are the start: an earlier learner counted them."""
-        start, _ = self._work.setdefault(peer, (work, work))
-        self._work[peer] = (start, work)
+        """Record the counts of a process; ignore those of a stranger."""
+        if peer in self._met:
+            self._met[peer].last = work
 
     def work(self) -> Work:
         """Add up the work of all workers for this learner, departed workers included."""
-        pairs: Sequence[tuple[Work, Work]] = list(self._work.values())
         return Work(
-            sum(last.idle_s - first.idle_s for first, last in pairs),
-            sum(last.generated_tokens - first.generated_tokens for first, last in pairs),
+            sum(met.last.idle_s - met.first.idle_s for met in self._met.values()),
+            sum(met.last.generated_tokens - met.first.generated_tokens for met in self._met.values()),
         )

@@ -7,22 +7,22 @@ event loop and connects it to the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from areal_rloo.config import Config
-from areal_rloo.errors import RewardError
+from areal_rloo.intake.answers import Answers, Sender
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.fleet import Fleet, Outgoing, Worker
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
-from areal_rloo.trajectory import Group, SampleId, Trajectory
+from areal_rloo.trajectory import Group
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
@@ -30,13 +30,7 @@ from areal_rloo.wire.messages import Duty
 logger = get_logger(__name__)
 
 
-class Outgoing(NamedTuple):
-    """A message to send, and the peer to send it to."""
-
-    peer: str
-    message: wire.LearnerMessage
-
-
+_END = wire.Refusal("this process sent answers that its leases do not allow", final=True)
 _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
 
 
@@ -66,6 +60,7 @@ class Intake:
         offers: Offers,
         policy_version: int,
         history: wire.History,
+        vocab_size: int,
         group_filter: Callable[[Group], bool] | None = None,
         num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -75,6 +70,7 @@ class Intake:
             offers: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
             history: the learners up to this one; the last learner id is of this start alone.
+            vocab_size: of the model; ids from this number on are refused.
             group_filter: returns False for a group to drop (user code).
         """
         self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
@@ -82,15 +78,18 @@ class Intake:
         self.history, (self.learner_id, _) = history, history[-1]
         self._offers, self._num_truncated = offers, num_truncated
         self._policy_version = policy_version
-        self._max_tokens = config.learner.microbatch_tokens
         self._wire = config.wire
-        self._num_repeated = self._num_partials_calls = 0
-        self._failures = RewardFailures(config)
+        self._num_partials_calls = 0
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
         self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
-        for group_id, group in list(ledger.groups.items()):  # the run before may have had longer rows
-            for sample_index, sample in list(group.samples.items()):
-                self._refuse_if_too_long((group_id, sample_index), sample.trajectories)
+        self._answers = Answers(
+            fleet=self.fleet,
+            leasing=self._leasing,
+            failures=RewardFailures(config),
+            lies=Lies(config, vocab_size=vocab_size),
+            max_row_tokens=config.learner.microbatch_tokens,
+        )
+        self._answers.refuse_long_rows()
 
     # -- messages of the workers ---------------------------------------------------------------------------------------
 
@@ -100,6 +99,8 @@ class Intake:
         Raises:
             UserError: too many completions got no reward.
         """
+        if self.lies.is_cut_off(peer):
+            return [Outgoing(peer, _END)] if isinstance(message, wire.Hello | wire.Heartbeat) else []
         if isinstance(message, wire.Hello):
             replies = self._welcome(peer, message, now_s)
         elif isinstance(message, wire.Heartbeat):
@@ -144,6 +145,11 @@ class Intake:
     def take_batch(self) -> list[Group] | None:
         """Take the batch of the step at the current version; None while the batch is not complete."""
         return None if self.draining else self._buffer.take(self._policy_version, last=self.stream.exhausted)
+
+    @property
+    def lies(self) -> Lies:
+        """The answers refused so far."""
+        return self._answers.lies
 
     @property
     def no_more_batches(self) -> bool:
@@ -191,7 +197,7 @@ class Intake:
             num_workers=len(self.fleet.alive),
             rollout_idle_s=work.idle_s,
             generated_tokens=work.generated_tokens,
-            repeated_results=self._num_repeated,
+            repeated_results=self._answers.num_repeated,
             filtered_prompts=self.stream.num_filtered,
             truncated_prompts=self._num_truncated(),
         )
@@ -213,14 +219,18 @@ class Intake:
 
     def _apply(self, peer: str, message: _Addressed, now_s: float) -> list[Outgoing]:
         """Apply a message addressed to this learner."""
-        worker = self.fleet.at(peer)
+        worker, name = self.fleet.at(peer), self.fleet.name_of(peer)
+        if name is None:
+            return []  # a worker knows this learner by a Welcome alone
         match message:
             case wire.Results():
-                outgoing = self._take_results(worker, message, now_s)
-                return [Outgoing(peer, wire.Ack(message.number)), *outgoing]
+                aborts = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
+                if worker is not None:
+                    worker.progress_s, worker.stalled = now_s, False
+                return [Outgoing(peer, wire.Ack(message.number)), *self._told(aborts), *self._cut_off(peer)]
             case wire.Partials():
-                self._take_partials(worker, message)
-                return []
+                self._answers.take_partials(Sender(peer, name, worker), message, self._policy_version)
+                return self._cut_off(peer)
             case wire.Goodbye():
                 self.fleet.record_work(peer, message.work)
                 if worker is not None:
@@ -239,74 +249,17 @@ class Intake:
                 self._offers.failed(worker.worker_id, offer_id, message.detail, number=number, now_s=now_s)
         return [Outgoing(peer, wire.Ack(message.number))]
 
-    def _take_results(self, worker: Worker | None, results: wire.Results, now_s: float) -> list[Outgoing]:
-        """Record finished and failed duties. The results of a worker taken for dead are welcome, too."""
-        outgoing: list[Outgoing] = []
-        for lease_id, trajectories in results.finished:
-            outgoing += self._finish(worker, Duty(lease_id, *trajectories[0].sample_id), trajectories)
-        for failed in results.failed:
-            self._fail(worker, failed)
-        if worker is not None:
-            worker.progress_s, worker.stalled = now_s, False
-        return outgoing
+    def _told(self, aborts: Sequence[tuple[Worker, Duty]]) -> list[Outgoing]:
+        """Return the messages that cancel duties whose sample an earlier holder has finished."""
+        return [Outgoing(worker.peer, wire.Abort(self.learner_id, (duty,))) for worker, duty in aborts]
 
-    def _finish(self, worker: Worker | None, duty: Duty, trajectories: tuple[Trajectory, ...]) -> list[Outgoing]:
-        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
-        if worker is not None:
-            worker.release(duty)
-        sample = self._leasing.sample(duty.sample_id)
-        if sample is None or not sample.accepts(duty.lease_id):
-            self._num_repeated += 1
+    def _cut_off(self, peer: str) -> list[Outgoing]:
+        """Forget a worker that lied often, and tell the process to end."""
+        if not self.lies.is_cut_off(peer):
             return []
-        aborts = self._abort(sample.worker_id, Duty(sample.lease_ids[-1], *duty.sample_id))
-        self._failures.scored(1)
-        if duty.purpose == "eval":
-            self.evaluation.finish(trajectories)
-        elif not self._refuse_if_too_long(duty.sample_id, trajectories):
-            sample.finish(trajectories)
-            self._buffer.settle(self.ledger.groups[duty.group_id])
-        return aborts
-
-    def _abort(self, worker_id: str | None, duty: Duty) -> list[Outgoing]:
-        """Cancel the duty of a worker whose sample an earlier holder has finished."""
-        worker = self.fleet.alive.get(worker_id) if worker_id is not None else None
-        if worker is None or duty not in worker.duties:
-            return []
-        worker.release(duty)
-        return [Outgoing(worker.peer, wire.Abort(self.learner_id, (duty,)))]
-
-    def _fail(self, worker: Worker | None, failed: wire.Failed) -> None:
-        """Drop a failed sample, unless another lease can still finish the sample."""
-        duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
-        if worker is not None:
-            worker.release(duty)
-        sample = self._leasing.sample(duty.sample_id)
-        if sample is None or not sample.is_newest(duty.lease_id):
-            self._num_repeated += 1
-            return
-        completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
-        self._leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
-        self._failures.failed(RewardError(failed.reason, failed.detail))
-
-    def _take_partials(self, worker: Worker | None, message: wire.Partials) -> None:
-        for partial in message.partials:
-            sample = self.ledger.sample((partial.group_id, partial.sample_index))
-            if sample is not None and sample.is_newest(partial.lease_id):
-                sample.partial = partial.turns
-        if worker is not None and message.last and message.call_id == worker.owes_partials:
-            worker.owes_partials = None
-
-    def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
-        """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
-        num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
-        if num_tokens - 1 <= self._max_tokens:  # the last token of a row predicts nothing
-            return False
-        detail = (
-            f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self._max_tokens}; "
-            "raise that option, or shorten prompts and completions"
-        )
-        self._leasing.drop(sample_id, "too_long", detail=detail)
-        return True
+        if (worker := self.fleet.at(peer)) is not None:
+            self._remove(worker)
+        return [Outgoing(peer, _END)]
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -314,7 +267,7 @@ class Intake:
         """Register a worker, and settle which duties are still the worker's."""
         before = self.fleet.alive.get(hello.worker_id)
         if before is not None and before.peer != peer:
-            if self.fleet.has_met(peer):  # an earlier process, which a later one has replaced
+            if self.fleet.name_of(peer) is not None:  # an earlier process, which a later one has replaced
                 logger.warning("tell an earlier process of %s to end", hello.worker_id)
                 return [Outgoing(peer, wire.Drain())]
             self._remove(before)

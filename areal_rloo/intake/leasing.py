@@ -6,19 +6,22 @@ capacity of the workers. Lost samples take their room before new groups are admi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from areal_rloo.algorithm.staleness import deadline, num_admissible
 from areal_rloo.config import Config
+from areal_rloo.errors import DecodeError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Worker
-from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample
+from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
 from areal_rloo.wire.messages import Duty, Lease
+from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
 
@@ -33,10 +36,29 @@ class Leasing:
     stream: PromptStream
     evaluation: Evaluation
     _num_leases: int = field(default=0, init=False)  # the last lease id
+    _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(str(self.config.run.seed).encode(), digest_size=8).digest()
+        self._first_seed = int.from_bytes(digest) >> 20 << 20
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """Return a sample of the ledger or of the evaluation; None if the sample has an outcome, or never was."""
         return (self.evaluation if purpose_of(sample_id[0]) == "eval" else self.ledger).sample(sample_id)
+
+    def prompt(self, group_id: int) -> Prompt:
+        """Return the prompt of a group that has samples without an outcome."""
+        if purpose_of(group_id) == "eval":
+            return self.evaluation.prompt(group_id)
+        return self.ledger.groups[group_id].prompt
+
+    def has_granted(self, duty: Duty) -> bool:
+        """Return False if this learner cannot have granted this duty."""
+        if not 0 < duty.lease_id <= self._num_leases:
+            return False
+        if duty.purpose == "eval":
+            return self.evaluation.has_begun(duty.group_id)
+        return duty.group_id < self.ledger.admitted_groups
 
     def grants(self, workers: Sequence[Worker], policy_version: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
@@ -44,18 +66,18 @@ class Leasing:
         if not workers:
             return []
         granted: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
+        trusted = [worker for worker in workers if not worker.num_lies] or workers
         for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting()):
-            worker = workers[number % len(workers)]
+            worker = trusted[number % len(trusted)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             granted[worker.worker_id].append(self._lease(worker, group_id, indices, prompt, version, seed))
         self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
         for group, indices in self.ledger.waiting():
-            worker = max(workers, key=lambda worker: worker.free_samples)
+            worker = max(workers, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
             if worker.free_samples <= 0:
                 break
             version = max(group.admission_version, worker.joined_version)
-            # Sample i adds i; groups are 2**20 seeds apart, and run seeds 2**44.
-            seed = (self.config.run.seed << 44) + (group.group_id << 20)
+            seed = (self._first_seed + (group.group_id << 20)) % 2**64  # sample i adds i
             if group.deadline < policy_version:  # new tokens respect the bound, and those so far do not
                 for index in indices:
                     group.samples[index].partial = b""
@@ -95,10 +117,11 @@ class Leasing:
         first = self.sample((group_id, indices[0]))
         partial = b"" if first is None else first.partial
         lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
+        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version))
         for duty in lease.duties:
             sample = self.sample(duty.sample_id)
             assert sample is not None, f"sample {duty.sample_id} has an outcome already"
-            sample.lease(lease.lease_id, worker.worker_id)
+            sample.lease(grant)
         worker.take(lease)
         return lease
 
@@ -124,6 +147,15 @@ class Leasing:
                 admission_version=policy_version,
                 deadline=deadline(admission_version=policy_version, max_staleness=algorithm.max_staleness),
             )
+
+
+def _oldest_version(partial: bytes, min_version: int) -> int:
+    """Return the lowest version of an answer that continues a partial rollout."""
+    try:
+        turns = decode_turns(partial)
+    except DecodeError:
+        return min_version  # the worker cannot read the partial rollout either, and begins anew
+    return min([min_version, *(int(turn.completion.versions.min(initial=min_version)) for turn in turns)])
 
 
 def _leased_together(group: LedgerGroup, indices: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,33 +30,45 @@ _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_LEASES = 16  # of a sample, remembered to recognize late results
 
 
+class Grant(NamedTuple):
+    """A lease of one sample, as the learner granted it."""
+
+    lease_id: int
+    worker_id: str
+    min_version: int  # lowest policy version that a token of the answer may have
+
+
 @dataclass(slots=True)
 class Sample:
     """A sample without an outcome: waiting, leased, or (with trajectories) buffered."""
 
     worker_id: str | None = None  # of the holder; None: waits for a lease, or is buffered
-    lease_ids: tuple[int, ...] = ()  # granted so far, the newest last
+    leases: tuple[Grant, ...] = ()  # the last that were granted, the newest last
     num_attempts: int = 0  # leases under which the generation may have begun
     trajectories: tuple[Trajectory, ...] = ()
-    partial: bytes = b""  # what the holders have told of an unfinished sample: `wire.messages.Partial.turns`
+    partial: bytes = b""  # what the holders have told of an unfinished sample: bytes of `wire.turns`
 
-    def lease(self, lease_id: int, worker_id: str) -> None:
-        assert self.worker_id is None and not self.trajectories, f"lease {lease_id}: the sample is not waiting"
-        self.worker_id = worker_id
-        self.lease_ids = (*self.lease_ids[1 - _MOST_LEASES :], lease_id)
+    def lease(self, grant: Grant) -> None:
+        assert self.worker_id is None and not self.trajectories, f"lease {grant.lease_id}: the sample is not waiting"
+        self.worker_id = grant.worker_id
+        self.leases = (*self.leases[1 - _MOST_LEASES :], grant)
         self.num_attempts += 1
 
-    def accepts(self, lease_id: int) -> bool:
-        """Return True if a result of this lease is welcome: also a late result, if it is the first."""
-        return not self.trajectories and lease_id in self.lease_ids
+    def grant(self, lease_id: int) -> Grant | None:
+        """Return a lease of this sample; None if the sample never had the lease, or had it too long ago."""
+        return next((grant for grant in self.leases if grant.lease_id == lease_id), None)
+
+    def remembers(self, lease_id: int) -> bool:
+        """Return True if `grant` would know this lease: no older lease of the sample is forgotten."""
+        return len(self.leases) < _MOST_LEASES or lease_id > self.leases[0].lease_id
 
     def is_newest(self, lease_id: int) -> bool:
         """Return True if no later lease can finish the sample: a failure is final, a partial rollout the longest."""
-        return not self.trajectories and self.lease_ids[-1:] == (lease_id,)
+        return not self.trajectories and bool(self.leases) and self.leases[-1].lease_id == lease_id
 
     def adopts(self, lease_id: int, worker_id: str) -> bool:
         """Let a worker taken for dead go on; returns False if the sample does not wait for this lease."""
-        if self.worker_id is not None or not self.is_newest(lease_id):
+        if self.worker_id is not None or not self.is_newest(lease_id) or self.leases[-1].worker_id != worker_id:
             return False
         self.worker_id = worker_id
         return True
@@ -69,7 +82,7 @@ class Sample:
 
         Without `is_attempt`, the lease never reached the worker, or the worker was stopped from outside.
         """
-        if self.worker_id is None or lease_id != self.lease_ids[-1]:
+        if self.worker_id is None or lease_id != self.leases[-1].lease_id:
             return False
         self.worker_id = None
         self.num_attempts -= not is_attempt

@@ -12,8 +12,9 @@ keeps only the counts t_i. Without weights the shares are the sizes, and all pas
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -41,6 +42,10 @@ class Prompt:
     item_index: int
     tokens: tuple[int, ...]
     item: Item
+    encoded: bytes = field(init=False, repr=False, compare=False)  # the tokens as int32: fast to compare
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "encoded", array("i", self.tokens).tobytes())
 
 
 class PromptStreamState(msgspec.Struct, frozen=True):

@@ -16,8 +16,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.intake import Intake, IntakeStatistics, Outgoing
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake, IntakeStatistics
 from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.watchdog import Watchdog
@@ -204,6 +206,11 @@ class IntakeService:
     def watch(self, watchdog: Watchdog, deadline_s: float) -> None:
         """Let a watchdog watch the loop."""
         watchdog.watch_loop("the event loop of the intake", self.call(asyncio.get_running_loop), deadline_s)
+
+    @property
+    def lies(self) -> Lies:
+        """The answers refused so far; they live on the loop."""
+        return self._intake.lies
 
     @property
     def history(self) -> History:

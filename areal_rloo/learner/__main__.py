@@ -22,11 +22,12 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config, import_entry, import_function, load_config
-from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError
+from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError, DataError
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
@@ -172,6 +173,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         offers=broadcaster.offers,
         policy_version=policy_version,
         history=(*history, (uuid.uuid4().hex, policy_version)),
+        vocab_size=rank.vocab_size,
         group_filter=_group_filter(config),
         num_truncated=lambda: tokenize.num_truncated,
     )
@@ -205,6 +207,7 @@ def _serve_metrics(
     watchdog: Watchdog,
 ) -> None:
     watch(registry, ChannelStatistics, service.channel.statistics)
+    watch(registry, LieStatistics, lambda: service.call(service.lies.statistics, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
     port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)
@@ -298,11 +301,20 @@ def _reporter(
     return Reporter(
         file=MetricsFile(path),
         metrics=LearnerMetrics(registry),
-        evaluations=[record for record in read_records(path) if isinstance(record, EvalRecord)],
+        evaluations=_evaluations(path),
         totals=totals,
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,
     )
+
+
+def _evaluations(path: Path) -> list[EvalRecord]:
+    """Return the evaluations so far; none if there are records of another version: they are no reason to end a run."""
+    try:
+        return [record for record in read_records(path) if isinstance(record, EvalRecord)]
+    except DataError as error:
+        logger.warning("the evaluations so far are not shown: %s", error)
+        return []
 
 
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:

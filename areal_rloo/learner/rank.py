@@ -80,6 +80,11 @@ class LearnerRank:
         self._refreshed = reference.policy if reference is not None and refreshes else None
         self._saving: Future[Any] | None = None
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model."""
+        return int(self.policy.causal.config.vocab_size)
+
     def score(self, microbatches: Iterable[Microbatch]) -> list[Tensor]:
         """Compute the logprobs of the targets under the reference: of each row [num_targets] float32, on the CPU."""
         assert self.reference is not None, "scoring needs a reference"

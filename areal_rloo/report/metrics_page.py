@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.engines.sglang import SGLangStatistics
+from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
@@ -21,6 +22,7 @@ from areal_rloo.wire.channels import ChannelStatistics
 SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each train step (learner, metrics.jsonl)", TrainRecord),
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
+    ("Refused answers (learner)", LieStatistics),
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_rloo.errors import RewardError
-from areal_rloo.trajectory import FinishReason, Item, Purpose
+from areal_rloo.trajectory import MOST_REWARD, FinishReason, Item, Purpose, is_reward
 
 Returns = Literal["trajectory", "token"]
 """`algorithm.returns`: says if single tokens may have a reward."""
@@ -23,7 +23,7 @@ FailureReason = Literal[
     "reward_timeout",
     "reward_crash",
     "reward_error",
-    "reward_not_finite",
+    "reward_out_of_range",
     "reward_wrong_type",
     "reward_unavailable",
 ]
@@ -130,8 +130,8 @@ def _number(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise RewardError("reward_not_finite", f"{name} is {number}")
+    if not is_reward(number):
+        raise RewardError("reward_out_of_range", f"{name} is {number}, expected at most {MOST_REWARD:g} in size")
     return number
 
 

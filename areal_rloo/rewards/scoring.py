@@ -19,6 +19,7 @@ import msgspec
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, Scored, SourceKey, WorkStatistics, Worth
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.trajectory import MOST_REWARD, is_reward
 from areal_rloo.waiting import cancel
 
 Score = Callable[[RewardRequest], Awaitable[Worth]]
@@ -131,8 +132,9 @@ def _summed(parts: Sequence[Part], worths: Sequence[Worth], answer: str | None) 
     tokens = _added([(part.weight, worth.token_rewards) for part, worth in pairs])
     turns = _added([(part.weight, worth.turn_rewards) for part, worth in pairs])
     for number in (reward, *(tokens or ()), *(turns or ())):
-        if not math.isfinite(number):  # a sum of finite numbers can overflow
-            raise RewardError("reward_not_finite", f"a weighted sum of the parts is {number}")
+        if not is_reward(number):
+            detail = f"a weighted sum of the parts is {number}, expected at most {MOST_REWARD:g} in size"
+            raise RewardError("reward_out_of_range", detail)
     values = {part.label: worth.reward for part, worth in pairs}
     return Scored(reward=reward, parts=values, token_rewards=tokens, turn_rewards=turns, answer=answer)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from areal_rloo.rollout.chat_server import MODEL, ChatServer, ChatStatistics
 from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.trajectory import Item, Trajectory
+from areal_rloo.trajectory import MOST_REWARD, Item, Trajectory, is_reward
 from areal_rloo.waiting import on_daemon_thread, run_beside_user_code
 
 _JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
@@ -115,8 +114,8 @@ class Agent:
             return session.posted or await rewards.score(session.last.request(sample, chat))
         if session.posted is not None:
             raise EpisodeError("episode_error", f"{self._path} posted a reward and gave back {value!r}; expected one")
-        if not isinstance(value, Real) or not math.isfinite(value):
-            detail = f"{self._path}: expected a finite number or None back, got {value!r:.100}"
+        if not isinstance(value, Real) or not is_reward(value):  # type: ignore[arg-type]
+            detail = f"{self._path}: expected None or a number up to {MOST_REWARD:g} in size back, got {value!r:.100}"
             raise EpisodeError("episode_error", detail)
         return Scored(reward=float(value), parts={"agent": float(value)})
 

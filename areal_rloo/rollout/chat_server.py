@@ -17,6 +17,7 @@ import json
 import secrets
 from collections import Counter, deque
 from collections.abc import Awaitable
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -34,6 +35,7 @@ from areal_rloo.rollout.chat_api import (
 )
 from areal_rloo.rollout.sessions import Session
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import MOST_REWARD
 
 logger = get_logger(__name__)
 
@@ -47,10 +49,13 @@ _CLIENT_S = 60.0  # for a client to send its whole request, and to read a chunk 
 _CLOSE_S = 1.0  # for connections to close, after all sessions have ended
 
 
+_Reward = Annotated[float, msgspec.Meta(ge=-MOST_REWARD, le=MOST_REWARD)]
+
+
 class _RewardBody(msgspec.Struct):
     """A posted reward. Numbers in JSON are finite; reading the body refuses numbers too large for a float."""
 
-    reward: float
+    reward: _Reward
     parts: dict[str, float] = {}
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from areal_rloo.errors import WentBackError
+from areal_rloo.errors import CutOffError, WentBackError
 from areal_rloo.rollout.partial import in_messages
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
@@ -151,6 +151,7 @@ class WorkerProtocol:
 
         Raises:
             WentBackError: the learner restarted from a version older than this worker's weights.
+            CutOffError: the learner reads no message of this process any more.
         """
         orders = Orders()
         match message:
@@ -162,7 +163,7 @@ class WorkerProtocol:
             case wire.Drain():
                 orders.drain = True
             case wire.Refusal():
-                logger.error("the learner refuses a message: %s", message.detail)
+                _hear_refusal(message)
             case wire.Ack():
                 kept = self._outbox.pop(message.number, None)
                 self._num_results -= kept is not None and isinstance(kept.message, wire.Results)
@@ -334,3 +335,9 @@ class WorkerProtocol:
     def _next_number(self) -> int:
         self._number += 1
         return self._number
+
+
+def _hear_refusal(refusal: wire.Refusal) -> None:
+    if refusal.final:
+        raise CutOffError(f"the learner reads no more messages of this process: {refusal.detail}")
+    logger.error("the learner refuses a message: %s", refusal.detail)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from functools import partial
 
@@ -28,7 +29,7 @@ from areal_rloo.errors import (
 )
 from areal_rloo.rollout.deadline import checked_trajectories, run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
-from areal_rloo.rollout.partial import Journal, encode, journal_of
+from areal_rloo.rollout.partial import Journal, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
@@ -39,9 +40,11 @@ from areal_rloo.wire import messages as wire
 from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Duty
+from areal_rloo.wire.turns import encode_turns
 
 logger = get_logger(__name__)
 
+_REASON = re.compile("[a-z_]{1,40}")
 _MOST_CHARACTERS = 4000  # of a completion reported to the learner
 _CONNECT_S = 5.0
 _ENGINE_SHARE = 0.8  # of the time that a checkpoint waits for partial rollouts
@@ -193,7 +196,7 @@ class RolloutWorker:
             async with asyncio.timeout(_ENGINE_SHARE * self._config.partials_timeout_s):
                 so_far = await asyncio.wrap_future(self._engine.unfinished())
         train = [(duty, journal) for duty, (_, journal) in self._episodes.items() if duty.purpose == "train"]
-        self._protocol.tell_partials({duty: encode(journal.turns(so_far)) for duty, journal in train})
+        self._protocol.tell_partials({duty: encode_turns(journal.turns(so_far)) for duty, journal in train})
 
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
@@ -233,7 +236,8 @@ class RolloutWorker:
             return
         detail, completion = shortened(failure.detail), failure.completion[-_MOST_CHARACTERS:]
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)
-        failed = wire.Failed(*duty, failure.reason, detail, completion)
+        reason = failure.reason if _REASON.fullmatch(failure.reason) else "episode_error"  # a user may write any
+        failed = wire.Failed(*duty, reason, detail, completion)
         self._protocol.fail(failed, _BYTES_PER_CHARACTER * (len(detail) + len(completion)))
 
     def _ended(self, duty: Duty, task: asyncio.Task[None]) -> None:

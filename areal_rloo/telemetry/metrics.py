@@ -129,11 +129,18 @@ class RecordTail:
             values = from_json(line, dict[str, Any])
         except DecodeError:
             return None
-        numbers = {key: math.nan if value is None else value for key, value in values.items()}
         try:
-            return msgspec.convert(numbers, Record, str_keys=True)  # type: ignore[no-any-return]
+            return msgspec.convert(_with_nan(values), Record, str_keys=True)  # type: ignore[no-any-return]
         except msgspec.ValidationError as error:
             raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
+
+
+def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Put NaN in the place of every null, in numbers by label, too."""
+    return {
+        key: math.nan if value is None else _with_nan(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
 
 
 def _num_kept(lines: Sequence[bytes], given: Sequence[int]) -> int:

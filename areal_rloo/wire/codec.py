@@ -15,12 +15,14 @@ import msgspec
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns, highest_token
 from areal_rloo.wire.messages import (
     WIRE_VERSION,
+    Count,
     Failed,
     Finished,
     LearnerMessage,
+    Name,
     PlainWorkerMessage,
     Results,
     WorkerMessage,
@@ -28,9 +30,9 @@ from areal_rloo.wire.messages import (
 
 
 class _ResultsHeader(msgspec.Struct, frozen=True, tag="results"):
-    learner_id: str
-    number: int
-    leases: tuple[tuple[int, int], ...]  # of each finished duty: the lease id, and the number of trajectories
+    learner_id: Name
+    number: Count
+    leases: tuple[tuple[Count, Count], ...]  # of each finished duty: the lease id, and the number of trajectories
     trajectories: tuple[TrajectoryHeader, ...]
     failed: tuple[Failed, ...]
 
@@ -60,7 +62,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
     if isinstance(header, _ResultsHeader):
         trajectories = decode_columns(header.trajectories, frames[1:], limits)
         finished = _by_duty(header.leases, trajectories)
-        return Results(header.learner_id, header.number, finished, header.failed)
+        return Results(header.learner_id, header.number, finished, header.failed, highest_token(frames[1]))
     return header  # type: ignore[no-any-return]
 
 

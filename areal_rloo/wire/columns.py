@@ -12,19 +12,19 @@ applies them to trajectories that are not encoded: a rollout worker calls it, be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
-from areal_rloo.trajectory import Completion, FinishReason, Trajectory
+from areal_rloo.trajectory import MOST_REWARD, Completion, FinishReason, Trajectory, is_reward
 
 Frame = bytes | memoryview
 Int32Array = npt.NDArray[np.int32]
@@ -32,6 +32,7 @@ Float32Array = npt.NDArray[np.float32]
 
 _FINISH_REASONS = frozenset(get_args(FinishReason))
 _LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by the float32 rounding of a log-softmax
+_LEAST_LOGPROB = -1e6  # no token of a lower probability is ever sampled, and sums stay finite in float32
 _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
@@ -46,6 +47,9 @@ class Limits:
     max_tokens: int = 2**24
 
 
+RewardParts = Annotated[dict[Annotated[str, Meta(max_length=200)], float], Meta(max_length=100)]
+
+
 class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A trajectory without its arrays; the counts locate the arrays in the columns."""
 
@@ -57,9 +61,9 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_version_runs: int
     spans: tuple[int, ...] = ()
-    reward_parts: dict[str, float] = {}
+    reward_parts: RewardParts = {}
     has_token_rewards: bool = False
-    answer: str | None = None
+    answer: Annotated[str, Meta(max_length=100_000)] | None = None
 
 
 Headers = Sequence[TrajectoryHeader]
@@ -122,6 +126,11 @@ def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) ->
     for header in headers:
         _check_version_runs(islice(pairs, header.num_version_runs), header)
     return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
+
+
+def highest_token(tokens: Frame) -> int:
+    """Return the highest id in the first column of a batch; -1 for an empty batch."""
+    return int(np.frombuffer(tokens, _INT32).max(initial=-1))
 
 
 def _cut(
@@ -266,14 +275,16 @@ def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> Non
 
 
 def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:
-    if not (logprobs.min() > -math.inf and logprobs.max() <= _LOGPROB_ROUNDING):  # NaN fails both
-        wrong = ~((logprobs > -math.inf) & (logprobs <= _LOGPROB_ROUNDING))
-        raise _refused("behaviour_logprobs: expected finite values of at most 0", logprobs, wrong, headers, sizes)
+    if not (logprobs.min() >= _LEAST_LOGPROB and logprobs.max() <= _LOGPROB_ROUNDING):  # NaN fails both
+        wrong = ~((logprobs >= _LEAST_LOGPROB) & (logprobs <= _LOGPROB_ROUNDING))
+        rule = f"behaviour_logprobs: expected values from {_LEAST_LOGPROB:g} to 0"
+        raise _refused(rule, logprobs, wrong, headers, sizes)
 
 
 def _check_token_rewards(rewards: Float32Array, headers: Headers, sizes: list[int]) -> None:
-    if not np.isfinite(rewards).all():
-        raise _refused("token_rewards: expected finite numbers", rewards, ~np.isfinite(rewards), headers, sizes)
+    if len(rewards) and not np.abs(rewards).max() <= MOST_REWARD:  # NaN, too
+        wrong = ~(np.abs(rewards) <= MOST_REWARD)
+        raise _refused(f"token_rewards: expected numbers up to {MOST_REWARD:g} in size", rewards, wrong, headers, sizes)
 
 
 def _refused(
@@ -303,11 +314,14 @@ def _check_header(header: TrajectoryHeader, limits: Limits) -> None:
     for field in ("num_prompt_tokens", "num_tokens", "num_version_runs"):
         if not 0 < (num := getattr(header, field)) <= limits.max_tokens:
             raise DecodeError(f"{_name(header)}: {field}: expected 1 to {limits.max_tokens}, got {num}")
-    if not math.isfinite(header.reward):
-        raise DecodeError(f"{_name(header)}: reward: expected a finite number, got {header.reward}")
+    if not is_reward(header.reward):
+        raise DecodeError(
+            f"{_name(header)}: reward: expected a number up to {MOST_REWARD:g} in size, got {header.reward}"
+        )
     for label, value in header.reward_parts.items():
-        if not math.isfinite(value):
-            raise DecodeError(f"{_name(header)}: reward_parts: expected finite numbers, got {label} {value}")
+        if not is_reward(value):
+            expected = f"expected numbers up to {MOST_REWARD:g} in size"
+            raise DecodeError(f"{_name(header)}: reward_parts: {expected}, got {label} {value}")
     if header.finish_reason not in _FINISH_REASONS:
         expected = ", ".join(sorted(_FINISH_REASONS))
         raise DecodeError(f"{_name(header)}: finish_reason: expected {expected}, got {header.finish_reason!r}")

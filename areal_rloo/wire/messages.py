@@ -34,21 +34,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
+
+# The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+GroupId = Annotated[int, Meta(ge=-(2**43), lt=2**43)]  # seeds are 2**20 apart
+SampleIndex = Annotated[int, Meta(ge=0, lt=2**20)]
+Version = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Name = Annotated[str, Meta(max_length=250)]
+Reason = Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
+Text = Annotated[str, Meta(max_length=100_000)]
 
 
 class Duty(NamedTuple):
     """A sample under a lease. The same sample under a later lease is another duty."""
 
-    lease_id: int
-    group_id: int
-    sample_index: int
+    lease_id: Count
+    group_id: GroupId
+    sample_index: SampleIndex
 
     @property
     def sample_id(self) -> SampleId:
@@ -85,12 +96,12 @@ def is_of(history: History, learner_id: str | None, policy_version: int) -> bool
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """The right and duty to generate `sample_indices` of a group, granted by the learner's intake to a worker."""
 
-    lease_id: int  # grows with every lease of a learner
-    group_id: int
-    sample_indices: tuple[int, ...]  # all at first, the missing ones after a loss
+    lease_id: Count  # grows with every lease of a learner
+    group_id: GroupId
+    sample_indices: tuple[SampleIndex, ...]  # all at first, the missing ones after a loss
     prompt_tokens: tuple[int, ...]
     item: Item  # as rewards need it
-    min_version: int  # oldest policy version that may start the generation
+    min_version: Version  # oldest policy version that may start the generation
     seed: int  # sample i has seed + i
     partial: bytes = b""  # of the single sample of this lease: see `Partial`
 
@@ -106,20 +117,20 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 class Work(msgspec.Struct, frozen=True, array_like=True):
     """Counts of a worker's engine since its start."""
 
-    idle_s: float = 0.0  # without work
-    generated_tokens: int = 0
+    idle_s: Seconds = 0.0  # without work
+    generated_tokens: Count = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Worker to learner: at the start, when the learner asks, and after a restart of the engine."""
 
-    worker_id: str  # stable over restarts of the worker, e.g. `rollout-0`
-    incarnation: str  # differs at every start of the process
-    capacity_samples: int  # unfinished train samples the worker accepts; evaluation samples come on top
-    policy_version: int | None  # of the weights in the engine; None while the engine starts
-    learner_id: str | None  # the learner of the duties; None before the first Welcome
-    number: int
-    newest_lease: int  # highest lease id seen from this learner
+    worker_id: Name  # stable over restarts of the worker, e.g. `rollout-0`
+    incarnation: Name  # differs at every start of the process
+    capacity_samples: SampleIndex  # unfinished train samples the worker accepts; evaluation samples come on top
+    policy_version: Version | None  # of the weights in the engine; None while the engine starts
+    learner_id: Name | None  # the learner of the duties; None before the first Welcome
+    number: Count
+    newest_lease: Count  # highest lease id seen from this learner
     duties: tuple[Duty, ...]  # running or unacknowledged
     work: Work
 
@@ -127,12 +138,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Worker to learner, every `wire.heartbeat_s`."""
 
-    learner_id: str | None  # as in Hello
-    number: int
-    newest_lease: int  # as in Hello
+    learner_id: Name | None  # as in Hello
+    number: Count
+    newest_lease: Count  # as in Hello
     duties: bytes  # digest of the duties without a result on the way
-    policy_version: int | None  # as in Hello
-    newest_offer: int  # highest id of an offer of weights seen from this learner
+    policy_version: Version | None  # as in Hello
+    newest_offer: Count  # highest id of an offer of weights seen from this learner
     receiving: bool  # True while a version is being received
     work: Work
 
@@ -140,7 +151,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 class Finished(NamedTuple):
     """The trajectories of a duty: at least one, all of the same sample."""
 
-    lease_id: int
+    lease_id: Count
     trajectories: tuple[Trajectory, ...]
 
 
@@ -150,12 +161,12 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far.
     """
 
-    lease_id: int
-    group_id: int
-    sample_index: int
-    reason: str
-    detail: str
-    completion: str
+    lease_id: Count
+    group_id: GroupId
+    sample_index: SampleIndex
+    reason: Reason
+    detail: Text
+    completion: Text
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -164,26 +175,27 @@ class Results(msgspec.Struct, frozen=True):
     The codec encodes the arrays of the trajectories as columns of raw little-endian numbers.
     """
 
-    learner_id: str
-    number: int
+    learner_id: Name
+    number: Count
     finished: tuple[Finished, ...]
     failed: tuple[Failed, ...] = ()
+    highest_token: int | None = None  # of all trajectories; the codec's note for the receiver
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
-    """The turns of the policy in an unfinished sample. Only `rollout.partial` encodes and reads `turns`."""
+    """The turns of the policy in an unfinished sample. `turns` are the bytes of `wire.turns`."""
 
-    lease_id: int
-    group_id: int
-    sample_index: int
+    lease_id: Count
+    group_id: GroupId
+    sample_index: SampleIndex
     turns: bytes
 
 
 class Partials(msgspec.Struct, frozen=True, tag="partials"):
     """Worker to learner: an answer to a PartialsCall; the last one has `last`. Also sent before a Goodbye."""
 
-    learner_id: str
-    call_id: int  # 0 before a Goodbye
+    learner_id: Name
+    call_id: Count  # 0 before a Goodbye
     partials: tuple[Partial, ...]
     last: bool
 
@@ -191,32 +203,32 @@ class Partials(msgspec.Struct, frozen=True, tag="partials"):
 class WeightsReady(msgspec.Struct, frozen=True, tag="weights_ready"):
     """Worker to learner: the answer to a WeightsCall, sent as soon as no other version is being received."""
 
-    learner_id: str
-    offer_id: int
+    learner_id: Name
+    offer_id: Count
 
 
 class WeightsReceived(msgspec.Struct, frozen=True, tag="weights_received"):
     """Worker to learner: the engine runs the offered version, and the received bytes had this checksum."""
 
-    learner_id: str
-    number: int
-    offer_id: int
+    learner_id: Name
+    number: Count
+    offer_id: Count
     checksum: int
 
 
 class WeightsFailed(msgspec.Struct, frozen=True, tag="weights_failed"):
     """Worker to learner: the offered version did not arrive whole; the engine does not run it."""
 
-    learner_id: str
-    number: int
-    offer_id: int
-    detail: str
+    learner_id: Name
+    number: Count
+    offer_id: Count
+    detail: Text
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """Worker to learner: the worker stops, with all duties given back."""
 
-    learner_id: str | None
+    learner_id: Name | None
     work: Work
     failed: bool = False  # an error ends the worker, not a signal or a Drain
 
@@ -228,22 +240,22 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     learner that is not named or of versions after the next beginning, belong to a history that was given up.
     """
 
-    learner_id: str
-    number: int
+    learner_id: Name
+    number: Count
     history: History
 
 
 class Leases(msgspec.Struct, frozen=True, tag="leases"):
     """Learner to worker: start all of these together."""
 
-    learner_id: str
+    learner_id: Name
     leases: tuple[Lease, ...]
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """Learner to worker: the learner has this message."""
 
-    number: int
+    number: Count
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
@@ -252,39 +264,39 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
     With `say_hello`, the learner does not know the worker, or knows other duties.
     """
 
-    learner_id: str
-    number: int
-    newest_lease: int
+    learner_id: Name
+    number: Count
+    newest_lease: Count
     say_hello: bool
 
 
 class WeightsCall(msgspec.Struct, frozen=True, tag="weights_call"):
     """Learner to worker: a version is about to be sent to all workers together; answer to take part."""
 
-    learner_id: str
-    offer_id: int
+    learner_id: Name
+    offer_id: Count
 
 
 class WeightsNotice(msgspec.Struct, frozen=True, tag="weights_notice"):
     """Learner to worker: a version is on offer. Only `areal_rloo.weights` encodes and reads `body`."""
 
-    learner_id: str
-    offer_id: int
-    policy_version: int
+    learner_id: Name
+    offer_id: Count
+    policy_version: Version
     body: bytes
 
 
 class PartialsCall(msgspec.Struct, frozen=True, tag="partials_call"):
     """Learner to worker: tell the turns of all unfinished train samples; they go on."""
 
-    learner_id: str
-    call_id: int
+    learner_id: Name
+    call_id: Count
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Learner to worker: cancel these duties."""
 
-    learner_id: str
+    learner_id: Name
     duties: tuple[Duty, ...]
 
 
@@ -293,9 +305,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Learner to worker: a message was unreadable or not allowed; `detail` says why and how to mend this."""
+    """Learner to worker: a message was unreadable or not allowed; `detail` says why and how to mend this.
 
-    detail: str
+    With `final`, the learner reads no message of this process any more, and the process ends.
+    """
+
+    detail: Text
+    final: bool = False
 
 
 PlainWorkerMessage = Hello | Heartbeat | Partials | WeightsReady | WeightsReceived | WeightsFailed | Goodbye

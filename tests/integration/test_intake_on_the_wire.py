@@ -182,7 +182,8 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     get_logger("areal_rloo").addHandler(caplog.handler)
-    intake = _intake(tmp_path, "algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
+    small = ("algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
+    intake = _intake(tmp_path, *small, "evaluation.max_new_tokens=400")  # a context may be longer than a row
     port = intake.channel.port
     batches: list[list[Group] | None] = []
     waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))

@@ -23,7 +23,7 @@ MISSING = missing_programs()
 ON_TWO_NODES = ("launcher.num_hosts=2", "launcher.cores_per_host=1", "learner.num_threads=1", "rollout.num_threads=1")
 FASTER = (  # as much learning from fewer samples; .ci/run runs the quickstart with the shipped optimizer, too
     *("learner.num_minibatches=4", "learner.optimizer.learning_rate=1.5e-4"),
-    *("learner.groups_per_step=32", "learner.num_train_steps=40"),
+    *("learner.groups_per_step=32", "learner.num_train_steps=52"),
     *("evaluation.every_n_versions=0", "data.eval.num_prompts=500"),
 )
 

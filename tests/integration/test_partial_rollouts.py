@@ -11,8 +11,8 @@ from support.local_runs import Run, balanced, gone
 from areal_rloo.learner.batches import list_batches, read_batch
 from areal_rloo.learner.checkpoint import read_state
 from areal_rloo.learner.checkpoint_folder import list_checkpoints
-from areal_rloo.rollout.partial import RecordedTurn, decode
 from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.wire.turns import RecordedTurn, decode_turns
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def slow(tmp_path: Path) -> str:
 def _saved(folder: Path) -> dict[SampleId, tuple[RecordedTurn, ...]]:
     """Return the partial rollouts of the newest checkpoint."""
     groups = read_state(list(list_checkpoints(folder / "checkpoints").values())[-1]).ledger.groups
-    return {(g.group_id, s.sample_index): decode(s.partial) for g in groups for s in g.samples if s.partial}
+    return {(g.group_id, s.sample_index): decode_turns(s.partial) for g in groups for s in g.samples if s.partial}
 
 
 def _trained(folder: Path) -> dict[SampleId, Trajectory]:

@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 import msgspec
 
+from areal_rloo.intake.answers import Answers, Sender
 from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.leasing import Leasing
-from areal_rloo.intake.ledger import Sample
+from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
@@ -55,7 +56,11 @@ def _a_late_failure_drops_the_sample() -> Any:
 
 
 def _a_result_of_any_lease_counts() -> Any:
-    return patch.object(Sample, "accepts", lambda self, lease_id: True)
+    def mutated(self: Answers, sender: Sender, duty: wire.Duty) -> Any:
+        sample = self.leasing.sample(duty.sample_id)
+        return (sample, Grant(duty.lease_id, sender.worker_id, 0)) if sample is not None else (None, None)
+
+    return patch.object(Answers, "_lease_of", mutated)
 
 
 def _a_failure_drops_a_sample_in_any_state() -> Any:
@@ -160,7 +165,7 @@ def _samples_of_a_dead_worker_wait() -> Any:
 def _a_worker_without_progress_keeps_its_samples() -> Any:
     def mutated(self: Intake, worker: Worker, now_s: float) -> Any:
         worker.progress_s = now_s
-        from areal_rloo.intake.intake import Outgoing
+        from areal_rloo.intake.fleet import Outgoing
 
         return Outgoing(worker.peer, wire.Ack(0))
 

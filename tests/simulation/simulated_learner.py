@@ -10,7 +10,8 @@ from simulation.world import HEARTBEAT_S, ViolationError
 
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
-from areal_rloo.intake.intake import Intake, Outgoing
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.intake.prompts import Prompt, PromptStreamState
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
@@ -76,6 +77,7 @@ class SimulatedLearner:
             offers=self.offers,
             policy_version=self.version,
             history=(*history, (self.learner_id, self.version)),
+            vocab_size=10**6,  # tokens are ids of weights
         )
         self._batch: list[Group] | None = None
         self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
@@ -122,7 +124,7 @@ class SimulatedLearner:
             if sample is None or sample.trajectories:
                 num_begun += 1
             elif sample.worker_id is not None:
-                if not workers[sample.worker_id].has(Duty(sample.lease_ids[-1], *duty.sample_id)):
+                if not workers[sample.worker_id].has(Duty(sample.leases[-1].lease_id, *duty.sample_id)):
                     raise ViolationError(f"{duty} of a dead worker is leased again, and has not begun")
                 num_begun += 1
         return num_begun
@@ -282,6 +284,8 @@ class SimulatedLearner:
     def check(self) -> None:
         """Check the ledger, the admission and who holds what."""
         ledger, fleet = self.intake.ledger, self.intake.fleet
+        if lies := self.intake.lies.statistics().refused_answers:
+            raise ViolationError(f"an honest worker is taken for a liar: {lies}")
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():
             raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")
@@ -290,7 +294,7 @@ class SimulatedLearner:
         if live > (self.version + algorithm.max_staleness + 1) * learner.groups_per_step:
             raise ViolationError(f"{live} groups are admitted at version {self.version}")
         held = {
-            (sample.worker_id, sample.lease_ids[-1], group.group_id, index)
+            (sample.worker_id, sample.leases[-1].lease_id, group.group_id, index)
             for group in ledger.groups.values()
             for index, sample in group.samples.items()
             if sample.worker_id is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
+from areal_rloo.wire.turns import RecordedTurn, decode_turns, encode_turns
 
 if TYPE_CHECKING:
     from simulation.simulated_run import Simulation
@@ -124,7 +124,7 @@ class SimulatedWorker:
             for duty in lease.duties:
                 assert duty not in self._left, f"{self.peer} starts {duty} twice"
                 self._left[duty] = self._draw.choice((1, 1, 2, 3))
-                self._made[duty] = (lease, *(json.loads(lease.partial) if lease.partial else ([], [])))
+                self._made[duty] = (lease, *_turn_so_far(lease.partial))
                 self.simulation.num_continued += bool(lease.partial)
                 self._decode_soon(duty)
         if orders.tell_partials is not None:
@@ -147,7 +147,7 @@ class SimulatedWorker:
 
     def _partials(self) -> dict[Duty, bytes]:
         made = ((duty, versions, contents) for duty, (_, versions, contents) in self._made.items())
-        return {duty: json.dumps([v, c]).encode() for duty, v, c in made if v and duty.purpose == "train"}
+        return {duty: _as_partial(v, c) for duty, v, c in made if v and duty.purpose == "train"}
 
     # -- engine --------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,20 @@ class SimulatedWorker:
 
 def _trajectory(lease: wire.Lease, duty: Duty, versions: list[int], contents: list[int]) -> Trajectory:
     """Make a trajectory whose tokens are the contents of the weights that sampled them."""
-    completion = Completion(
-        np.array(contents, np.int32), np.zeros(len(contents), np.float32), np.array(versions, np.int32), "stop"
-    )
-    return Trajectory(*duty.sample_id, np.array(lease.prompt_tokens, np.int32), completion, float(duty.sample_index))
+    prompt = np.array(lease.prompt_tokens, np.int32)
+    return Trajectory(*duty.sample_id, prompt, _completion(versions, contents), float(duty.sample_index))
+
+
+def _completion(versions: list[int], contents: list[int]) -> Completion:
+    logprobs = np.zeros(len(contents), np.float32)
+    return Completion(np.array(contents, np.int32), logprobs, np.array(versions, np.int32), "stop")
+
+
+def _as_partial(versions: list[int], contents: list[int]) -> bytes:
+    return encode_turns([RecordedTurn(b"", _completion(versions, contents))])
+
+
+def _turn_so_far(partial: bytes) -> tuple[list[int], list[int]]:
+    """Return versions and contents of a partial rollout."""
+    turns = [turn.completion for turn in decode_turns(partial)]
+    return (turns[0].versions.tolist(), turns[0].tokens.tolist()) if turns else ([], [])

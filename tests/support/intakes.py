@@ -15,6 +15,7 @@ from areal_rloo.weights.manifest import build_manifest
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
+VOCAB_SIZE = 100
 LEARNER = "learner"  # the id of the learner of `make_intake`
 ONE_GROUP = (
     "algorithm.group_size=2",
@@ -47,4 +48,5 @@ def make_intake(
         offers=offers,
         policy_version=0,
         history=((LEARNER, 0),),
+        vocab_size=VOCAB_SIZE,
     )

@@ -10,7 +10,7 @@ import pytest
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
 from areal_rloo.errors import TrainingError
 from areal_rloo.intake.buffer import Buffer
-from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Group, Item, Trajectory
 
@@ -37,7 +37,7 @@ class _Bench:
         for index, reward in enumerate(rewards):
             completion = Completion(np.array([2]), np.array([-1.0], np.float32), np.array([0]), "stop")
             sample = group.samples[index]
-            sample.lease(1, "rollout-0")
+            sample.lease(Grant(1, "rollout-0", 0))
             sample.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
             self.buffer.settle(group)
         return group.group_id

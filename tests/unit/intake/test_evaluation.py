@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.ledger import Grant
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import Completion, Item, Trajectory
@@ -23,7 +24,7 @@ def _leases(evaluation: Evaluation) -> list[Lease]:
         for index in indices:
             sample = evaluation.sample((group_id, index))
             assert sample is not None
-            sample.lease(1, "w")
+            sample.lease(Grant(1, "w", 0))
         version, seed = evaluation.policy_version, evaluation.seed(group_id)
         leases.append(Lease(1, group_id, indices, prompt.tokens, prompt.item, version, seed))
     return leases

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
-from areal_rloo.intake.intake import Intake, Outgoing
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake
 from areal_rloo.trajectory import Completion, Trajectory, purpose_of
 from areal_rloo.wire.messages import (
     Abort,
@@ -268,7 +269,8 @@ def test_results_of_leases_never_granted_change_nothing(intake: Intake) -> None:
     sent = intake.handle("peer", _results(Duty(99, 0, 0)), 0.0)
     assert sent == [Outgoing("peer", Ack(7))]
     counts = intake.statistics()
-    assert (counts.ledger.buffered, counts.repeated_results) == (0, 1)
+    assert (counts.ledger.buffered, counts.repeated_results) == (0, 0)
+    assert intake.lies.statistics().refused_answers == {"no_such_lease": 1}
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -40,14 +40,14 @@ def _step(intake: Intake, worker: WorkerProtocol, version: int) -> None:
         while to_worker:
             for lease in worker.handle(to_worker.popleft(), engine).start:
                 for duty in lease.duties:
-                    worker.finish(duty, [_trajectory(lease, duty, version)], num_bytes=100)
+                    worker.finish(duty, [_trajectory(lease, duty, max(version, lease.min_version))], num_bytes=100)
         to_worker.extend(outgoing.message for outgoing in intake.tick(now_s))
         if intake.take_batch() is not None:
             to_worker.extend(outgoing.message for outgoing in intake.commit(version + 1, evaluate=False))
             while to_worker:
                 for lease in worker.handle(to_worker.popleft(), engine).start:
                     for duty in lease.duties:
-                        worker.finish(duty, [_trajectory(lease, duty, version)], num_bytes=100)
+                        worker.finish(duty, [_trajectory(lease, duty, max(version, lease.min_version))], num_bytes=100)
             return
     raise AssertionError(f"no batch at version {version}: {intake.describe(now_s)}")
 

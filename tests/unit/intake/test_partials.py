@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
-from areal_rloo.intake.intake import Intake, Outgoing
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.messages import (
@@ -23,6 +24,7 @@ from areal_rloo.wire.messages import (
     Results,
     Work,
 )
+from areal_rloo.wire.turns import RecordedTurn, encode_turns
 
 
 def _hello(worker_id: str = "w") -> Hello:
@@ -43,7 +45,15 @@ def _duties(messages: Sequence[Outgoing]) -> list[Duty]:
     return [duty for lease in _leased(messages) for duty in lease.duties]
 
 
-def _partials(*duties: Duty, call_id: int = 0, last: bool = True, turns: bytes = b"turns") -> Partials:
+def _turns(token: int) -> bytes:
+    completion = Completion(np.array([token]), np.array([-1.0]), np.array([0]), "abort")
+    return encode_turns([RecordedTurn(b"", completion)])
+
+
+TURNS = _turns(3)
+
+
+def _partials(*duties: Duty, call_id: int = 0, last: bool = True, turns: bytes = TURNS) -> Partials:
     return Partials(LEARNER, call_id, tuple(Partial(*duty, turns) for duty in duties), last)
 
 
@@ -57,7 +67,7 @@ def test_a_call_is_answered_when_all_workers_with_samples_have_answered(intake: 
     intake.handle("peer", _partials(duties[1], call_id=1), 0.0)
     assert intake.has_partials
     saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
-    assert saved == [b"turns", b"turns"]
+    assert saved == [TURNS, TURNS]
 
 
 def test_an_answer_to_an_earlier_call_counts_for_its_samples_alone(intake: Intake) -> None:
@@ -66,7 +76,7 @@ def test_an_answer_to_an_earlier_call_counts_for_its_samples_alone(intake: Intak
     intake.call_for_partials()
     intake.handle("peer", _partials(*duties, call_id=1), 0.0)
     assert not intake.has_partials
-    assert intake.ledger.groups[0].samples[0].partial == b"turns"
+    assert intake.ledger.groups[0].samples[0].partial == TURNS
 
 
 @pytest.mark.parametrize("leaves", [Goodbye(LEARNER, Work()), None], ids=["goodbye", "dead"])
@@ -80,7 +90,7 @@ def test_a_worker_that_leaves_owes_nothing_and_others_continue(intake: Intake, l
         intake.tick(1000.0)
     assert intake.has_partials
     leases = _leased(intake.handle("other peer", _hello("other"), 1000.0))
-    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), b"turns"), ((0,), b"")]
+    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), TURNS), ((0,), b"")]
 
 
 def test_a_partial_rollout_past_its_bound_begins_anew(intake: Intake) -> None:
@@ -96,8 +106,8 @@ def test_a_finished_sample_keeps_no_partial_rollout(intake: Intake) -> None:
     duties = _duties(intake.handle("peer", _hello(), 0.0))
     intake.handle("peer", _partials(*duties), 0.0)
     intake.handle("peer", _results(duties[0]), 0.0)
-    intake.handle("peer", _partials(*duties, turns=b"late"), 0.0)
-    assert [sample.partial for sample in intake.ledger.groups[0].samples.values()] == [b"", b"late"]
+    intake.handle("peer", _partials(*duties, turns=_turns(4)), 0.0)
+    assert [sample.partial for sample in intake.ledger.groups[0].samples.values()] == [b"", _turns(4)]
 
 
 def test_partial_rollouts_of_strangers_and_other_samples_are_ignored(intake: Intake) -> None:
@@ -115,7 +125,7 @@ def test_a_restored_ledger_leases_partial_rollouts_again(intake: Intake) -> None
     prompts = {group.group_id: group.prompt for group in intake.ledger.groups.values()}
     again = make_intake(make_offers(), *ONE_GROUP, ledger=Ledger.restored(state, prompts, {}))
     leases = _leased(again.handle("peer", _hello(), 0.0))
-    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), b"turns"), ((0,), b"")]
+    assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), TURNS), ((0,), b"")]
 
 
 def test_a_lost_answer_of_a_worker_without_samples_delays_no_later_call(intake: Intake) -> None:

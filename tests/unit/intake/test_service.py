@@ -14,7 +14,8 @@ from support.patience import PATIENCE_S, eventually
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.intake import Intake, Outgoing
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService, LoopThread
@@ -313,3 +314,4 @@ def test_workers_are_looked_at_each_second_with_rare_heartbeats(
         eventually(lambda: len(ticks) >= 3, "the timer looks at the workers")
     finally:
         service.close()
+    assert ticks == sorted(ticks), "each look has the time of its moment"

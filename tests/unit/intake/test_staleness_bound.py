@@ -101,7 +101,7 @@ class Simulation:
         completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
         self.workers.alive[worker_id].release(duty)
         sample = self.ledger.sample(duty.sample_id)
-        assert sample is not None and sample.accepts(duty.lease_id)
+        assert sample is not None and sample.grant(duty.lease_id) is not None
         sample.finish([Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
         self.buffer.settle(self.ledger.groups[duty.group_id])
         self.grant()
@@ -277,7 +277,8 @@ def test_a_finished_sample_accepts_nothing_more() -> None:
     simulation.finish("w0", 0)
     sample = simulation.ledger.sample(duty.sample_id)
     assert sample is not None and sample.trajectories
-    assert not sample.accepts(duty.lease_id)
+    with pytest.raises(AssertionError, match="finishes once"):
+        sample.finish(sample.trajectories)
     assert not sample.is_newest(duty.lease_id)
     assert not sample.lose(duty.lease_id, is_attempt=True)
 

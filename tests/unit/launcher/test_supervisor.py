@@ -218,10 +218,12 @@ def test_the_rest_of_a_session_is_killed_after_the_process(supervisor: Superviso
     supervisor.start(make_spec(sys.executable, "-c", LEAVES))
     eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
     left = int((tmp_path / "logs" / "one.out").read_text())
-    eventually(
-        lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE,
-        "what it left is still there",
-    )
+
+    def is_gone() -> bool:
+        return not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+    eventually(is_gone, "what it left is still there")
+    assert is_gone()
 
 
 def test_a_reaped_process_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

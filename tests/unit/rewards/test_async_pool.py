@@ -140,7 +140,7 @@ def test_rewards_beyond_the_limit_wait_and_keep_their_whole_deadline(scorer: str
 
 def test_each_failure_has_its_reason_and_drops_only_its_sample(scorer: str) -> None:
     completions = ["right", "hang", "raise", "nan", "own timeout", "cancel", "fork", "right", "wrong"]
-    expected = [1.0, "reward_timeout", "reward_error", "reward_not_finite", "reward_error", "reward_error", 0.0, 1.0]
+    expected = [1.0, "reward_timeout", "reward_error", "reward_out_of_range", "reward_error", "reward_error", 0.0, 1.0]
 
     async def scenario(pool: AsyncRewardPool) -> None:
         assert await _outcomes(pool, *completions) == [*expected, 0.0]

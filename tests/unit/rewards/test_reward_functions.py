@@ -176,7 +176,7 @@ def test_a_value_that_is_no_reward_is_refused_with_the_reason(value: Any, told: 
 def test_an_infinite_or_nan_reward_is_refused(value: Any) -> None:
     with pytest.raises(RewardError) as caught:
         read_worth(value, REQUEST, returns="token")
-    assert caught.value.reason == "reward_not_finite"
+    assert caught.value.reason == "reward_out_of_range"
 
 
 def test_token_and_turn_rewards_add_up_if_no_sum_is_given() -> None:

@@ -173,7 +173,7 @@ def test_a_failing_forward_pass_drops_only_the_failing_text(
         outcomes = await asyncio.gather(*(model.score(_request(text)) for text in texts), return_exceptions=True)
         return [outcome.reason if isinstance(outcome, RewardError) else "scored" for outcome in outcomes]
 
-    assert _run(folders["decoder"], scenario) == ["scored", "reward_error", "reward_not_finite", "scored"]
+    assert _run(folders["decoder"], scenario) == ["scored", "reward_error", "reward_out_of_range", "scored"]
 
 
 def test_a_model_without_a_reward_head_is_refused_with_its_key(

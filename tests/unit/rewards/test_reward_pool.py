@@ -211,7 +211,7 @@ def test_a_process_that_died_idle_is_replaced_before_the_next_job(scorer: str) -
 def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: PoolOnALoop) -> None:
     completions = ["right", "hang", "right", "crash", "wrong", "raise", "right", "leave", "nan", "text", "right"]
     expected = [1.0, "reward_timeout", 1.0, "reward_crash", 0.0, "reward_error", 1.0, "reward_error"]
-    assert asyncio.run(_outcomes(pool, *completions)) == [*expected, "reward_not_finite", "reward_wrong_type", 1.0]
+    assert asyncio.run(_outcomes(pool, *completions)) == [*expected, "reward_out_of_range", "reward_wrong_type", 1.0]
     assert pool.statistics().restarts == 2  # after the hang and the crash
 
 

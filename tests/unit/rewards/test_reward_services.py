@@ -91,7 +91,7 @@ def test_a_service_gets_the_whole_completion_and_its_answer_is_the_reward() -> N
         (_answering("1.0"), "reward_wrong_type", 'expected {"reward": number} as JSON, got 1.0'),
         (_answering('{"score": 1}'), "reward_wrong_type", "expected a number under 'reward', got the keys score"),
         (_answering('{"reward": "1"}'), "reward_wrong_type", "expected a number, got str"),
-        (_answering('{"reward": NaN}'), "reward_not_finite", "the reward is nan"),
+        (_answering('{"reward": NaN}'), "reward_out_of_range", "the reward is nan"),
     ],
 )
 def test_a_value_that_is_no_reward_is_refused_with_the_reason(handler: Handler, reason: str, told: str) -> None:

@@ -208,7 +208,7 @@ def test_a_failing_part_is_named_and_drops_only_its_sample(file: str) -> None:
     async def scenario(scoring: Scoring) -> None:
         for completion, fields, reason, told in (
             ("2", {}, "reward_error", "short: short has the parameter 'scale', which nothing fills"),
-            ("2", {"scale": float("inf")}, "reward_not_finite", "short: the reward is -inf"),
+            ("2", {"scale": float("inf")}, "reward_out_of_range", "short: the reward is -inf"),
             ("crash", {"scale": 1}, "reward_crash", "judge: its worker process ended with code 1"),
         ):
             with pytest.raises(RewardError) as caught:
@@ -218,7 +218,7 @@ def test_a_failing_part_is_named_and_drops_only_its_sample(file: str) -> None:
             assert caught.value.summary.startswith(told)
         assert (await scoring.score(_request("2", scale=1))).reward == -0.75
         statistics = scoring.statistics()
-        assert statistics.dropped == {"reward_error": 1, "reward_not_finite": 1, "reward_crash": 1}
+        assert statistics.dropped == {"reward_error": 1, "reward_out_of_range": 1, "reward_crash": 1}
         assert (statistics.scored, sum(statistics.dropped.values()), statistics.restarts) == (1, 3, 1)
 
     _run(config, scenario)
@@ -268,7 +268,7 @@ def test_a_weighted_sum_that_overflows_is_no_reward() -> None:
         scoring = Scoring({("train", "rows"): SourceRewards([Part("huge", 10.0, huge)])}, [], nothing)
         with pytest.raises(RewardError, match="a weighted sum of the parts is inf") as caught:
             await scoring.score(_request("2"))
-        assert caught.value.reason == "reward_not_finite"
+        assert caught.value.reason == "reward_out_of_range"
 
     asyncio.run(scenario())
 

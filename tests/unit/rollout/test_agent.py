@@ -137,7 +137,7 @@ def test_without_a_reward_the_source_s_rewards_score_the_last_turn(folder: Path)
     [
         ("silent", "made no call"),
         ("posted_and_given", "posted a reward and gave back 0.5"),
-        ("wrong_type", "expected a finite number or None back, got 'right'"),
+        ("wrong_type", "expected None or a number up to"),
         ("wants_more", "there is no value for its argument 'database'"),
     ],
 )

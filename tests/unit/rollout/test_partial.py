@@ -17,8 +17,9 @@ from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameter
 from areal_rloo.errors import DecodeError
 from areal_rloo.rollout.episode import Rewards, SampleEngine, Submitter
 from areal_rloo.rollout.episode_types import make_episode, serving
-from areal_rloo.rollout.partial import Journal, RecordedTurn, decode, digest_of, encode
+from areal_rloo.rollout.partial import Journal, digest_of
 from areal_rloo.trajectory import Completion, FinishReason, Trajectory
+from areal_rloo.wire.turns import RecordedTurn, decode_turns, encode_turns
 
 
 def _agent(function: str) -> Config:
@@ -76,7 +77,7 @@ def test_an_episode_cut_off_at_any_moment_goes_on_from_its_turns(folder: Path, n
         turns: list[RecordedTurn] = []
         async with serving(episode):
             for piece in range(100):
-                journal = Journal(decode(encode(turns)))
+                journal = Journal(decode_turns(encode_turns(turns)))
                 the_engine = _engine_of(submitter, piece, journal)
                 running = asyncio.create_task(episode.run(sample, the_engine, rewards, chat_format(folder)))
                 cut_at = engine.statistics().generated_tokens + draw.randrange(12)
@@ -174,7 +175,7 @@ def test_the_first_of_parallel_calls_gets_the_first_turn() -> None:
             one.cancel()
         await asyncio.wait(calls)
         assert [len(turn.completion.tokens) for turn in turns] == [0, 3, 2]
-        later = Journal(decode(encode(turns)))
+        later = Journal(decode_turns(encode_turns(turns)))
         for event in ends.values():
             event.set()
         return await asyncio.gather(*(call(later, name, ends[name]) for name in lengths))
@@ -198,20 +199,20 @@ def test_what_was_told_once_is_told_again_without_an_answer_of_the_engine() -> N
 
 def test_turns_arrive_as_they_are() -> None:
     turns = [_turn(3, "stop", version=2), _turn(0), _turn(70_000, version=9)]
-    for before, after in zip(turns, decode(encode(turns)), strict=True):
+    for before, after in zip(turns, decode_turns(encode_turns(turns)), strict=True):
         assert after.prompt == before.prompt
         assert after.completion.finish_reason == before.completion.finish_reason
         for field in ("tokens", "behaviour_logprobs", "versions"):
             one, other = getattr(before.completion, field), getattr(after.completion, field)
             assert one.tobytes() == other.tobytes()
             assert one.dtype == other.dtype
-    assert encode([]) == encode([_turn(0)]) == b""
-    assert decode(b"") == ()
+    assert encode_turns([]) == encode_turns([_turn(0)]) == b""
+    assert decode_turns(b"") == ()
 
 
 def _altered(place: int, value: object) -> bytes:
     """Return an encoded turn of three tokens with another value at one place."""
-    turn = msgspec.msgpack.decode(encode([_turn(3)]))[0]
+    turn = msgspec.msgpack.decode(encode_turns([_turn(3)]))[0]
     turn[place] = value
     return msgspec.msgpack.encode([turn])
 
@@ -220,7 +221,7 @@ def _altered(place: int, value: object) -> bytes:
     "partial",
     [
         pytest.param(b"\xc1", id="no msgpack"),
-        pytest.param(encode([_turn(3)])[:-1], id="cut off"),
+        pytest.param(encode_turns([_turn(3)])[:-1], id="cut off"),
         pytest.param(_altered(1, b"\0" * 8), id="too few tokens"),
         pytest.param(_altered(1, b"\0" * 7), id="half a token"),
         pytest.param(_altered(1, b"\xff" * 12), id="negative tokens"),
@@ -234,4 +235,4 @@ def _altered(place: int, value: object) -> bytes:
 )
 def test_bytes_that_are_no_turns_are_refused(partial: bytes) -> None:
     with pytest.raises(DecodeError, match="a partial rollout is not readable"):
-        decode(partial)
+        decode_turns(partial)

@@ -366,6 +366,16 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
         read_records(path)
 
 
+def test_a_null_among_numbers_by_label_is_nan(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
+    """JSON has no infinity: a mean that overflows is written as null."""
+    path = tmp_path / "metrics.jsonl"
+    record = make_train_record(num_train_steps=1, reward_parts={"score": math.inf, "length": 1.0})
+    path.write_bytes(msgspec.json.encode(record) + b"\n")
+    (read,) = read_records(path)
+    assert isinstance(read, TrainRecord)
+    assert math.isnan(read.reward_parts["score"]) and read.reward_parts["length"] == 1.0
+
+
 def test_mismatch_keeps_its_last_value_and_a_nan_loss_is_shown(
     make_train_record: Callable[..., TrainRecord],
 ) -> None:

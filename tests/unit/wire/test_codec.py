@@ -14,6 +14,7 @@ from areal_rloo.trajectory import Completion, Item, Message, Trajectory
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns
 from areal_rloo.wire.messages import (
+    WIRE_VERSION,
     Abort,
     Ack,
     Drain,
@@ -158,7 +159,7 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
             decode(frames, LIMITS)
 
 
-@pytest.mark.parametrize("header", [b"\x92\x06" + b"\x91" * 100_000, b"\x92\x06\xa1\xff"])
+@pytest.mark.parametrize("header", [b"\x92\x07" + b"\x91" * 100_000, b"\x92\x07\xa1\xff"])
 def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> None:
     for decode in (decode_worker, decode_learner):
         with pytest.raises(DecodeError):
@@ -228,10 +229,10 @@ INFINITY, NAN = float("inf"), float("nan")
         *(
             ({"behaviour_logprobs": np.array([-1, -2, -3, -4, value], "<f4")}, f"(2, 3): behaviour_logprobs: {words}")
             for value, words in (
-                (NAN, "expected finite values of at most 0, got nan"),
-                (-INFINITY, "expected finite values of at most 0, got -inf"),
-                (INFINITY, "expected finite values of at most 0, got inf"),
-                (0.5, "expected finite values of at most 0, got 0.5"),
+                (NAN, "expected values from -1e+06 to 0, got nan"),
+                (-INFINITY, "expected values from -1e+06 to 0, got -inf"),
+                (INFINITY, "expected values from -1e+06 to 0, got inf"),
+                (0.5, "expected values from -1e+06 to 0, got 0.5"),
             )
         ),
         *(
@@ -245,12 +246,12 @@ INFINITY, NAN = float("inf"), float("nan")
                 ((0, 2), (4, 1, 4, 2), "(2, 3): version_runs: expected versions that only grow"),
             )
         ),
-        ({"reward": NAN}, "(2, 3): reward: expected a finite number, got nan"),
+        ({"reward": NAN}, "(2, 3): reward: expected a number up to 1e+12 in size, got nan"),
         ({"finish_reason": "tired"}, "(2, 3): finish_reason: expected abort, length, stop, got 'tired'"),
         ({"spans": (1, 1)}, "(2, 3): spans: expected numbers above 0 that add up to 3 tokens, got (1, 1)"),
         ({"spans": (4, -1)}, "(2, 3): spans: expected numbers above 0 that add up to 3 tokens, got (4, -1)"),
-        ({"reward_parts": {"a": INFINITY}}, "(2, 3): reward_parts: expected finite numbers, got a inf"),
-        ({"token_rewards": np.array([0, NAN, 0], "<f4")}, "(2, 3): token_rewards: expected finite numbers"),
+        ({"reward_parts": {"a": INFINITY}}, "(2, 3): reward_parts: expected numbers up to 1e+12 in size, got a inf"),
+        ({"token_rewards": np.array([0, NAN, 0], "<f4")}, "(2, 3): token_rewards: expected numbers up to"),
         ({"has_token_rewards": False}, "token_rewards: expected 0 bytes, as the headers say, got 12"),
         ({"sample_index": -1}, "(2, -1): sample_index: expected at least 0, got -1"),
     ],
@@ -297,10 +298,51 @@ def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 6; run the same"):
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 7; run the same"):
         decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
 def test_a_too_large_message_is_refused() -> None:
     with pytest.raises(DecodeError, match="expected at most 1048576 bytes"):
         decode_worker([bytes(2**20 + 1)], LIMITS)
+
+
+HELLO = {
+    "type": "hello", "worker_id": "w", "incarnation": "1", "capacity_samples": 4, "policy_version": 0,
+    "learner_id": None, "number": 1, "newest_lease": 0, "duties": [], "work": [0.0, 0],
+}  # fmt: skip
+HEARTBEAT = {
+    "type": "heartbeat", "learner_id": "l", "number": 1, "newest_lease": 0, "duties": b"", "policy_version": 0,
+    "newest_offer": 0, "receiving": False, "work": [0.0, 0],
+}  # fmt: skip
+FAILURE = [1, 0, 0, "reward_error", "no", ""]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value"),
+    [
+        *((HELLO, "capacity_samples", value) for value in (-1, 2**20, 2**64 - 1)),
+        *((HELLO, "worker_id", value) for value in ("w" * 251, 7)),
+        (HELLO, "duties", [[-1, 0, 0]]),
+        *((HEARTBEAT, "policy_version", value) for value in (-1, 2**31)),
+        *((HEARTBEAT, "work", [value, 0]) for value in (NAN, INFINITY, -1.0, 1e13)),
+        *((HEARTBEAT, "work", [0.0, value]) for value in (-1, 2**53 + 1, 2**64 - 1)),
+        *((HEARTBEAT, "newest_lease", value) for value in (-1, 2**64 - 1)),
+    ],
+)
+def test_numbers_without_sense_are_refused(message: dict[str, object], field: str, value: object) -> None:
+    """A sum of them overflowed in a checkpoint once."""
+    assert decode_worker([msgspec.msgpack.encode((WIRE_VERSION, message))], LIMITS)
+    with pytest.raises(DecodeError, match=rf"message: Expected .* at `\$\[?.*{field}"):
+        decode_worker([msgspec.msgpack.encode((WIRE_VERSION, {**message, field: value}))], LIMITS)
+
+
+@pytest.mark.parametrize("reason", ["", "Reward Error", "a" * 41, "reward\nerror"])
+def test_the_reason_of_a_failure_is_a_label(reason: str) -> None:
+    def message(failure: list[object]) -> list[bytes]:
+        header = {"type": "results", "learner_id": "l", "number": 1, "leases": [], "trajectories": []}
+        return [msgspec.msgpack.encode((WIRE_VERSION, {**header, "failed": [failure]})), b"", b"", b"", b""]
+
+    assert decode_worker(message(FAILURE), LIMITS)
+    with pytest.raises(DecodeError, match="Expected `str` matching regex"):
+        decode_worker(message([*FAILURE[:3], reason, *FAILURE[4:]]), LIMITS)

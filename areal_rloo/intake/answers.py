@@ -1,0 +1,164 @@
+"""Answers: what workers send about leased samples. Each is held against its lease (`lies.py`), then recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from areal_rloo.errors import RewardError
+from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.leasing import Leasing
+from areal_rloo.intake.ledger import Grant, Sample
+from areal_rloo.intake.lies import Lie, Lies
+from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.wire.messages import Duty, Failed, Partials, Results
+
+
+class Sender(NamedTuple):
+    """The sender of a message: a process that has said Hello; `worker` is None if the process is taken for dead."""
+
+    peer: str
+    worker_id: str
+    worker: Worker | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Answers:
+    """Records the outcomes of duties."""
+
+    fleet: Fleet
+    leasing: Leasing
+    failures: RewardFailures
+    lies: Lies
+    max_row_tokens: int  # that the learner can train on
+    num_repeated: int = 0  # answers that came too late, or twice
+
+    def take_results(self, sender: Sender, results: Results, policy_version: int) -> list[tuple[Worker, Duty]]:
+        """Record finished and failed duties. The results of a worker taken for dead are welcome, too.
+
+        Returns the duties of other workers that are in vain now.
+        """
+        in_vain = []
+        for lease_id, trajectories in results.finished:
+            duty = Duty(lease_id, *trajectories[0].sample_id)
+            in_vain += self._finish(sender, duty, trajectories, policy_version, results.highest_token)
+        for failed in results.failed:
+            self._fail(sender, failed)
+        return in_vain
+
+    def take_partials(self, sender: Sender, message: Partials, policy_version: int) -> None:
+        """Keep the partial rollouts of duties."""
+        for partial in message.partials:
+            duty = Duty(partial.lease_id, partial.group_id, partial.sample_index)
+            sample, grant = self._lease_of(sender, duty)
+            if sample is None or grant is None or duty.purpose == "eval":
+                continue
+            lie = self.lies.in_partial(partial.turns, grant=grant, policy_version=policy_version)
+            if lie is not None:
+                self._refuse(sender, duty, lie)
+            elif sample.is_newest(duty.lease_id):
+                sample.partial = partial.turns
+        worker = sender.worker
+        if worker is not None and message.last and message.call_id == worker.owes_partials:
+            worker.owes_partials = None
+
+    def refuse_long_rows(self) -> None:
+        """Drop the samples of a checkpoint that no row holds: the run before may have had longer rows."""
+        for group_id, group in list(self.leasing.ledger.groups.items()):
+            for sample_index, sample in list(group.samples.items()):
+                self._refuse_if_too_long((group_id, sample_index), sample.trajectories)
+
+    def _finish(
+        self,
+        sender: Sender,
+        duty: Duty,
+        trajectories: tuple[Trajectory, ...],
+        policy_version: int,
+        highest_token: int | None,
+    ) -> list[tuple[Worker, Duty]]:
+        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
+        if sender.worker is not None:
+            sender.worker.release(duty)
+        sample, grant = self._lease_of(sender, duty)
+        if sample is None or grant is None:
+            return []
+        lie = self.lies.in_trajectories(
+            trajectories,
+            grant=grant,
+            prompt=self.leasing.prompt(duty.group_id),
+            policy_version=policy_version,
+            highest_token=highest_token,
+        )
+        if lie is not None:
+            self._refuse(sender, duty, lie)
+            self.leasing.lose([duty], is_attempt=True)
+            return []
+        in_vain = self._release_holder(sample, duty.sample_id)
+        self.failures.scored(1)
+        if duty.purpose == "eval":
+            self.leasing.evaluation.finish(trajectories)
+        elif not self._refuse_if_too_long(duty.sample_id, trajectories):
+            sample.finish(trajectories)
+            self.leasing.buffer.settle(self.leasing.ledger.groups[duty.group_id])
+        return in_vain
+
+    def _fail(self, sender: Sender, failed: Failed) -> None:
+        """Drop a failed sample, unless another lease can still finish the sample.
+
+        Raises:
+            UserError: too many completions got no reward.
+        """
+        duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
+        if sender.worker is not None:
+            sender.worker.release(duty)
+        sample, _ = self._lease_of(sender, duty)
+        if sample is None:
+            return
+        if not sample.is_newest(duty.lease_id):
+            self.num_repeated += 1
+            return
+        completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
+        self.leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
+        self.failures.failed(RewardError(failed.reason, failed.detail))
+
+    def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:
+        """Return the sample of a duty without an outcome, and the lease; None for a repeat, and for a lie."""
+        sample = self.leasing.sample(duty.sample_id)
+        grant = None if sample is None else sample.grant(duty.lease_id)
+        granted = grant is not None or self.leasing.has_granted(duty)
+        lie = self.lies.about_lease(duty, sample, grant, sender.worker_id, granted=granted)
+        if lie is not None:
+            self._refuse(sender, duty, lie)
+        elif sample is None or grant is None or sample.trajectories:
+            self.num_repeated += 1
+        else:
+            return sample, grant
+        return None, None
+
+    def _refuse(self, sender: Sender, duty: Duty, lie: Lie) -> None:
+        self.lies.count(lie, peer=sender.peer, worker_id=sender.worker_id, duty=duty)
+        if sender.worker is not None:
+            sender.worker.num_lies += 1
+
+    def _release_holder(self, sample: Sample, sample_id: SampleId) -> list[tuple[Worker, Duty]]:
+        """Release the duty of another worker whose sample an earlier holder has finished."""
+        duty = Duty(sample.leases[-1].lease_id, *sample_id)
+        worker = self.fleet.alive.get(sample.worker_id) if sample.worker_id is not None else None
+        if worker is None or duty not in worker.duties:
+            return []
+        worker.release(duty)
+        return [(worker, duty)]
+
+    def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
+        """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
+        num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
+        if num_tokens - 1 <= self.max_row_tokens:  # the last token of a row predicts nothing
+            return False
+        detail = (
+            f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
+            "raise that option, or shorten prompts and completions"
+        )
+        self.leasing.drop(sample_id, "too_long", detail=detail)
+        return True

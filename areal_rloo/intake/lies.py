@@ -1,0 +1,172 @@
+"""Holds the answers of workers against their leases. An answer that no honest worker can send is a lie.
+
+A lie costs its own sample, which is leased again. After a few lies, the learner takes no message of this process any
+more, and the process ends; its next start is trusted anew. Late and repeated answers are no lies: messages are lost,
+and workers are taken for dead. tests/simulation finds no schedule in which an honest worker lies.
+
+The learner knows the holder, the prompt, the vocabulary, and the possible versions of every answer. It cannot know if a
+logprob or a reward is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from areal_rloo.config import Config
+from areal_rloo.errors import DecodeError
+from areal_rloo.intake.ledger import Grant, Sample
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
+from areal_rloo.trajectory import Trajectory
+from areal_rloo.wire.messages import Duty
+from areal_rloo.wire.turns import decode_turns
+
+logger = get_logger(__name__)
+
+Lie = Literal[
+    "no_such_lease",  # the learner never granted this lease, or not for this sample
+    "not_the_holder",  # the learner granted this lease to another worker
+    "versions",  # below the lease's, or not published yet
+    "vocabulary",  # a token that the model does not have
+    "prompt",  # not the lease's
+    "length",  # more tokens than the sampling allows
+    "shape",  # several trajectories, or spans, that the episode cannot make
+    "unreadable",  # a partial rollout
+]
+
+_MOST_LIES = 8  # of a process, before it is cut off
+_MOST_NAMES = 1000  # of workers with lies
+
+
+class LieStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start of the learner."""
+
+    metrics_prefix: ClassVar[str] = "intake_"
+
+    refused_answers: Annotated[
+        dict[str, int],
+        Metric("Answers refused because their lease does not allow them", kind="counter", label="reason"),
+    ]
+    refused_by_worker: Annotated[dict[str, int], Metric("The same, by worker", kind="counter", label="worker")]
+    cut_off: Annotated[
+        int, Metric("Processes of workers cut off after refused answers", kind="counter", healthy=(0, 0))
+    ]
+
+
+class Lies:
+    """The rules for answers, and the lies so far."""
+
+    def __init__(self, config: Config, *, vocab_size: int) -> None:
+        """`vocab_size`: rows of the model's embedding. An id beyond those of the tokenizer can be sampled, too."""
+        episode = config.rollout.episode
+        self._vocab_size = vocab_size
+        self._is_built_in = episode.built_in  # a user's episode makes trajectories of any shape
+        self._has_prompt = episode.built_in and episode.type != "agent"  # an agent sends the prompts that it likes
+        self._is_single_turn = episode.type == "single_turn"
+        self._most_tokens = config.context_tokens
+        self._reasons: Counter[str] = Counter()
+        self._workers: Counter[str] = Counter()
+        self._peers: Counter[str] = Counter()
+        self._num_cut_off = 0
+
+    def about_lease(
+        self, duty: Duty, sample: Sample | None, grant: Grant | None, worker_id: str, *, granted: bool
+    ) -> Lie | None:
+        """Return what is wrong with the duty of an answer: its lease is not the worker's.
+
+        Args:
+            sample: None if the sample has an outcome, or never was.
+            grant: the lease of the sample; None if the sample has no such lease.
+            granted: False if the learner cannot have granted this duty.
+        """
+        if grant is not None:
+            return None if grant.worker_id == worker_id else "not_the_holder"
+        if not granted or (sample is not None and sample.remembers(duty.lease_id)):
+            return "no_such_lease"
+        return None
+
+    def in_trajectories(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        grant: Grant,
+        prompt: Prompt,
+        policy_version: int,
+        highest_token: int | None,
+    ) -> Lie | None:
+        """Return what is wrong with the trajectories of a lease.
+
+        Args:
+            policy_version: the newest published.
+            highest_token: of all trajectories of the message; None if unknown.
+        """
+        if (highest_token is None or highest_token >= self._vocab_size) and self._has_strange_tokens(trajectories):
+            return "vocabulary"
+        for trajectory in trajectories:
+            versions = trajectory.completion.versions  # never decrease: the codec checks this
+            if versions[0] < grant.min_version or versions[-1] > policy_version:
+                return "versions"
+            if self._is_built_in and trajectory.num_tokens > self._most_tokens:
+                return "length"
+            if self._has_prompt and trajectory.prompt_tokens.tobytes() != prompt.encoded:
+                return "prompt"
+        return "shape" if self._is_built_in and self._has_strange_shape(trajectories) else None
+
+    def in_partial(self, turns: bytes, *, grant: Grant, policy_version: int) -> Lie | None:
+        """Return what is wrong with a partial rollout, encoded as in `wire.turns`."""
+        try:
+            completions = [turn.completion for turn in decode_turns(turns)]
+        except DecodeError:
+            return "unreadable"
+        for completion in completions:
+            if len(completion.tokens) == 0:
+                continue
+            if completion.versions[0] < grant.min_version or completion.versions[-1] > policy_version:
+                return "versions"
+            if completion.tokens.max() >= self._vocab_size:
+                return "vocabulary"
+            if self._is_built_in and len(completion.tokens) > self._most_tokens:
+                return "length"
+        return None
+
+    def count(self, lie: Lie, *, peer: str, worker_id: str, duty: Duty) -> None:
+        """Count a lie of a peer that has said Hello as this worker."""
+        name = worker_id if worker_id in self._workers or len(self._workers) < _MOST_NAMES else "others"
+        self._reasons[lie] += 1
+        self._workers[name] += 1
+        self._peers[peer] += 1
+        if self._peers[peer] <= _MOST_LIES:
+            logger.error(
+                "refuse an answer of %s to lease %d, sample %s: %s", worker_id, duty.lease_id, duty.sample_id, lie
+            )
+        if self._peers[peer] == _MOST_LIES:
+            self._num_cut_off += 1
+            logger.error(
+                "%s sent %d answers that its leases do not allow: its messages are read no more, and the process ends. "
+                "Does its host have another areal_rloo, another model, or faulty memory?",
+                *(worker_id, _MOST_LIES),
+            )
+
+    def is_cut_off(self, peer: str) -> bool:
+        """Return True if this peer lied too often."""
+        return self._peers.get(peer, 0) >= _MOST_LIES
+
+    def statistics(self) -> LieStatistics:
+        return LieStatistics(
+            refused_answers=dict(self._reasons), refused_by_worker=dict(self._workers), cut_off=self._num_cut_off
+        )
+
+    def _has_strange_tokens(self, trajectories: Sequence[Trajectory]) -> bool:
+        arrays = (ids for each in trajectories for ids in (each.prompt_tokens, each.completion.tokens))
+        return any(ids.max() >= self._vocab_size for ids in arrays)
+
+    def _has_strange_shape(self, trajectories: Sequence[Trajectory]) -> bool:
+        if self._has_prompt and len(trajectories) > 1:
+            return True
+        spans = [each.completion.spans for each in trajectories if each.completion.spans]
+        return any(self._is_single_turn or len(lengths) % 2 == 0 for lengths in spans)  # the policy has the last word

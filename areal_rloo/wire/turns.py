@@ -1,0 +1,75 @@
+"""The turns of the policy in an unfinished sample, as bytes: the content of a `Partial` and of a lease that continues.
+
+The rollout worker makes and continues the turns (`rollout/partial.py`). The learner keeps the bytes, in checkpoints
+too, and holds their versions and tokens against the lease (`intake/lies.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from areal_rloo.decoding import from_msgpack
+from areal_rloo.errors import DecodeError
+from areal_rloo.trajectory import Completion, FinishReason
+from areal_rloo.wire.columns import version_runs
+
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of the policy; finish reason `abort` if the turn is unfinished."""
+
+    prompt: bytes  # digest of the prompt's token ids
+    completion: Completion
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
+    version_runs: tuple[tuple[int, int], ...]  # a version, and how many tokens in a row it sampled
+    finish_reason: FinishReason
+
+
+def encode_turns(turns: Sequence[RecordedTurn]) -> bytes:
+    """Encode turns; turns without any token are no bytes."""
+    if not any(len(turn.completion.tokens) for turn in turns):
+        return b""
+    return msgspec.msgpack.encode([_encoded(turn) for turn in turns])
+
+
+def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
+    """Decode turns.
+
+    Raises:
+        DecodeError: the bytes are not those of `encode_turns`, or the arrays of a turn do not fit together.
+    """
+    if not partial:
+        return ()
+    try:
+        return tuple(_decoded(each) for each in from_msgpack(partial, tuple[_Encoded, ...]))
+    except (DecodeError, ValueError, OverflowError) as error:
+        raise DecodeError(f"a partial rollout is not readable: {error}") from error
+
+
+def _encoded(turn: RecordedTurn) -> _Encoded:
+    completion = turn.completion
+    runs = tuple(version_runs(completion.versions))
+    tokens = completion.tokens.astype(_INT32).tobytes()
+    logprobs = completion.behaviour_logprobs.astype(_FLOAT32).tobytes()
+    return _Encoded(turn.prompt, tokens, logprobs, runs, completion.finish_reason)
+
+
+def _decoded(each: _Encoded) -> RecordedTurn:
+    tokens, logprobs = np.frombuffer(each.tokens, _INT32), np.frombuffer(each.logprobs, _FLOAT32)
+    versions, counts = [version for version, _ in each.version_runs], [count for _, count in each.version_runs]
+    if not len(tokens) == len(logprobs) == sum(counts) or min([*counts, 1]) < 1 or versions != sorted(versions):
+        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs, and versions {each.version_runs}")
+    if not np.isfinite(logprobs).all() or min(tokens, default=0) < 0:
+        raise ValueError("a logprob is not finite, or a token is negative")
+    runs = np.repeat(np.array(versions, dtype=np.int32), counts)
+    return RecordedTurn(each.prompt, Completion(tokens, logprobs, runs, each.finish_reason))

@@ -1,0 +1,246 @@
+"""Answers are held against their leases: a worker that lies in any field costs only its own samples."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
+
+from areal_rloo.config import load_config
+from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.intake import Intake
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire import messages as wire
+from areal_rloo.wire.codec import decode_worker, encode
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Ack, Duty, Failed, Finished, Hello, Lease, Leases, Partial, Partials, Results, Work
+from areal_rloo.wire.turns import RecordedTurn, encode_turns
+
+PROMPT = (1, 2)
+MOST_TOKENS = load_config("quickstart.yaml").context_tokens
+
+
+def _hello(worker_id: str = "w", incarnation: str = "1", *, capacity: int = 2) -> Hello:
+    return Hello(worker_id, incarnation, capacity, 0, None, 1, 0, (), Work())
+
+
+def _answer(
+    duty: Duty,
+    *,
+    prompt: Sequence[int] = PROMPT,
+    tokens: Sequence[int] = (3, 4),
+    versions: Sequence[int] | None = None,
+    spans: tuple[int, ...] = (),
+) -> Trajectory:
+    num = len(tokens)
+    completion = Completion(
+        np.array(tokens, np.int32),
+        np.full(num, -1.0, np.float32),
+        np.array(versions or [0] * num, np.int32),
+        "stop",
+        spans,
+    )
+    return Trajectory(duty.group_id, duty.sample_index, np.array(prompt, np.int32), completion, 1.0)
+
+
+def _results(*finished: Finished, failed: Sequence[Failed] = ()) -> wire.WorkerMessage:
+    """Results as they arrive: with what the codec notes."""
+    return decode_worker(encode(Results(LEARNER, 7, finished, tuple(failed))), Limits())
+
+
+def _honest(duty: Duty) -> Finished:
+    return Finished(duty.lease_id, (_answer(duty),))
+
+
+def _duties(messages: Sequence[Outgoing], peer: str | None = None) -> list[Duty]:
+    granted = (message for to, message in messages if isinstance(message, Leases) and peer in (None, to))
+    return [duty for message in granted for lease in message.leases for duty in lease.duties]
+
+
+def _refused(intake: Intake) -> dict[str, int]:
+    return intake.lies.statistics().refused_answers
+
+
+def _counts_as_nothing(intake: Intake) -> bool:
+    counts = intake.statistics().ledger
+    return counts.balanced and counts.buffered == 0 and not counts.dropped
+
+
+Spoil = Callable[[Duty], tuple[Trajectory, ...]]
+LIES: list[tuple[str, Spoil]] = [
+    ("versions", lambda duty: (_answer(duty, versions=(0, 1)),)),
+    ("versions", lambda duty: (_answer(duty, versions=(1_000_000, 1_000_000)),)),
+    ("vocabulary", lambda duty: (_answer(duty, tokens=(3, VOCAB_SIZE)),)),
+    ("vocabulary", lambda duty: (_answer(duty, prompt=(1, VOCAB_SIZE)),)),
+    ("prompt", lambda duty: (_answer(duty, prompt=(1, 3)),)),
+    ("prompt", lambda duty: (_answer(duty, prompt=(1, 2, 3)),)),
+    ("length", lambda duty: (_answer(duty, tokens=[3] * MOST_TOKENS),)),
+    ("shape", lambda duty: (_answer(duty), _answer(duty))),
+    ("shape", lambda duty: (_answer(duty, tokens=(3, 4, 5), spans=(1, 1, 1)),)),
+]
+
+
+@pytest.mark.parametrize(("kind", "spoil"), LIES)
+def test_a_lie_costs_its_own_sample_and_the_sample_goes_elsewhere(intake: Intake, kind: str, spoil: Spoil) -> None:
+    first, second = _duties(intake.handle("liar", _hello("liar"), 0.0))
+    intake.handle("other", _hello("other", capacity=9), 0.0)
+    sent = intake.handle("liar", _results(Finished(first.lease_id, spoil(first)), _honest(second)), 0.0)
+    assert _refused(intake) == {kind: 1}
+    assert intake.lies.statistics().refused_by_worker == {"liar": 1}
+    assert [duty.sample_id for duty in _duties(sent, "other")] == [first.sample_id]
+    assert intake.statistics().ledger.buffered == 1
+    intake.handle("other", _results(_honest(_duties(sent, "other")[0])), 0.0)
+    batch = intake.take_batch()
+    assert batch is not None and [t.completion.tokens.tolist() for t in batch[0].trajectories] == [[3, 4], [3, 4]]
+
+
+def test_a_version_below_the_lease_s_is_refused() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    intake.handle("w", _results(*map(_honest, duties)), 0.0)
+    assert intake.take_batch() is not None
+    (old, _) = _duties(intake.commit(1, evaluate=False))
+    intake.handle("w", _results(Finished(old.lease_id, (_answer(old, versions=(0, 1)),))), 0.0)
+    assert _refused(intake) == {"versions": 1}
+
+
+def test_the_tokens_of_a_partial_rollout_may_be_older_than_the_lease() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "algorithm.max_staleness=1")
+    duties = _duties(intake.handle("first", _hello("first", capacity=4), 0.0))
+    intake.handle("first", _results(*map(_honest, duties[:2])), 0.0)
+    assert intake.take_batch() is not None
+    intake.commit(1, evaluate=False)
+    turn = _answer(duties[2]).completion
+    partials = tuple(Partial(*duty, encode_turns([RecordedTurn(b"", turn)])) for duty in duties[2:])
+    intake.handle("first", Partials(LEARNER, 0, partials, True), 0.0)
+    intake.handle("first", wire.Goodbye(LEARNER, Work()), 0.0)
+    again = [duty for duty in _duties(intake.handle("w", _hello(capacity=2), 0.0)) if duty.group_id == 1]
+    answers = (Finished(duty.lease_id, (_answer(duty, versions=(0, 1)),)) for duty in again)
+    intake.handle("w", _results(*answers), 0.0)
+    assert (_refused(intake), len(again)) == ({}, 2)
+    assert intake.statistics().ledger.buffered == 2
+
+
+def test_another_worker_s_sample_is_refused_and_stays_with_its_holder(intake: Intake) -> None:
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    intake.handle("liar", _hello("liar"), 0.0)
+    intake.handle("liar", _results(_honest(duties[0])), 0.0)
+    intake.handle("liar", _results(failed=[Failed(*duties[1], "reward_error", "no", "")]), 0.0)
+    assert _refused(intake) == {"not_the_holder": 2}
+    assert _counts_as_nothing(intake)
+    intake.handle("w", _results(*map(_honest, duties)), 0.0)
+    assert intake.statistics().ledger.buffered == 2
+
+
+@pytest.mark.parametrize(
+    "duty", [Duty(1, 10**12, 0), Duty(99, 0, 0), Duty(0, 0, 0), Duty(1, -7, 0), Duty(1, -(2**43), 0), Duty(1, 99, 5)]
+)
+def test_failures_of_samples_that_never_were_end_no_run(intake: Intake, duty: Duty) -> None:
+    intake.handle("w", _hello(), 0.0)
+    for _ in range(400):
+        intake.handle("w", _results(failed=[Failed(*duty, "reward_error", "no", "")]), 0.0)
+    assert _refused(intake) == {"no_such_lease": 8}  # then the process is cut off
+    assert _counts_as_nothing(intake)
+
+
+def test_the_same_sample_twice_in_one_message_counts_once(intake: Intake) -> None:
+    first, _ = _duties(intake.handle("w", _hello(), 0.0))
+    intake.handle("w", _results(_honest(first), _honest(first)), 0.0)
+    counts = intake.statistics()
+    assert (counts.ledger.buffered, counts.repeated_results, _refused(intake)) == (1, 1, {})
+
+
+def test_late_results_and_repeats_are_no_lies(intake: Intake) -> None:
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    for _ in range(20):
+        intake.handle("w", _results(*map(_honest, duties)), 0.0)
+    assert _refused(intake) == {}
+    assert intake.take_batch() is not None
+    intake.commit(1, evaluate=False)
+    intake.handle("w", _results(*map(_honest, duties)), 0.0)
+    assert _refused(intake) == {}
+
+
+def test_a_worker_that_lies_often_is_cut_off_and_its_next_process_is_not(intake: Intake) -> None:
+    intake.handle("liar", _hello("liar"), 0.0)
+    sent: list[Outgoing] = []
+    for _ in range(8):
+        sent = intake.handle("liar", _results(_honest(Duty(99, 0, 0))), 0.0)
+    assert [type(message) for _, message in sent] == [Ack, wire.Refusal]
+    assert intake.statistics().num_workers == 0
+    assert intake.lies.statistics().cut_off == 1
+    ((_, refusal),) = intake.handle("liar", _hello("liar"), 0.0)
+    assert isinstance(refusal, wire.Refusal) and refusal.final
+    assert intake.handle("liar", _results(_honest(Duty(1, 0, 0))), 0.0) == []
+    assert len(_duties(intake.handle("liar again", _hello("liar", "2"), 0.0))) == 2
+
+
+def test_a_lone_worker_may_try_a_refused_sample_again(intake: Intake) -> None:
+    first, _ = _duties(intake.handle("w", _hello(), 0.0))
+    sent = intake.handle("w", _results(Finished(first.lease_id, (_answer(first, versions=(5, 5)),))), 0.0)
+    assert [duty.sample_id for duty in _duties(sent)] == [first.sample_id]
+
+
+def test_a_stranger_that_never_said_hello_changes_nothing(intake: Intake) -> None:
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    assert intake.handle("stranger", _results(*map(_honest, duties)), 0.0) == []
+    assert intake.handle("stranger", wire.Goodbye(LEARNER, Work(5.0, 10**15)), 0.0) == []
+    assert intake.statistics().generated_tokens == 0
+    assert _counts_as_nothing(intake)
+
+
+def test_a_worker_adopts_no_duty_of_another(intake: Intake) -> None:
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    intake.tick(1000.0)  # the worker is taken for dead
+    claim = Hello("liar", "1", 0, 0, LEARNER, 1, 99, tuple(duties), Work())
+    intake.handle("liar", claim, 1000.0)
+    intake.handle("liar", _results(*map(_honest, duties)), 1000.0)
+    assert _refused(intake) == {"not_the_holder": 2}
+
+
+PARTIALS = [
+    ("unreadable", b"\x91" * 1000),
+    ("versions", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), versions=(3, 3)).completion)])),
+    ("vocabulary", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=(VOCAB_SIZE, 1)).completion)])),
+    ("length", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=[1] * (MOST_TOKENS + 1)).completion)])),
+]
+
+
+@pytest.mark.parametrize(("kind", "turns"), PARTIALS)
+def test_a_lie_in_a_partial_rollout_is_not_kept(intake: Intake, kind: str, turns: bytes) -> None:
+    duties = _duties(intake.handle("w", _hello(), 0.0))
+    intake.handle("w", Partials(LEARNER, 0, (Partial(*duties[0], turns),), True), 0.0)
+    assert _refused(intake) == {kind: 1}
+    assert intake.ledger.groups[0].samples[0].partial == b""
+    intake.handle("w", _results(*map(_honest, duties)), 0.0)
+    assert intake.statistics().ledger.buffered == 2
+
+
+@pytest.mark.parametrize("kind", ["agent", "some.module:Episode"])
+def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
+    agent = ("rollout.episode.agent=support.agents_to_train:right",) if kind == "agent" else ()
+    intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}", *agent)
+    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    several = Finished(first.lease_id, (_answer(first, prompt=(9,)), _answer(first, prompt=(8, 7))))
+    intake.handle("w", _results(several, Finished(second.lease_id, (_answer(second, versions=(9, 9)),))), 0.0)
+    assert _refused(intake) == {"versions": 1}
+    assert intake.statistics().ledger.buffered == 1
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _lease(seed: int) -> Lease:
+    sent = make_intake(make_offers(), *ONE_GROUP, f"run.seed={seed}").handle("w", _hello(), 0.0)
+    return next(message.leases[0] for _, message in sent if isinstance(message, Leases))
+
+
+@pytest.mark.parametrize("seed", [0, 2**20, 20_240_101, 2**62])
+def test_the_seed_of_a_lease_fits_the_wire(seed: int) -> None:
+    lease = _lease(seed)
+    assert encode(Leases(LEARNER, (lease,)))
+    assert 0 <= lease.seed < 2**64 - 2**20
+
+
+def test_run_seeds_give_leases_with_different_seeds() -> None:
+    assert len({_lease(seed).seed for seed in (0, 1, 2, 2**20, 2**20 + 1, 2**40)}) == 6
