@@ -41,9 +41,10 @@ class Answers:
         Returns the duties of other workers that are in vain now.
         """
         in_vain = []
+        lowest = self.lies.lowest_plain_version(results, policy_version)
         for lease_id, trajectories in results.finished:
             duty = Duty(lease_id, *trajectories[0].sample_id)
-            in_vain += self._finish(sender, duty, trajectories, policy_version, results.highest_token)
+            in_vain += self._finish(sender, duty, trajectories, policy_version, lowest)
         for failed in results.failed:
             self._fail(sender, failed)
         return in_vain
@@ -76,7 +77,7 @@ class Answers:
         duty: Duty,
         trajectories: tuple[Trajectory, ...],
         policy_version: int,
-        highest_token: int | None,
+        lowest_plain_version: int,
     ) -> list[tuple[Worker, Duty]]:
         """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
         if sender.worker is not None:
@@ -84,13 +85,8 @@ class Answers:
         sample, grant = self._lease_of(sender, duty)
         if sample is None or grant is None:
             return []
-        lie = self.lies.in_trajectories(
-            trajectories,
-            grant=grant,
-            prompt=self.leasing.prompt(duty.group_id),
-            policy_version=policy_version,
-            highest_token=highest_token,
-        )
+        prompt = self.leasing.prompt(duty.group_id)
+        lie = self.lies.in_trajectories(trajectories, grant, prompt, policy_version, lowest_plain_version)
         if lie is not None:
             self._refuse(sender, duty, lie)
             self.leasing.lose([duty], is_attempt=True)

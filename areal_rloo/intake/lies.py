@@ -23,7 +23,7 @@ from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.messages import Duty
+from areal_rloo.wire.messages import Duty, Results
 from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
@@ -90,31 +90,44 @@ class Lies:
             return "no_such_lease"
         return None
 
+    def lowest_plain_version(self, results: Results, policy_version: int) -> int:
+        """Look at all answers of a message together: a tenth of the work of a look at each.
+
+        Args:
+            policy_version: the newest published.
+
+        Returns: the lowest version of the tokens; -1 if each answer must be looked at.
+        """
+        found = results.extremes
+        if found is None or found.highest_token >= self._vocab_size or found.highest_version > policy_version:
+            return -1
+        strange_spans = found.has_spans if self._is_single_turn else found.has_even_spans
+        if self._is_built_in and (found.most_tokens > self._most_tokens or strange_spans):
+            return -1
+        return found.lowest_version
+
     def in_trajectories(
         self,
         trajectories: Sequence[Trajectory],
-        *,
         grant: Grant,
         prompt: Prompt,
         policy_version: int,
-        highest_token: int | None,
+        lowest_plain_version: int = -1,
     ) -> Lie | None:
         """Return what is wrong with the trajectories of a lease.
 
         Args:
             policy_version: the newest published.
-            highest_token: of all trajectories of the message; None if unknown.
+            lowest_plain_version: of all answers of the message.
         """
-        if (highest_token is None or highest_token >= self._vocab_size) and self._has_strange_tokens(trajectories):
-            return "vocabulary"
-        for trajectory in trajectories:
-            versions = trajectory.completion.versions  # never decrease: the codec checks this
-            if versions[0] < grant.min_version or versions[-1] > policy_version:
-                return "versions"
-            if self._is_built_in and trajectory.num_tokens > self._most_tokens:
-                return "length"
-            if self._has_prompt and trajectory.prompt_tokens.tobytes() != prompt.encoded:
-                return "prompt"
+        if lowest_plain_version >= grant.min_version and (
+            not self._has_prompt
+            or (trajectories[0].prompt_tokens.tobytes() == prompt.encoded and len(trajectories) == 1)
+        ):
+            return None
+        lies = (self._in_trajectory(each, grant, prompt, policy_version) for each in trajectories)
+        if (lie := next((lie for lie in lies if lie is not None), None)) is not None:
+            return lie
         return "shape" if self._is_built_in and self._has_strange_shape(trajectories) else None
 
     def in_partial(self, turns: bytes, *, grant: Grant, policy_version: int) -> Lie | None:
@@ -161,9 +174,17 @@ class Lies:
             refused_answers=dict(self._reasons), refused_by_worker=dict(self._workers), cut_off=self._num_cut_off
         )
 
-    def _has_strange_tokens(self, trajectories: Sequence[Trajectory]) -> bool:
-        arrays = (ids for each in trajectories for ids in (each.prompt_tokens, each.completion.tokens))
-        return any(ids.max() >= self._vocab_size for ids in arrays)
+    def _in_trajectory(self, trajectory: Trajectory, grant: Grant, prompt: Prompt, policy_version: int) -> Lie | None:
+        versions = trajectory.completion.versions  # never decrease: the codec checks this
+        if max(trajectory.prompt_tokens.max(), trajectory.completion.tokens.max()) >= self._vocab_size:
+            return "vocabulary"
+        if versions[0] < grant.min_version or versions[-1] > policy_version:
+            return "versions"
+        if self._is_built_in and trajectory.num_tokens > self._most_tokens:
+            return "length"
+        if self._has_prompt and trajectory.prompt_tokens.tobytes() != prompt.encoded:
+            return "prompt"
+        return None
 
     def _has_strange_shape(self, trajectories: Sequence[Trajectory]) -> bool:
         if self._has_prompt and len(trajectories) > 1:

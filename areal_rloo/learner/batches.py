@@ -171,7 +171,8 @@ def read_batch(path: Path) -> list[Group]:
             raise DataError(f"{path}: the batch is damaged: another checksum; replay from a later checkpoint")
         batch = from_msgpack(content[_DIGEST_BYTES:], _Batch)
         limits = Limits(max_trajectories=len(batch.headers))
-        trajectories = iter(decode_columns(batch.headers, batch.columns, limits))
+        decoded, _ = decode_columns(batch.headers, batch.columns, limits)
+        trajectories = iter(decoded)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except DecodeError as error:

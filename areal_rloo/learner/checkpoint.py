@@ -93,7 +93,7 @@ def capture(ledger: Ledger, stream: PromptStream) -> dict[str, Any]:
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
     """Restore ledger and stream from a checkpoint; samples that were in flight wait to be leased again."""
     stream.restore(state.stream)
-    decoded = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
+    decoded, _ = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
     return Ledger.restored(state.ledger, prompts, by_sample(decoded))
 

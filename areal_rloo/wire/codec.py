@@ -15,7 +15,7 @@ import msgspec
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns, highest_token
+from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import (
     WIRE_VERSION,
     Count,
@@ -60,9 +60,9 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
     """
     header = _header(frames, limits, _WorkerHeader)
     if isinstance(header, _ResultsHeader):
-        trajectories = decode_columns(header.trajectories, frames[1:], limits)
+        trajectories, extremes = decode_columns(header.trajectories, frames[1:], limits)
         finished = _by_duty(header.leases, trajectories)
-        return Results(header.learner_id, header.number, finished, header.failed, highest_token(frames[1]))
+        return Results(header.learner_id, header.number, finished, header.failed, extremes)
     return header  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ _LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by the float32 rounding of a 
 _LEAST_LOGPROB = -1e6  # no token of a lower probability is ever sampled, and sums stay finite in float32
 _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_HIGHEST_INT32 = 2**31 - 1
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 
 
@@ -67,6 +68,19 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 Headers = Sequence[TrajectoryHeader]
+
+
+class Extremes(NamedTuple):
+    """Extreme values of a batch, for rules that the codec does not know; -1 for an empty batch."""
+
+    highest_token: int = -1
+    lowest_version: int = -1
+    highest_version: int = -1
+    most_tokens: int = -1  # of a trajectory, with the prompt
+    has_spans: bool = False
+    has_even_spans: bool = False  # an even number of spans: the last tokens are not the policy's
+
+
 _header_encoder = msgspec.msgpack.Encoder()
 
 
@@ -96,7 +110,9 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     return tuple(headers), [column.data.cast("B") for column in columns]
 
 
-def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) -> tuple[Trajectory, ...]:
+def decode_columns(
+    headers: Headers, frames: Sequence[Frame], limits: Limits
+) -> tuple[tuple[Trajectory, ...], Extremes]:
     """Decode and check a batch; tokens and logprobs are views of the frames.
 
     Raises:
@@ -118,19 +134,18 @@ def decode_columns(headers: Headers, frames: Sequence[Frame], limits: Limits) ->
     runs = _column(frames[2], _INT32, "version_runs", 2 * num_runs).reshape(-1, 2)
     rewards = _column(frames[3], _FLOAT32, "token_rewards", sum(num_rewards))
     if not headers:
-        return ()
-    _check_tokens(tokens, headers, sizes)
+        return (), Extremes()
+    highest_token = _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
-    pairs = iter(runs.tolist())
+    pairs = runs.tolist()
+    rest = iter(pairs)
     for header in headers:
-        _check_version_runs(islice(pairs, header.num_version_runs), header)
-    return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
-
-
-def highest_token(tokens: Frame) -> int:
-    """Return the highest id in the first column of a batch; -1 for an empty batch."""
-    return int(np.frombuffer(tokens, _INT32).max(initial=-1))
+        _check_version_runs(islice(rest, header.num_version_runs), header)
+    spans = [header.spans for header in headers if header.spans]
+    has_even = any(len(each) % 2 == 0 for each in spans)
+    extremes = Extremes(highest_token, min(pairs)[0], max(pairs)[0], max(sizes), bool(spans), has_even)
+    return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards), extremes
 
 
 def _cut(
@@ -269,9 +284,12 @@ def _check_num_trajectories(num: int, limits: Limits) -> None:
         raise DecodeError(f"trajectories: expected at most {limits.max_trajectories}, got {num}")
 
 
-def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> None:
-    if tokens.min() < 0:
+def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> int:
+    """Return the highest id."""
+    highest = int(tokens.view(np.uint32).max())  # a negative id is higher than all others
+    if highest > _HIGHEST_INT32:
         raise _refused("tokens: expected ids of at least 0", tokens, tokens < 0, headers, sizes)
+    return highest
 
 
 def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:

@@ -40,6 +40,7 @@ import msgspec
 from msgspec import Meta
 
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
+from areal_rloo.wire.columns import Extremes
 
 WIRE_VERSION = 7
 
@@ -179,7 +180,7 @@ class Results(msgspec.Struct, frozen=True):
     number: Count
     finished: tuple[Finished, ...]
     failed: tuple[Failed, ...] = ()
-    highest_token: int | None = None  # of all trajectories; the codec's note for the receiver
+    extremes: Extremes | None = None  # of all trajectories; the codec's note for the receiver
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):

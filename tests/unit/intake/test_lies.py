@@ -4,12 +4,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.intake.ledger import Grant
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.codec import decode_worker, encode
 from areal_rloo.wire.columns import Limits
@@ -225,6 +229,30 @@ def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
     intake.handle("w", _results(several, Finished(second.lease_id, (_answer(second, versions=(9, 9)),))), 0.0)
     assert _refused(intake) == {"versions": 1}
     assert intake.statistics().ledger.buffered == 1
+
+
+@given(data=st.data())
+def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObject) -> None:
+    """Decoded messages carry extremes, for a fast look; without them, each answer is looked at."""
+    tokens = st.lists(st.integers(0, VOCAB_SIZE), min_size=1, max_size=4)
+    answers = data.draw(st.lists(st.tuples(tokens, st.integers(0, 3), st.booleans(), st.booleans()), max_size=4))
+    kind = data.draw(st.sampled_from(["single_turn", "multi_turn", "some.module:Episode"]))
+    intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}")
+    lies, prompt = intake.lies, Prompt(0, 0, PROMPT, Item("?"))
+    finished = []
+    for ids, version, is_right, has_spans in answers:
+        spans = tuple([1] * len(ids)) if has_spans else ()
+        answer = _answer(
+            Duty(1, 0, 0), tokens=ids, prompt=PROMPT if is_right else (1,), versions=[version] * len(ids), spans=spans
+        )
+        finished.append(Finished(1, (answer,)))
+    results = _results(*finished)
+    assert isinstance(results, Results)
+    newest, grant = data.draw(st.integers(0, 3)), Grant(1, "w", data.draw(st.integers(0, 3)))
+    lowest = lies.lowest_plain_version(results, newest)
+    for each in results.finished:
+        slow = lies.in_trajectories(each.trajectories, grant, prompt, newest)
+        assert lies.in_trajectories(each.trajectories, grant, prompt, newest, lowest) == slow
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

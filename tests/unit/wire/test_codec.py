@@ -194,7 +194,7 @@ def _decode_two(changes: dict[str, object]) -> tuple[Trajectory, ...]:
     }
     fields |= {name: value for name, value in changes.items() if name in fields}
     headers = [TrajectoryHeader(1, 0, 1.0, "stop", 2, 2, 1), TrajectoryHeader(**fields)]  # type: ignore[arg-type]
-    return decode_columns(headers, [column.tobytes() for column in columns.values()], LIMITS)
+    return decode_columns(headers, [column.tobytes() for column in columns.values()], LIMITS)[0]
 
 
 def test_columns_are_split_at_the_lengths_of_the_headers() -> None:
