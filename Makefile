@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate soak check lint extras sglang bench bench-shapes bench-learning bench-memory clean
+.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang bench bench-shapes bench-learning bench-memory clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -21,10 +21,14 @@ SCHEDULES ?= 100000
 simulate: $(STAMP)  # searches schedules of messages and faults for one that breaks the protocol; minutes on two cores
 	cd tests && ../$(BIN)/python -m simulation.search --schedules $(SCHEDULES) $(ARGS)
 
-MINUTES ?= 5
+soak: MINUTES ?= 5
+fuzz: MINUTES ?= 1
 SEED ?=
 soak: $(STAMP)  # a real run under random faults; the last line counts the damage, which is 0. Linux only
 	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: $(STAMP)  # bytes that break a boundary, a minute for each; needs atheris, which make extras installs
+	$(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES) $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q tests/project
@@ -35,8 +39,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-extras: $(STAMP)  # what tests of the hub, reasoning-gym, adapters and Ray need beside the rest; they skip without it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,peft,ray,rg]'
+extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters and Ray, which skip without it, and for make fuzz
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,fuzz,peft,ray,rg]'
 
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh

@@ -73,12 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def no_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedLoops]:
-    """Run event loops in asyncio's debug mode, and fail if a callback blocks a loop for `limit_s` or longer.
-
-    The mode holds for loops that are made after the fixture, in this process and in processes that it starts.
-    """
-    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
-    with watched_loops() as blocked:
+    """Run event loops in asyncio's debug mode, and fail if a callback blocks a loop for `limit_s` or longer."""
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")  # for the loops made from now on
+    with watched_loops(monkeypatch) as blocked:
         yield blocked
     blocked.check()
 

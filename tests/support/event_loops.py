@@ -1,46 +1,65 @@
-"""Callbacks that block an event loop: asyncio's debug mode warns of them, and a test fails."""
+"""Callbacks that block an event loop: a test fails if the loop's own work or a blocking call takes too long.
 
-import logging
-import re
+The time for which the thread only waited for a processor does not count: a busy machine takes the processor away from
+any callback. Linux counts this time for each thread.
+"""
+
+import asyncio
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-LIMIT_S = 2.0  # generous: a busy machine takes the processor away from any callback
-_WARNING = re.compile(r"Executing .* took ([\d.]+) seconds")
+import pytest
+
+LIMIT_S = 2.0
+_WORTH_A_LOOK_S = 0.1
 
 
 @dataclass
 class BlockedLoops:
-    """The warnings of asyncio's debug mode, which come for callbacks of 0.1 s or longer.
+    """The callbacks of 0.1 s or longer.
 
     Attributes:
         limit_s: a callback that takes this long or longer is a failure; a test may set another limit.
-        warnings: seconds and text of every warning.
+        callbacks: seconds and description of each.
     """
 
     limit_s: float = LIMIT_S
-    warnings: list[tuple[float, str]] = field(default_factory=list)
-
-    def read(self, text: str) -> None:
-        """Take the warnings out of a text, for example the log of a process with PYTHONASYNCIODEBUG=1."""
-        self.warnings += [(float(found[1]), found[0]) for found in _WARNING.finditer(text)]
+    callbacks: list[tuple[float, str]] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise AssertionError if a callback blocked a loop for `limit_s` or longer."""
-        blocked = [text for seconds, text in self.warnings if seconds >= self.limit_s]
+        blocked = [f"{seconds:.1f} s: {text}" for seconds, text in self.callbacks if seconds >= self.limit_s]
         assert not blocked, f"blocked an event loop for {self.limit_s} s or longer: {blocked}"
 
 
 @contextmanager
-def watched_loops(limit_s: float = LIMIT_S) -> Iterator[BlockedLoops]:
-    """Collect the warnings of the loops of this process, which must be in debug mode."""
-    blocked = BlockedLoops(limit_s)
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: blocked.read(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("asyncio")
-    logger.addHandler(handler)
-    try:
+def watched_loops(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedLoops]:
+    """Collect the long callbacks of all loops of this process."""
+    blocked = BlockedLoops()
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        started_s, waited_s = time.monotonic(), _waited_s()
+        run(handle)
+        if (seconds := time.monotonic() - started_s) >= _WORTH_A_LOOK_S:
+            blocked.callbacks.append((seconds - (_waited_s() - waited_s), repr(handle)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.Handle, "_run", timed)
         yield blocked
+
+
+def _waited_s() -> float:
+    """Return how long this thread has waited for a processor so far; 0.0 without Linux."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        _, waited_ns, _ = os.read(file, 100).split()
     finally:
-        logger.removeHandler(handler)
+        os.close(file)
+    return 1e-9 * int(waited_ns)
