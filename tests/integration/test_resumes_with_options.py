@@ -1,5 +1,7 @@
 """Runs that resume with other options: they complete within the new bound, or refuse and write nothing."""
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,6 +89,30 @@ def test_a_refused_change_leaves_the_folder_untouched(finished: Run, override: s
     assert (code, len(output.splitlines())) == (2, 1), output
     assert output.startswith(words)
     assert listing(finished.folder) == before
+
+
+def test_a_dry_run_of_a_resume_says_what_changes_and_writes_nothing(finished: Run) -> None:
+    before = listing(finished.folder)
+    again = Run(finished.folder, "learner.num_train_steps=2", "algorithm.preset=dr_grpo", "--resume", "--dry-run")
+    code, output = again.wait()
+    assert code == 0, output
+    assert "resume: learner.num_train_steps 1 -> 2 from step 1 on; " in output
+    assert "resume: algorithm.adv_norm.mean_leave1out true -> false from step 1 on; " in output
+    assert listing(finished.folder) == before
+
+
+def test_a_resume_without_a_checkpoint_begins_again_with_any_options(start: Callable[..., Run]) -> None:
+    short = ("learner.num_train_steps=1", "data.eval=null")
+    run = start(*short)
+    assert run.wait()[0] == 0
+    shutil.rmtree(run.folder / "checkpoints")
+    code, output = start(*short, "run.seed=4", "model.tiny.hidden_size=60", "--resume").wait()
+    assert code == 0, output
+    assert "resume: " not in output
+    (stretch,) = read_stretches(run.folder)
+    assert "hidden_size: 60" in stretch.config
+    made = run.folder / "checkpoints" / "step-000001" / "model" / "config.json"
+    assert json.loads(made.read_text())["hidden_size"] == 60
 
 
 @pytest.fixture(scope="module")
