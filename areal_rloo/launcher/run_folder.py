@@ -20,7 +20,7 @@ from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
-from areal_rloo.learner.stretches import CONFIG_NAME, changes_since
+from areal_rloo.learner.stretches import changes_since, has_intact_config
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -59,18 +59,17 @@ def resume_changes(folder: Path, config: Config) -> list[str]:
     Raises:
         CheckpointError: the newest checkpoint refuses a changed option, or has more train steps than the config.
     """
-    version, newest = max(list_checkpoints(folder_of(folder)).items(), default=(-1, None))
-    if newest is None:
-        return []
-    num_steps = config.learner.num_train_steps
-    if version > num_steps:
+    checkpoints = list_checkpoints(folder_of(folder))
+    newest, num_steps = max(checkpoints, default=-1), config.learner.num_train_steps
+    if newest > num_steps:
         raise CheckpointError(
-            f"learner.num_train_steps: expected at least {version}, the train steps of {newest.name}, got "
+            f"learner.num_train_steps: expected at least {newest}, the train steps of {checkpoints[newest].name}, got "
             f"{num_steps}; raise it to train on"
         )
-    if not (newest / CONFIG_NAME).is_file():  # damaged, or of another format: the learner says so
-        return []
-    return [change.line(version) for change in changes_since(newest, config)]
+    for version, path in reversed(checkpoints.items()):
+        if has_intact_config(path):  # else damaged: the learner goes on from an older checkpoint
+            return [change.line(version) for change in changes_since(path, config)]
+    return []
 
 
 def has_begun(folder: Path) -> bool:

@@ -11,13 +11,15 @@ The learner writes the files in `configs`, because only the learner knows from w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.config.resume import Change, changes, shown
-from areal_rloo.errors import CheckpointError, ConfigError
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
 from areal_rloo.files import write_atomically
 
 _NAME = re.compile(r"step-([0-9]{6,})\.yaml")
@@ -30,6 +32,15 @@ class Stretch(NamedTuple):
     version: int  # at the beginning
     config: str  # as YAML
     changes: list[Change]  # against the stretch before
+
+
+def has_intact_config(checkpoint: Path) -> bool:
+    """Return True if the config of a checkpoint has its checksum; the learner compares all other files, too."""
+    try:
+        sums = from_json((checkpoint / "checksums.json").read_bytes(), dict[str, str])
+        return sums.get(CONFIG_NAME) == hashlib.sha256((checkpoint / CONFIG_NAME).read_bytes()).hexdigest()
+    except (OSError, DecodeError):
+        return False
 
 
 def changes_since(checkpoint: Path, config: Config) -> list[Change]:

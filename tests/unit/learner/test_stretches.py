@@ -1,5 +1,7 @@
 """The configs of a run's stretches: noted from the right step on, compared, and refused before anything is written."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import choose_folder, resume_changes
 from areal_rloo.launcher.start import begin
-from areal_rloo.learner.stretches import begin_stretch, changes_since, read_stretches
+from areal_rloo.learner.stretches import begin_stretch, read_stretches
 
 PLACEMENT = Placement((Host("here", "127.0.0.1", 2, (), 0),), (), ())
 
@@ -19,12 +21,19 @@ def config_with(*overrides: str) -> Config:
     return load_config("quickstart.yaml", list(overrides))
 
 
+def _make_checkpoint(folder: Path, version: int, config: str) -> Path:
+    checkpoint = folder / "checkpoints" / f"step-{version:06d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").write_text(config)
+    digest = hashlib.sha256(config.encode()).hexdigest()
+    (checkpoint / "checksums.json").write_text(json.dumps({"config.yaml": digest}))
+    return checkpoint
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run folder with a checkpoint of version 40."""
-    checkpoint = tmp_path / "checkpoints" / "step-000040"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.yaml").write_text(dump_config(config_with()))
+    _make_checkpoint(tmp_path, 40, dump_config(config_with()))
     (tmp_path / "config.yaml").write_text(dump_config(config_with()))
     begin_stretch(tmp_path, config_with(), 0)
     return tmp_path
@@ -91,10 +100,18 @@ def test_allowed_changes_are_said_in_the_terminal(folder: Path, capsys: pytest.C
     ]
 
 
-def test_a_checkpoint_whose_config_is_unreadable_is_refused(folder: Path) -> None:
-    (folder / "checkpoints" / "step-000040" / "config.yaml").write_text("algorithm: {unknown: 1}")
+def test_a_checkpoint_whose_config_is_of_another_version_is_refused(folder: Path) -> None:
+    _make_checkpoint(folder, 41, "algorithm: {unknown: 1}")
     with pytest.raises(CheckpointError, match=r"unknown key 'algorithm\.unknown'.*resume with the version"):
-        changes_since(folder / "checkpoints" / "step-000040", config_with())
+        resume_changes(folder, config_with())
+
+
+@pytest.mark.parametrize("damaged", ["config.yaml", "checksums.json"])
+def test_a_damaged_config_is_passed_over_as_the_learner_does(folder: Path, damaged: str) -> None:
+    checkpoint = _make_checkpoint(folder, 41, dump_config(config_with("run.seed=3")))
+    (checkpoint / damaged).write_bytes((checkpoint / damaged).read_bytes()[:-9])
+    (line,) = resume_changes(folder, config_with("learner.groups_per_step=9"))
+    assert " -> 9 from step 40 on; " in line
 
 
 def test_a_run_without_a_checkpoint_may_begin_with_any_options(tmp_path: Path) -> None:
