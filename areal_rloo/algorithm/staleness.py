@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def num_admissible(
-    *, policy_version: int, max_staleness: int, groups_per_step: int, admitted: int, dropped: int
+    *, policy_version: int, max_staleness: int, groups_per_step: int, num_train_steps: int, num_live: int
 ) -> int:
-    """Count the groups that may be leased now and still keep admitted - dropped <= (v + eta + 1) B."""
-    return max(0, (policy_version + max_staleness + 1) * groups_per_step - (admitted - dropped))
+    """Count the groups that may be leased now and still keep the live groups to those of the next eta + 1 steps.
+
+    Live groups are admitted, and neither trained nor dropped. No group is admitted for a step after the last.
+    """
+    num_steps = min(max_staleness + 1, num_train_steps - policy_version)
+    return max(0, num_steps * groups_per_step - num_live)
 
 
 def deadline(*, admission_version: int, max_staleness: int) -> int:

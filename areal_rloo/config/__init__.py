@@ -5,6 +5,7 @@
 - `section`: the base struct, bounded numbers, and checks that several sections share.
 - `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
 - `presets`: the values behind each name of `algorithm.preset`.
+- `resume`: which keys may change on a resume, and the effects.
 - `areal`: translates AReaL's spelling of norms and rejection sampling.
 - `imports`: imports functions and classes of the user by path.
 """

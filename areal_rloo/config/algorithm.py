@@ -115,6 +115,11 @@ class AlgorithmConfig(Section, frozen=True):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
 
+    @property
+    def least_group(self) -> int:
+        """Number of samples below which a group is dropped: a single sample has no baseline."""
+        return 2 if self.drop_groups_of_one and self.group_size > 1 else 1
+
 
 def algorithm_mistakes(algorithm: AlgorithmConfig, *, max_new_tokens: int) -> Iterator[str]:
     """Check dependent options; give the text of each error."""

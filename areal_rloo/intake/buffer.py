@@ -1,12 +1,14 @@
 """From complete groups in the ledger to the batch of a train step: earliest deadline first, within the bound.
 
-`take` returns a batch, or None while the train step must wait. Under `stale_tokens: drop` the buffer drops stale
-samples, and gives the prompt back to the stream if too few are left. A group not worth training on (`min_reward_std`,
-`group_filter`) is dropped when complete; another prompt takes the place.
+`take` returns a batch, or None while the train step must wait. A group whose tokens are all past the bound is dropped,
+and the prompt goes back to the stream. `stale_tokens: drop` also drops late samples, and the group if too few are left.
+A group not worth training on (`min_reward_std`, `group_filter`) is dropped when complete; another prompt takes the
+place.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -32,13 +34,12 @@ class Buffer:
         group_filter: Callable[[Group], bool] | None = None,
     ) -> None:
         self._ledger = ledger
-        self._algorithm = algorithm = config.algorithm
+        self._algorithm = config.algorithm
         self._groups_per_step = config.learner.groups_per_step
         self._give_back = give_back  # called with epoch and item index of a prompt to lease again
         self._group_filter = group_filter  # returns False for a group to drop (user code, called on the intake's loop)
         self._filter_errors_in_a_row = 0
         self._taken: list[int] = []  # groups in training
-        self._min_group = 2 if algorithm.drop_groups_of_one and algorithm.group_size > 1 else 1
 
     def settle(self, group: LedgerGroup) -> None:
         """Drop a complete group that is too small for a baseline, or not worth training on.
@@ -48,7 +49,7 @@ class Buffer:
         """
         if not group.complete:
             return
-        if len(group.samples) < self._min_group:
+        if len(group.samples) < self._algorithm.least_group:
             self._ledger.drop_group(group.group_id, "group_too_small")
             return
         rewards = [sample.reward for sample in group.group.samples]
@@ -67,8 +68,8 @@ class Buffer:
 
         `last`: no group will be admitted any more, so a smaller batch is better than none.
         """
-        if self._algorithm.stale_tokens == "drop":
-            for group in self.ready():
+        for group in self.ready():
+            if group.deadline < policy_version:  # else every token is within the bound
                 self._drop_stale(group, policy_version)
         ready = self.ready()
         wanted = self._groups_per_step
@@ -112,11 +113,16 @@ class Buffer:
             self._ledger.drop_group(group.group_id, "group_filter")
 
     def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
-        eta = self._algorithm.max_staleness
+        """Drop late samples under `stale_tokens: drop`; drop a group with too few samples or without a fresh token."""
+        within = functools.partial(
+            within_bound, policy_version=policy_version, max_staleness=self._algorithm.max_staleness
+        )
+        has_fresh_token = False
         for index, sample in list(group.samples.items()):
-            versions = (trajectory.completion.versions for trajectory in sample.trajectories)
-            if not all(within_bound(v, policy_version=policy_version, max_staleness=eta).all() for v in versions):
+            fresh = [within(trajectory.completion.versions) for trajectory in sample.trajectories]
+            has_fresh_token |= any(tokens.any() for tokens in fresh)
+            if self._algorithm.stale_tokens == "drop" and not all(tokens.all() for tokens in fresh):
                 self._ledger.drop_sample((group.group_id, index), "stale")
-        if len(group.samples) < self._min_group:
+        if not has_fresh_token or len(group.samples) < self._algorithm.least_group:
             self._ledger.drop_group(group.group_id, "stale")
             self._give_back(group.prompt.epoch, group.prompt.item_index)

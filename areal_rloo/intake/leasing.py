@@ -128,13 +128,12 @@ class Leasing:
     def _admit(self, free_samples: int, policy_version: int) -> None:
         """Admit groups while the bound, the end of the run and the workers' capacity allow."""
         algorithm, learner = self.config.algorithm, self.config.learner
-        # Capped at num_train_steps * B groups in all: more groups would never be trained on.
         limit = num_admissible(
-            policy_version=min(policy_version, learner.num_train_steps - 1 - algorithm.max_staleness),
+            policy_version=policy_version,
             max_staleness=algorithm.max_staleness,
             groups_per_step=learner.groups_per_step,
-            admitted=self.ledger.admitted_groups,
-            dropped=self.ledger.dropped_groups,
+            num_train_steps=learner.num_train_steps,
+            num_live=len(self.ledger.groups),
         )
         free_samples -= sum(len(indices) for _, indices in self.ledger.waiting())
         for _ in range(min(limit, -(-free_samples // algorithm.group_size))):

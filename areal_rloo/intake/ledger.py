@@ -105,6 +105,11 @@ class LedgerGroup:
         return all(sample.trajectories for sample in self.samples.values())
 
     @property
+    def num_missing(self) -> int:
+        """Number of samples without trajectories."""
+        return sum(not sample.trajectories for sample in self.samples.values())
+
+    @property
     def group(self) -> Group:
         assert self.complete, f"group {self.group_id} is not complete"
         done = [trajectory for _, sample in sorted(self.samples.items()) for trajectory in sample.trajectories]

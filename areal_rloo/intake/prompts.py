@@ -27,6 +27,8 @@ from areal_rloo.tasks import Source
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
 
+_PARTS = 32  # of a source, whose ends are looked at to notice other items on a resume
+
 Tokenize = Callable[[Item], tuple[int, ...] | None]
 """Returns the token ids of an item; None for an item to leave out."""
 
@@ -159,7 +161,8 @@ class _Passes:
 
     def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
         self.items = source.items
-        looked_at = [source.items[at].text for at in (0, len(source.items) // 2, len(source.items) - 1)]
+        places = [(len(source.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
+        looked_at = [source.items[place].text for place in places]
         digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
         self.description = f"{source.label} ({len(source.items)} items, {digest:08x})"
         self.first = first  # number of the first item among those of all sources

@@ -122,7 +122,8 @@ class Job:
         preparation = plan_run(self._request, model_path="").preparation
         if preparation is None:
             return self._config.model.path, 0.0
-        if self._request.resume and (made := self._made()) is not None:
+        trained = self._request.resume and self._newest_checkpoint() is not None
+        if trained and (made := self._made()) is not None:  # else the recipe may be another
             return made
         self._progress.say("preparing the tiny model (the first time that takes a minute)")
         if not self._config.warm_starts:

@@ -20,6 +20,7 @@ from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
+from areal_rloo.learner.stretches import changes_since, has_intact_config
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -32,6 +33,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     Raises:
         CheckpointError: there is no run to resume.
         PreflightError: the folder holds a run already, and this start is no resume.
+        CheckpointError: a resume with this config is refused (`resume_changes`).
     """
     if config.run.folder is not None:
         folder = Path(config.run.folder).resolve()
@@ -46,7 +48,28 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
     if (has_results(folder) or submitted) and not resume:
         raise second_run(folder)
+    if resume:
+        resume_changes(folder, config)
     return folder
+
+
+def resume_changes(folder: Path, config: Config) -> list[str]:
+    """Describe each option that a resume changes, in a line. Writes nothing.
+
+    Raises:
+        CheckpointError: the newest checkpoint refuses a changed option, or has more train steps than the config.
+    """
+    checkpoints = list_checkpoints(folder_of(folder))
+    newest, num_steps = max(checkpoints, default=-1), config.learner.num_train_steps
+    if newest > num_steps:
+        raise CheckpointError(
+            f"learner.num_train_steps: expected at least {newest}, the train steps of {checkpoints[newest].name}, got "
+            f"{num_steps}; raise it to train on"
+        )
+    for version, path in reversed(checkpoints.items()):
+        if has_intact_config(path):  # else damaged: the learner goes on from an older checkpoint
+            return [change.line(version) for change in changes_since(path, config)]
+    return []
 
 
 def has_begun(folder: Path) -> bool:

@@ -15,13 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
-from areal_rloo.errors import CheckpointError, ConfigError, PreflightError, UserError
+from areal_rloo.errors import ConfigError, PreflightError, UserError
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
-from areal_rloo.launcher.run_folder import has_results, newest_checkpoint, second_run, write_beginning
+from areal_rloo.launcher.run_folder import (
+    has_results,
+    newest_checkpoint,
+    resume_changes,
+    second_run,
+    write_beginning,
+)
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
 from areal_rloo.standard_streams import open_missing_streams
@@ -122,6 +128,8 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
 def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
+    for line in resume_changes(folder, config) if options.resume else ():
+        _say(line)
     request = JobRequest(config, placement, folder, config.wire.port, 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
@@ -176,28 +184,20 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
     `ports` are two free ports of the learner's host, for the wire and for the meeting of ranks.
 
     Raises:
-        CheckpointError: the newest checkpoint has more train steps than the config; nothing was written.
+        CheckpointError: the newest checkpoint refuses a changed option (`resume_changes`); nothing was written.
     """
     wire_port, meeting_port = ports
-    if resume:
-        _compare_steps(folder, config.learner.num_train_steps)
+    for line in resume_changes(folder, config) if resume else ():
+        _say(line)
+        logger.info("%s", line)
+    if resume and standing(folder_of(folder)).newest_version == config.learner.num_train_steps:
+        _say(
+            f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps="
+            f"{config.learner.num_train_steps}; raise this number to go on"
+        )
     write_beginning(folder, config, placement.hosts)
     wire_port = config.wire.port or wire_port
     return JobRequest(config, placement, folder, wire_port, meeting_port, resume)
-
-
-def _compare_steps(folder: Path, num_steps: int) -> None:
-    newest = standing(folder_of(folder)).newest_version
-    if newest > num_steps:
-        raise CheckpointError(
-            f"learner.num_train_steps: expected at least {newest}, the train steps of {newest_checkpoint(folder)}, got "
-            f"{num_steps}; raise it to train on"
-        )
-    if newest == num_steps:
-        _say(
-            f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps={num_steps}; raise "
-            "this number to go on"
-        )
 
 
 def _say(line: str) -> None:

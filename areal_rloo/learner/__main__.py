@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config, import_entry, import_function, load_config
-from areal_rloo.errors import EXIT_RANK_LOST, CheckpointError, DataError
+from areal_rloo.errors import EXIT_RANK_LOST, DataError
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
@@ -33,7 +33,7 @@ from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, read_state, restore_ledger
+from areal_rloo.learner.checkpoint import Checkpoints, Totals, read_state
 from areal_rloo.learner.checkpoint_folder import folder_of
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.loop import Learner
@@ -41,6 +41,8 @@ from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.resuming import newest_checkpoint, restored_ledger
+from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
@@ -146,7 +148,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     remove_unfinished(folder / _SUMMARY)
     checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
-    restored = _newest_checkpoint(checkpoints, config, resume=arguments.resume)
+    restored = newest_checkpoint(checkpoints, config, resume=arguments.resume)
     tokenizer = load_tokenizer(arguments.model_path)
     model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
     ranks.hand_out([str(restored[0]).encode() if restored is not None else b""] * (ranks.num - 1))
@@ -159,9 +161,10 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     history: History = ()
     if restored is not None:
         state = restored[1]
-        ledger, totals, policy_version = restore_ledger(state, stream), state.totals, state.policy_version
-        history = state.history
+        totals, policy_version, history = state.totals, state.policy_version, state.history
+        ledger = restored_ledger(restored, stream, config)
         train_step.resume(state.kl_coefficient)
+    begin_stretch(folder, config, policy_version)
     registry = CollectorRegistry()
     reporter = _reporter(config, folder, -1 if restored is None else policy_version, registry, totals, checkpoints)
     broadcaster = _broadcaster(config, arguments, rank)
@@ -272,24 +275,6 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
             logger.warning(text, source.label, len(tokenized) - len(prompts), len(tokenized))
         sets.append(EvalSet(source.label, prompts, settings.num_samples))
     return sets
-
-
-def _newest_checkpoint(checkpoints: Checkpoints, config: Config, *, resume: bool) -> tuple[Path, LearnerState] | None:
-    if not resume:
-        checkpoints.begin()
-        return None
-    restored = checkpoints.load_newest()
-    if restored is None:
-        logger.warning("there is no checkpoint yet: start from the beginning")
-        return None
-    path, state = restored
-    if state.seed != config.run.seed:
-        raise CheckpointError(
-            f"run.seed: expected {state.seed}, the seed of {path}, got {config.run.seed}; another seed gives another "
-            "order of prompts"
-        )
-    logger.info("resuming from %s at version %d", path, state.policy_version)
-    return restored
 
 
 def _reporter(

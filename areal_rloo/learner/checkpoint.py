@@ -1,7 +1,7 @@
 """Write and read checkpoints: the full state of a learner, complete or absent.
 
     checkpoints/step-000025/    shards/ (weights, optimizer and random states, of all ranks)   state.msgpack
-                                model/ (Hugging Face format)   checksums.json
+                                model/ (Hugging Face format)   config.yaml   checksums.json
 
 A checkpoint is written into a hidden folder, flushed to disk, and renamed (`checkpoint_folder` has all names).
 Ledger, prompt stream, buffered trajectories and partial rollouts are included, so no prompt is skipped or trained
@@ -22,6 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from areal_rloo.config import Config, dump_config
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, DecodeError
 from areal_rloo.files import flush_to_disk
@@ -36,6 +37,7 @@ from areal_rloo.learner.checkpoint_folder import (
     set_aside,
     unfinished_path,
 )
+from areal_rloo.learner.stretches import CONFIG_NAME
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
@@ -43,7 +45,7 @@ from areal_rloo.wire.messages import History
 
 logger = get_logger(__name__)
 
-_FORMAT = 7
+_FORMAT = 8
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 
@@ -72,7 +74,6 @@ class LearnerState(_Format, frozen=True):
 
     policy_version: int
     history: History  # the learners that led to these weights
-    seed: int
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
     columns: tuple[bytes, ...]
@@ -112,7 +113,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._newest_is_whole = True
 
-    def save(self, state: LearnerState, *, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
+    def save(self, state: LearnerState, *, config: Config, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
         """Copy the current state and start writing; first wait for the previous write. Later delete all but `keep`.
 
         If writing fails, the failure is logged and counted, and training continues.
@@ -133,6 +134,7 @@ class Checkpoints:
                 shards.result()
                 write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
                 (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+                (unfinished / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
                 _seal(unfinished)
                 finish(target)
             except Exception as error:  # noqa: BLE001 - a full disk raises many classes; training continues after any

@@ -93,13 +93,12 @@ class Learner:
         state = LearnerState(
             policy_version=self.policy_version,
             history=self.intake.history,
-            seed=self.config.run.seed,
             totals=msgspec.structs.replace(self.reporter.totals),
             kl_coefficient=self.train_step.kl_coefficient,
             num_optimizer_steps=self.train_step.team.num_optimizer_steps,
             **self.intake.snapshot(capture),
         )
-        self.checkpoints.save(state, team=self.train_step.team, tokenizer=self.tokenizer)
+        self.checkpoints.save(state, config=self.config, team=self.train_step.team, tokenizer=self.tokenizer)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         if self.batches is not None:  # before the step, which may end the learner

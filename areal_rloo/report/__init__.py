@@ -1,7 +1,7 @@
 """Draw a run as one self-contained page, report.html: `python -m areal_rloo.report RUN_FOLDER`.
 
-In: config.yaml, metrics.jsonl and, after the end of the run, summary.json. Out: HTML with charts as SVG, light and
-dark, without scripts and without anything to load. A run with recorded trajectories gets a second page
+In: config.yaml, configs/, metrics.jsonl and, after the end of the run, summary.json. Out: HTML with charts as SVG,
+light and dark, without scripts and without anything to load. A run with recorded trajectories gets a second page
 (`areal_rloo.inspect.page`). Works on a run in progress.
 
 - `__main__` is the command.

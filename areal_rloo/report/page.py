@@ -1,4 +1,4 @@
-"""Write the page of a run from the records and the summary: facts, charts, ledger, config."""
+"""Write the page of a run from the records and the summary: facts, charts, ledger, config, and changed options."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from areal_rloo.errors import DataError
 from areal_rloo.files import write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
+from areal_rloo.learner.stretches import Stretch, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
@@ -76,7 +77,8 @@ def _page(folder: Path) -> str:
             f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
             f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",
-            f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details></section></div>",
+            f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details></section>",
+            f"{_stretches(read_stretches(folder))}</div>",
         ]
     )
     return document(title, body, style=_STYLE + _COLORS)
@@ -204,6 +206,24 @@ def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
     rows += [(f"dropped: {reason}", count) for reason, count in sorted(counts["dropped"].items())]
     cells = "".join(f"<tr><td>{html.escape(name)}<td>{count:,}" for name, count in rows)
     return f"<section><h2>Ledger, in samples</h2><table>{cells}</table></section>"
+
+
+def _stretches(stretches: Sequence[Stretch]) -> str:
+    """Show the options that resumes changed, and the config of every stretch but the last."""
+    if len(stretches) < 2:
+        return ""
+    rows = [
+        f"<tr><td>step {stretch.version}<td>{html.escape(change.key)}<td>{html.escape(change.values)}"
+        f"<td class=soft>{html.escape(change.rule.words)}"
+        for stretch in stretches
+        for change in stretch.changes
+    ]
+    earlier = "".join(
+        f"<details><summary>Config from step {stretch.version} on</summary><pre>{html.escape(stretch.config)}</pre>"
+        "</details>"
+        for stretch in stretches[:-1]
+    )
+    return f"<section><h2>Options changed on a resume</h2><table>{''.join(rows)}</table>{earlier}</section>"
 
 
 def _duration(seconds: float) -> str:

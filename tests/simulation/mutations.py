@@ -225,6 +225,17 @@ def _every_duty_told_is_adopted() -> Any:
     return patch.object(Intake, "_adopt", mutated)
 
 
+def _groups_are_not_fitted_to_other_options() -> Any:
+    return patch("simulation.simulated_learner.refit", lambda ledger, **values: 0)
+
+
+def _admission_counts_a_group_too_few() -> Any:
+    def mutated(*, max_staleness: int, groups_per_step: int, num_live: int, **values: int) -> int:
+        return max(0, (max_staleness + 1) * groups_per_step - num_live + 1)
+
+    return patch("areal_rloo.intake.leasing.num_admissible", mutated)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     name.removeprefix("_"): made
     for name, made in list(globals().items())

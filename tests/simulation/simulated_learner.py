@@ -6,14 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from simulation.world import HEARTBEAT_S, ViolationError
 
 from areal_rloo.algorithm.staleness import within_bound
+from areal_rloo.config import Config
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.intake.prompts import Prompt, PromptStreamState
+from areal_rloo.intake.refit import refit
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
 from areal_rloo.weights.offers import Begin, Call, Offers, Repeat
 from areal_rloo.wire import messages as wire
@@ -37,6 +40,7 @@ class Checkpoint:
     ledger: LedgerState
     trajectories: dict[SampleId, tuple[Trajectory, ...]]
     stream: PromptStreamState
+    config: Config
     trained: Counter[SampleId]
     trained_prompts: Counter[tuple[int, int]]
     contents: dict[int, int]
@@ -49,7 +53,7 @@ class SimulatedLearner:
         self.simulation, self.learner_id = simulation, f"learner-{number}"
         self.alive, self.done = True, False
         self.stopped_until_s = 0.0
-        self.config = config = simulation.config
+        self.config = config = simulation.config_of(number)
         self.stream = simulation.stream()
         self.version, ledger = 0, Ledger()
         history: wire.History = ()
@@ -61,6 +65,8 @@ class SimulatedLearner:
             prompts = {g.group_id: self.stream.prompt(g.epoch, g.item_index) for g in checkpoint.ledger.groups}
             ledger = Ledger.restored(checkpoint.ledger, prompts, checkpoint.trajectories)
             self.version, self.contents = checkpoint.version, dict(checkpoint.contents)
+            give_back = self.stream.give_back
+            refit(ledger, before=checkpoint.config, now=config, policy_version=self.version, give_back=give_back)
             history = checkpoint.history
             self.trained, self.trained_prompts = Counter(checkpoint.trained), Counter(checkpoint.trained_prompts)
         self.offers = Offers(
@@ -210,6 +216,7 @@ class SimulatedLearner:
             ledger.state(),
             {sample_id: trajectories for sample_id, trajectories in buffered.items() if trajectories},
             self.stream.state(),
+            self.config,
             Counter(self.trained),
             Counter(self.trained_prompts),
             dict(self.contents),
@@ -289,10 +296,9 @@ class SimulatedLearner:
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():
             raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")
-        live = ledger.admitted_groups - ledger.dropped_groups
-        algorithm, learner = self.config.algorithm, self.config.learner
-        if live > (self.version + algorithm.max_staleness + 1) * learner.groups_per_step:
-            raise ViolationError(f"{live} groups are admitted at version {self.version}")
+        live, learner = len(ledger.groups), self.config.learner
+        if live > (self.config.algorithm.max_staleness + 1) * learner.groups_per_step:
+            raise ViolationError(f"{live} groups are live at version {self.version}")
         held = {
             (sample.worker_id, sample.leases[-1].lease_id, group.group_id, index)
             for group in ledger.groups.values()
@@ -307,6 +313,10 @@ class SimulatedLearner:
 
     def _check_batch(self, batch: list[Group]) -> None:
         eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens
+        _demand(len(batch) == self.config.learner.groups_per_step, f"a batch has {len(batch)} groups")
+        versions = np.concatenate([t.completion.versions for group in batch for t in group.trajectories])
+        fresh = within_bound(versions, policy_version=self.version, max_staleness=eta)
+        _demand(bool(fresh.any()), f"the step at version {self.version} trains on nothing")
         for group in batch:
             prompt = self.intake.ledger.groups[group.group_id].prompt
             for trajectory in group.trajectories:

@@ -93,6 +93,15 @@ class Simulation:
     def stream(self) -> PromptStream:
         return PromptStream([_SOURCE], lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
 
+    def config_of(self, learner: int) -> Config:
+        """Return the config of a learner: in a third of the schedules, each restart is a resume with other options."""
+        if learner == 1 or self.schedule.seed % 3:
+            return self.config
+        draw = random.Random(f"{self.schedule.seed}/options/{learner}")
+        policy, groups = draw.choice(("mask", "drop", "wait")), draw.randint(1, 3)
+        changed = _config(draw.randint(0, 2), policy, groups, self.config.wire.max_attempts)
+        return msgspec.structs.replace(changed, wire=self.config.wire)
+
     def new_content(self) -> int:
         self._num_contents += 1
         return self._num_contents

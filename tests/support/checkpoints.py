@@ -44,7 +44,6 @@ def checkpoint_state(version: int) -> LearnerState:
     return LearnerState(
         policy_version=version,
         history=(("learner", 0),),
-        seed=0,
         totals=Totals(trained_tokens=7),
         kl_coefficient=0.1,
         num_optimizer_steps=2,
@@ -68,5 +67,6 @@ def trained(folder: Path, *overrides: str) -> Team:
 
 def save(checkpoints: Checkpoints, folder: Path, version: int) -> Path | None:
     """Return the folder, or None if the disk refused the write."""
-    checkpoints.save(checkpoint_state(version), team=trained(folder), tokenizer=load_tokenizer(str(folder)))
+    config, tokenizer = load_config("quickstart.yaml"), load_tokenizer(str(folder))
+    checkpoints.save(checkpoint_state(version), config=config, team=trained(folder), tokenizer=tokenizer)
     return checkpoints.folder / f"step-{version:06d}" if checkpoints.wait() else None

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from support.checkpoints import checkpoint_state, trained
 
+from areal_rloo.config import load_config
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.models.files import load_tokenizer
 
@@ -34,13 +35,13 @@ def _die_at(offset: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, model = Path(sys.argv[1]), Path(sys.argv[2])
-    team, tokenizer = trained(model), load_tokenizer(str(model))
+    team, tokenizer, config = trained(model), load_tokenizer(str(model)), load_config("quickstart.yaml")
     for offset in map(int, sys.argv[3:]):
         child = os.fork()
         if child == 0:
             threading.Thread(target=_die_at, args=(offset,), daemon=True).start()
             checkpoints = Checkpoints(folder, keep=2)
-            checkpoints.save(checkpoint_state(2), team=team, tokenizer=tokenizer)
+            checkpoints.save(checkpoint_state(2), config=config, team=team, tokenizer=tokenizer)
             checkpoints.wait()
             os._exit(0)
         _, status = os.waitpid(child, 0)

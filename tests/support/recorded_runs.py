@@ -72,7 +72,7 @@ class RecordedRun:
         tokenizer = load_tokenizer(str(model))
         self.folder, self.version = folder, 0
         self.train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(str(model), tokenizer))
-        self._tokenizer = tokenizer
+        self._config, self._tokenizer = config, tokenizer
         start = Start(
             policy_version=0,
             config=dump_config(config),
@@ -101,7 +101,7 @@ class RecordedRun:
             kl_coefficient=self.train_step.kl_coefficient,
             num_optimizer_steps=self.train_step.team.num_optimizer_steps,
         )
-        self._checkpoints.save(state, team=self.train_step.team, tokenizer=self._tokenizer)
+        self._checkpoints.save(state, config=self._config, team=self.train_step.team, tokenizer=self._tokenizer)
         assert self._checkpoints.wait()
 
     def close(self) -> Path:

@@ -105,3 +105,15 @@ def test_a_filter_that_exits_drops_the_group_and_later_fails_the_run() -> None:
     assert bench.dropped() == {"group_filter_error": 4}
     with pytest.raises(TrainingError, match=r"algorithm\.group_filter: SystemExit"):
         bench.complete(1.0, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["mask", "drop", "wait"])
+def test_a_group_past_the_bound_is_dropped_and_its_prompt_returns(policy: str) -> None:
+    given_back: list[tuple[int, int]] = []
+    bench = _Bench(max_staleness=2, stale_tokens=policy)
+    bench.buffer._give_back = lambda epoch, item_index: given_back.append((epoch, item_index))
+    for _ in range(GROUPS_PER_STEP):
+        bench.complete(1.0, 0.0)  # at version 0
+    assert bench.buffer.take(10, last=False) is None
+    assert bench.dropped() == {"stale": 2 * GROUPS_PER_STEP}
+    assert given_back == [(0, 0)] * GROUPS_PER_STEP

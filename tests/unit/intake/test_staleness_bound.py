@@ -5,16 +5,15 @@ newest weights, a reward fails, the learner trains. Every token is tagged as an 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.staleness_schedules import Simulation, make_config
 
-from areal_rloo.algorithm.staleness import must_wait, within_bound
-from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, WireConfig
+from areal_rloo.algorithm.staleness import must_wait
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
@@ -22,163 +21,9 @@ from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Ledger, by_sample
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
-from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
-from areal_rloo.wire.messages import Duty, Hello, Work
+from areal_rloo.wire.messages import Hello, Work
 
 GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
-
-
-class Simulation:
-    """The learner's bookkeeping without sockets, and workers as a dict of their samples."""
-
-    def __init__(self, *, max_staleness: int, stale_tokens: str) -> None:
-        self.config = Config(
-            algorithm=AlgorithmConfig(
-                group_size=GROUP_SIZE,
-                max_staleness=max_staleness,
-                stale_tokens=stale_tokens,  # type: ignore[arg-type]
-            ),
-            learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP, num_train_steps=NUM_STEPS),
-            wire=WireConfig(max_attempts=3),
-        )
-        self.version = 0
-        self.ledger = Ledger()
-        sources = [Source("all", [Item(str(index)) for index in range(200)])]
-        self.stream = PromptStream(sources, lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
-        self.buffer = Buffer(self.ledger, config=self.config, give_back=self.stream.give_back)
-        self.leasing = Leasing(
-            config=self.config,
-            ledger=self.ledger,
-            buffer=self.buffer,
-            stream=self.stream,
-            evaluation=Evaluation([], lambda record: None),
-        )
-        self.workers = Fleet()
-        self.engine_version: dict[str, int] = {}
-        self.incarnation = 0
-        self.min_version: dict[Duty, int] = {}
-        self.held: dict[str, dict[Duty, list[int]]] = {}
-        self.trained: Counter[SampleId] = Counter()
-        self.trained_prompts: Counter[int] = Counter()
-        for index in range(NUM_WORKERS):
-            self.join(f"w{index}")
-
-    def join(self, worker_id: str) -> None:
-        """A (new incarnation of a) worker says Hello with the initial weights and nothing in hand."""
-        self.incarnation += 1
-        before = self.workers.alive.get(worker_id)
-        if before is not None:
-            self.workers.remove(before)
-            self.leasing.lose(before.duties, is_attempt=True)
-        incarnation = str(self.incarnation)
-        hello = Hello(worker_id, incarnation, 8, 0, None, 1, 0, (), Work())
-        self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.version)
-        self.engine_version[worker_id] = 0
-        self.held[worker_id] = {}
-        self.grant()
-
-    def grant(self) -> None:
-        for worker, leases in self.leasing.grants(list(self.workers.alive.values()), self.version):
-            for lease in leases:
-                for duty in lease.duties:
-                    self.held[worker.worker_id][duty] = []
-                    self.min_version[duty] = lease.min_version
-
-    def decode(self, worker_id: str) -> None:
-        """A token for every sample this worker may work on."""
-        version = self.engine_version[worker_id]
-        for duty, versions in self.held[worker_id].items():
-            if version >= self.min_version[duty]:
-                versions.append(version)
-
-    def finish(self, worker_id: str, pick: int) -> None:
-        started = [duty for duty, versions in self.held[worker_id].items() if versions]
-        if not started:
-            return
-        duty = started[pick % len(started)]
-        versions = np.array(self.held[worker_id].pop(duty), dtype=np.int32)
-        tokens = np.zeros(len(versions), dtype=np.int32)
-        completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
-        self.workers.alive[worker_id].release(duty)
-        sample = self.ledger.sample(duty.sample_id)
-        assert sample is not None and sample.grant(duty.lease_id) is not None
-        sample.finish([Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
-        self.buffer.settle(self.ledger.groups[duty.group_id])
-        self.grant()
-
-    def fail(self, worker_id: str, pick: int) -> None:
-        if self.held[worker_id]:
-            duty = list(self.held[worker_id])[pick % len(self.held[worker_id])]
-            del self.held[worker_id][duty]
-            self.workers.alive[worker_id].release(duty)
-            self.leasing.drop(duty.sample_id, "reward_error")
-            self.grant()
-
-    def train(self) -> None:
-        if self.version == NUM_STEPS:
-            return
-        batch = self.buffer.take(self.version, last=self.stream.exhausted)
-        self.grant()
-        if batch is None:
-            return
-        self.check_batch(batch)
-        self.buffer.trained()
-        self.version += 1
-        self.grant()
-
-    def check_batch(self, batch: Sequence[Group]) -> None:
-        eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens
-        assert len(batch) == GROUPS_PER_STEP
-        for group in batch:
-            assert len(group.trajectories) >= 2
-            self.trained_prompts[self.ledger.groups[group.group_id].prompt.item_index] += 1
-            for trajectory in group.trajectories:
-                self.trained[trajectory.sample_id] += 1
-                versions = trajectory.completion.versions
-                fresh = within_bound(versions, policy_version=self.version, max_staleness=eta)
-                assert (self.version - versions[fresh] <= eta).all()
-                if policy != "mask" or eta == 0:
-                    assert fresh.all(), f"version {self.version} trains on {versions} under {policy}, eta {eta}"
-
-    def check_ledger(self) -> None:
-        counts = self.ledger.counts()
-        assert counts.balanced
-        assert counts.trained == sum(self.trained.values())
-        assert set(self.trained.values()) <= {1}
-        assert set(self.trained_prompts.values()) <= {1}
-        live = self.ledger.admitted_groups - self.ledger.dropped_groups
-        assert live <= (self.version + self.config.algorithm.max_staleness + 1) * GROUPS_PER_STEP
-        assert live <= NUM_STEPS * GROUPS_PER_STEP
-
-    def act(self, what: int, who: int, pick: int) -> None:
-        worker_id = f"w{who % NUM_WORKERS}"
-        match what:
-            case 0 | 1 | 2:
-                self.finish(worker_id, pick)
-            case 3 | 4:
-                self.decode(worker_id)
-            case 5 | 6:
-                self.train()
-            case 7:
-                self.engine_version[worker_id] = self.version
-            case 8 if pick % 4 == 0:
-                self.join(worker_id)
-            case 9 if pick % 4 == 0:
-                self.fail(worker_id, pick)
-        self.check_ledger()
-
-    def run_out(self) -> None:
-        """Let everything go well until the run is over."""
-        for _ in range(4000):
-            if self.version == NUM_STEPS:
-                return
-            for worker_id in self.held:
-                self.engine_version[worker_id] = self.version
-                self.decode(worker_id)
-                self.finish(worker_id, 0)
-            self.train()
-            self.check_ledger()
-        raise AssertionError(f"no progress beyond version {self.version}")
 
 
 @settings(max_examples=150)
@@ -190,7 +35,7 @@ class Simulation:
 def test_no_schedule_breaks_the_bound_or_the_ledger_and_every_run_ends(
     max_staleness: int, stale_tokens: str, schedule: list[tuple[int, int, int]]
 ) -> None:
-    simulation = Simulation(max_staleness=max_staleness, stale_tokens=stale_tokens)
+    simulation = Simulation(make_config(max_staleness=max_staleness, stale_tokens=stale_tokens))
     for what, who, pick in schedule:
         simulation.act(what, who, pick)
     simulation.run_out()
@@ -208,7 +53,7 @@ def test_under_wait_the_step_waits_for_the_group_that_would_go_stale() -> None:
 def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
     outcomes = {}
     for policy in ("mask", "drop", "wait"):
-        simulation = Simulation(max_staleness=1, stale_tokens=policy)
+        simulation = Simulation(make_config(max_staleness=1, stale_tokens=policy))
         (first, *_), holder = list(simulation.held["w0"]), simulation.held["w0"]
         simulation.decode("w0")
         simulation.decode("w1")
@@ -229,7 +74,7 @@ def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
 
 
 def test_a_stale_worker_starts_no_group_admitted_after_its_version() -> None:
-    simulation = Simulation(max_staleness=1, stale_tokens="wait")
+    simulation = Simulation(make_config(max_staleness=1, stale_tokens="wait"))
     while simulation.version < 3:
         simulation.engine_version["w1"] = simulation.version
         for worker_id in ("w0", "w1"):
@@ -245,7 +90,7 @@ def test_a_stale_worker_starts_no_group_admitted_after_its_version() -> None:
 
 
 def test_a_sample_is_dropped_after_max_attempts_without_its_group() -> None:
-    simulation = Simulation(max_staleness=1, stale_tokens="mask")
+    simulation = Simulation(make_config(max_staleness=1, stale_tokens="mask"))
     for _ in range(3):
         for worker_id in ("w0", "w1"):
             simulation.join(worker_id)
@@ -255,7 +100,7 @@ def test_a_sample_is_dropped_after_max_attempts_without_its_group() -> None:
 
 
 def test_a_restored_ledger_leases_samples_in_flight_again() -> None:
-    simulation = Simulation(max_staleness=2, stale_tokens="mask")
+    simulation = Simulation(make_config(max_staleness=2, stale_tokens="mask"))
     for worker_id in ("w0", "w1"):
         simulation.decode(worker_id)
         simulation.finish(worker_id, 0)
@@ -271,7 +116,7 @@ def test_a_restored_ledger_leases_samples_in_flight_again() -> None:
 
 
 def test_a_finished_sample_accepts_nothing_more() -> None:
-    simulation = Simulation(max_staleness=1, stale_tokens="mask")
+    simulation = Simulation(make_config(max_staleness=1, stale_tokens="mask"))
     simulation.decode("w0")
     duty = next(iter(simulation.held["w0"]))
     simulation.finish("w0", 0)

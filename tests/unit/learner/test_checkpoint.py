@@ -18,6 +18,7 @@ from areal_rloo.learner.checkpoint import (
     _seal,
     restore_ledger,
 )
+from areal_rloo.learner.optimizer import schedule_factor
 from areal_rloo.models.loading import load_policy
 
 CPU = torch.device("cpu")
@@ -94,6 +95,31 @@ def test_a_restored_rank_continues_bit_for_bit(
         assert again.reference is not None
         pairs = zip(team.own.reference.policy.parameters(), again.reference.policy.parameters(), strict=True)
         assert all(torch.equal(own, theirs) for own, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.optimizer={learning_rate: 5e-3, betas: [0.8, 0.99], weight_decay: 0.1}",
+        "learner.optimizer={schedule: linear, learning_rate: 1e-2}",
+        "model.dtype=bfloat16",
+        "learner.gradient_checkpointing=true",
+        "learner.offload=optimizer",
+        "algorithm.kl.coefficient=0.1",
+    ],
+)
+def test_options_that_may_change_on_a_resume_fit_the_saved_state(
+    tmp_path: Path, tiny_folders: dict[str, Path], override: str
+) -> None:
+    trained(tiny_folders["qwen2"]).save_shards(tmp_path / "shards").result()
+    config = load_config("quickstart.yaml", [override, "learner.num_train_steps=8", "learner.num_minibatches=1"])
+    rank = build_rank(config, model_path=str(tiny_folders["qwen2"]), device=CPU)
+    rank.load(tmp_path / "shards", num_optimizer_steps=2)
+    (group,) = rank.optimizer.param_groups
+    options = config.learner.optimizer
+    assert group["lr"] == pytest.approx(schedule_factor(2, options, 8) * options.learning_rate)
+    assert (group["betas"], group["weight_decay"]) == (options.betas, options.weight_decay)
+    assert all(float(state["step"]) == 2 for state in rank.optimizer.state.values())
 
 
 def test_shards_of_another_model_are_refused(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
@@ -211,7 +237,7 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
     (folder / "checksums.json").unlink()
     _seal(folder)
     with pytest.raises(
-        CheckpointError, match="format 2, this version reads 7; resume with the version that wrote the checkpoint"
+        CheckpointError, match="format 2, this version reads 8; resume with the version that wrote the checkpoint"
     ):
         Checkpoints(tmp_path, keep=2).load_newest()
 

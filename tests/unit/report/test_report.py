@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.full_disk import disk_of
 
-from areal_rloo.config import Config, dump_config
+from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.errors import DataError
+from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.report import write_report
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart, ticks
 from areal_rloo.telemetry.metric import declared_metrics
@@ -112,6 +113,15 @@ def test_numbers_that_are_not_finite_leave_a_gap(run_folder: Path, make_train_re
     file.close()
     text = write_report(run_folder).read_text()
     assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_options_changed_on_a_resume_are_shown_with_both_values(run_folder: Path) -> None:
+    assert "Options changed" not in Page(write_report(run_folder).read_text()).shown
+    begin_stretch(run_folder, Config(), 0)
+    begin_stretch(run_folder, load_config(str(run_folder / "config.yaml"), ["learner.groups_per_step=64"]), 2)
+    shown = Page(write_report(run_folder).read_text()).shown
+    for part in ("Options changed", "step 2", "learner.groups_per_step", "32 -> 64", "Config from step 0 on"):
+        assert part in shown
 
 
 def run_main(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -1,0 +1,98 @@
+"""The configs of a run, one for each stretch of steps between two changes; torch is not imported.
+
+    configs/step-000000.yaml       the config of the first steps
+            step-000040.yaml       the config from version 40 on
+    config.yaml                    the present config
+    checkpoints/step-000040/config.yaml    the config that wrote this checkpoint
+
+The learner writes the files in `configs`, because only the learner knows from which checkpoint a resume starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_rloo.config import Config, dump_config, load_config
+from areal_rloo.config.resume import Change, changes, shown
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
+from areal_rloo.files import write_atomically
+
+_NAME = re.compile(r"step-([0-9]{6,})\.yaml")
+CONFIG_NAME = "config.yaml"  # in a checkpoint
+
+
+class Stretch(NamedTuple):
+    """A part of a run with a single config."""
+
+    version: int  # at the beginning
+    config: str  # as YAML
+    changes: list[Change]  # against the stretch before
+
+
+def has_intact_config(checkpoint: Path) -> bool:
+    """Return True if the config of a checkpoint has its checksum; the learner compares all other files, too."""
+    try:
+        sums = from_json((checkpoint / "checksums.json").read_bytes(), dict[str, str])
+        return sums.get(CONFIG_NAME) == hashlib.sha256((checkpoint / CONFIG_NAME).read_bytes()).hexdigest()
+    except (OSError, DecodeError):
+        return False
+
+
+def changes_since(checkpoint: Path, config: Config) -> list[Change]:
+    """Compare a config with the config that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: a key must not change on a resume, or the config of the checkpoint cannot be read.
+    """
+    try:
+        before = load_config(str(checkpoint / CONFIG_NAME))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{error}; resume with the version of areal_rloo that wrote the checkpoint, or start again with another "
+            "run.folder"
+        ) from error
+    found = changes(before, config)
+    refused = [change for change in found if change.rule.effect == "refused"]
+    for change in refused:
+        more = f" (and {len(refused) - 1} more keys that must not change)" if len(refused) > 1 else ""
+        raise CheckpointError(
+            f"{change.key}: expected {shown(change.before)} as in {checkpoint.name}, got {shown(change.now)}: "
+            f"{change.rule.words}{more}; set it back, or train on from this model in another run.folder, with "
+            f"model.path={checkpoint / 'model'}"
+        )
+    return found
+
+
+def begin_stretch(run_folder: Path, config: Config, version: int) -> None:
+    """Note the config from this version on; forget the configs of later steps, which the run trains again."""
+    files, text = _files(run_folder), dump_config(config)
+    for later in [at for at in files if at >= version]:
+        files.pop(later).unlink()
+    if not files or files[max(files)].read_text(encoding="utf-8") != text:
+        folder = run_folder / "configs"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"step-{version:06d}.yaml", text.encode())
+
+
+def read_stretches(run_folder: Path) -> list[Stretch]:
+    """Read the stretches of a run, the oldest first; a config that cannot be compared has no changes."""
+    stretches: list[Stretch] = []
+    before: Config | None = None
+    for version, path in _files(run_folder).items():
+        config: Config | None = None
+        with contextlib.suppress(ConfigError):  # of another version of areal_rloo
+            config = load_config(str(path))
+        found = changes(before, config) if before is not None and config is not None else []
+        stretches.append(Stretch(version, path.read_text(encoding="utf-8", errors="replace"), found))
+        before = config
+    return stretches
+
+
+def _files(run_folder: Path) -> dict[int, Path]:
+    names = {path: _NAME.fullmatch(path.name) for path in (run_folder / "configs").glob("step-*.yaml")}
+    return dict(sorted((int(name[1]), path) for path, name in names.items() if name is not None))

@@ -1,0 +1,125 @@
+"""Runs that resume with other options: they complete within the new bound, or refuse and write nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from support.folders import listing
+from support.local_runs import REPO, Run, balanced
+
+from areal_rloo.learner.batches import folder_of as batches_of
+from areal_rloo.learner.batches import list_batches, read_batch
+from areal_rloo.learner.stretches import read_stretches
+
+Options = dict[str, int]
+_KEYS = {
+    "groups_per_step": "learner.groups_per_step",
+    "group_size": "algorithm.group_size",
+    "max_staleness": "algorithm.max_staleness",
+}
+FIRST: Options = {"groups_per_step": 4, "group_size": 4, "max_staleness": 2}
+SECOND: Options = {"groups_per_step": 8, "group_size": 2, "max_staleness": 3}
+THIRD: Options = {"groups_per_step": 2, "group_size": 6, "max_staleness": 0}
+
+
+def _overrides(options: Options) -> list[str]:
+    return [f"{_KEYS[name]}={value}" for name, value in options.items()]
+
+
+def _drained(run: Run, num_steps: int) -> int:
+    """Drain a run after some steps, while groups are under way; return the version of the checkpoint."""
+    run.wait_for(lambda: len(run.records()) >= num_steps)
+    run.process.terminate()
+    code, output = run.wait()
+    assert code == 0, output
+    return run.saved_steps()
+
+
+def test_a_run_completes_with_other_groups_and_staleness_up_and_down(start: Callable[..., Run]) -> None:
+    common = ("learner.num_train_steps=9", "wire.record=true", "data.eval=null")
+    first = _drained(start(*_overrides(FIRST), *common), 2)
+    second = _drained(start(*_overrides(SECOND), *common, "--resume"), 5)
+    run = start(*_overrides(THIRD), *common, "--resume")
+    code, output = run.wait()
+    assert code == 0, output
+    log = (run.folder / "logs" / "launcher.log").read_text()
+    for before, now, version in ((FIRST, SECOND, first), (SECOND, THIRD, second)):
+        for name, key in _KEYS.items():
+            assert f"resume: {key} {before[name]} -> {now[name]} from step {version} on; " in log
+    assert f"resume: algorithm.max_staleness 3 -> 0 from step {second} on; " in output
+
+    summary = run.summary()
+    assert (summary["exit_reason"], summary["num_train_steps"]) == ("completed", 9)
+    assert balanced(summary["ledger"])
+    assert summary["ledger"]["buffered"] == summary["ledger"]["in_flight"] == 0
+    assert [record.num_train_steps for record in run.records()] == list(range(1, 10))
+    for record in run.records():
+        began = [version < record.num_train_steps for version in (0, first, second)]
+        options = (FIRST, SECOND, THIRD)[sum(began) - 1]
+        assert record.trained_tokens > 0
+        assert record.staleness_max <= options["max_staleness"]
+        (*_, path) = list_batches(batches_of(run.folder))[record.num_train_steps]
+        assert len(read_batch(path)) == options["groups_per_step"]
+    assert [stretch.version for stretch in read_stretches(run.folder)] == [0, first, second]
+    assert "Options changed on a resume" in (run.folder / "report.html").read_text()
+
+    replayed = subprocess.run(
+        [sys.executable, "-m", "areal_rloo.replay", str(run.folder)], capture_output=True, text=True, check=False
+    )
+    assert replayed.returncode == 2
+    (line,) = replayed.stderr.splitlines()
+    assert line.startswith(f"error: the run was resumed at version {first} with other values of algorithm.group_size")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=7", "error: run.seed: expected 0 as in step-000001, got 7: another seed gives another order of"),
+        ("model.tiny.num_layers=3", "error: model.tiny.num_layers: expected 2 as in step-000001, got 3: "),
+        ("learner.lora={rank: 2}", "error: learner.lora: expected null as in step-000001, got "),
+    ],
+)
+def test_a_refused_change_leaves_the_folder_untouched(finished: Run, override: str, words: str) -> None:
+    before = listing(finished.folder)
+    again = Run(finished.folder, "learner.num_train_steps=1", override, "--resume")
+    code, output = again.wait()
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert output.startswith(words)
+    assert listing(finished.folder) == before
+
+
+def test_a_dry_run_of_a_resume_says_what_changes_and_writes_nothing(finished: Run) -> None:
+    before = listing(finished.folder)
+    again = Run(finished.folder, "learner.num_train_steps=2", "algorithm.preset=dr_grpo", "--resume", "--dry-run")
+    code, output = again.wait()
+    assert code == 0, output
+    assert "resume: learner.num_train_steps 1 -> 2 from step 1 on; " in output
+    assert "resume: algorithm.adv_norm.mean_leave1out true -> false from step 1 on; " in output
+    assert listing(finished.folder) == before
+
+
+def test_a_resume_without_a_checkpoint_begins_again_with_any_options(start: Callable[..., Run]) -> None:
+    short = ("learner.num_train_steps=1", "data.eval=null")
+    run = start(*short)
+    assert run.wait()[0] == 0
+    shutil.rmtree(run.folder / "checkpoints")
+    code, output = start(*short, "run.seed=4", "model.tiny.hidden_size=60", "--resume").wait()
+    assert code == 0, output
+    assert "resume: " not in output
+    (stretch,) = read_stretches(run.folder)
+    assert "hidden_size: 60" in stretch.config
+    made = run.folder / "checkpoints" / "step-000001" / "model" / "config.json"
+    assert json.loads(made.read_text())["hidden_size"] == 60
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    cache = {"AREAL_RLOO_CACHE": str(REPO / ".pytest_cache" / "models")}
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run = Run(folder, "learner.num_train_steps=1", "data.eval=null", environment=cache)
+    code, output = run.wait()
+    assert code == 0, output
+    return run

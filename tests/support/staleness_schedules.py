@@ -1,0 +1,205 @@
+"""The staleness bound under random schedules: the real admission, leasing, ledger and buffer, and pretended workers.
+
+A schedule is a list of small numbers that decides what happens next: a sample finishes, a worker dies or takes the
+newest weights, a reward fails, the learner trains, or resumes with other options. Every token is tagged as an engine
+would tag it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_rloo.algorithm.staleness import within_bound
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, WireConfig
+from areal_rloo.intake.buffer import Buffer
+from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.fleet import Fleet
+from areal_rloo.intake.leasing import Leasing
+from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
+from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.refit import refit
+from areal_rloo.tasks import Item, Source
+from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
+from areal_rloo.wire.messages import Duty, Hello, Work
+
+NUM_STEPS, NUM_WORKERS = 6, 2
+_SOURCE = Source("all", [Item(str(index)) for index in range(200)])
+
+
+def make_config(
+    *,
+    max_staleness: int,
+    stale_tokens: Any,
+    group_size: int = 3,
+    groups_per_step: int = 2,
+    num_train_steps: int = NUM_STEPS,
+) -> Config:
+    algorithm = AlgorithmConfig(group_size=group_size, max_staleness=max_staleness, stale_tokens=stale_tokens)
+    learner = LearnerConfig(groups_per_step=groups_per_step, num_train_steps=num_train_steps)
+    return Config(algorithm=algorithm, learner=learner, wire=WireConfig(max_attempts=3))
+
+
+class Simulation:
+    """The learner's bookkeeping without sockets, and workers as a dict of their samples."""
+
+    def __init__(self, config: Config) -> None:
+        self.version = 0
+        self.incarnation = 0
+        self.trained: Counter[SampleId] = Counter()
+        self.trained_prompts: Counter[int] = Counter()
+        self._start(config, Ledger(), self._stream())
+
+    def _stream(self) -> PromptStream:
+        return PromptStream([_SOURCE], lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
+
+    def _start(self, config: Config, ledger: Ledger, stream: PromptStream) -> None:
+        """Start the learner, and workers with nothing in hand."""
+        self.config, self.ledger, self.stream = config, ledger, stream
+        self.buffer = Buffer(self.ledger, config=self.config, give_back=self.stream.give_back)
+        self.leasing = Leasing(
+            config=self.config,
+            ledger=self.ledger,
+            buffer=self.buffer,
+            stream=self.stream,
+            evaluation=Evaluation([], lambda record: None),
+        )
+        self.workers = Fleet()
+        self.engine_version: dict[str, int] = {}
+        self.min_version: dict[Duty, int] = {}
+        self.held: dict[str, dict[Duty, list[int]]] = {}
+        for index in range(NUM_WORKERS):
+            self.join(f"w{index}")
+
+    def resume(self, config: Config) -> None:
+        """Stop everything, and start from a checkpoint of this moment with another config."""
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.ledger.state()), type=LedgerState)
+        live, stream = self.ledger.groups, self._stream()
+        stream.restore(self.stream.state())
+        trajectories = by_sample(t for g in live.values() for s in g.samples.values() for t in s.trajectories)
+        prompts = {name: group.prompt for name, group in live.items()}
+        before, ledger = self.config, Ledger.restored(state, prompts, trajectories)
+        refit(ledger, before=before, now=config, policy_version=self.version, give_back=stream.give_back)
+        self._start(config, ledger, stream)
+
+    def join(self, worker_id: str) -> None:
+        """A (new incarnation of a) worker says Hello with the initial weights and nothing in hand."""
+        self.incarnation += 1
+        before = self.workers.alive.get(worker_id)
+        if before is not None:
+            self.workers.remove(before)
+            self.leasing.lose(before.duties, is_attempt=True)
+        incarnation = str(self.incarnation)
+        hello = Hello(worker_id, incarnation, 8, 0, None, 1, 0, (), Work())
+        self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.version)
+        self.engine_version[worker_id] = 0
+        self.held[worker_id] = {}
+        self.grant()
+
+    def grant(self) -> None:
+        for worker, leases in self.leasing.grants(list(self.workers.alive.values()), self.version):
+            for lease in leases:
+                for duty in lease.duties:
+                    self.held[worker.worker_id][duty] = []
+                    self.min_version[duty] = lease.min_version
+
+    def decode(self, worker_id: str) -> None:
+        """A token for every sample this worker may work on."""
+        version = self.engine_version[worker_id]
+        for duty, versions in self.held[worker_id].items():
+            if version >= self.min_version[duty]:
+                versions.append(version)
+
+    def finish(self, worker_id: str, pick: int) -> None:
+        started = [duty for duty, versions in self.held[worker_id].items() if versions]
+        if not started:
+            return
+        duty = started[pick % len(started)]
+        versions = np.array(self.held[worker_id].pop(duty), dtype=np.int32)
+        tokens = np.zeros(len(versions), dtype=np.int32)
+        completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
+        self.workers.alive[worker_id].release(duty)
+        sample = self.ledger.sample(duty.sample_id)
+        assert sample is not None and sample.grant(duty.lease_id) is not None
+        sample.finish([Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
+        self.buffer.settle(self.ledger.groups[duty.group_id])
+        self.grant()
+
+    def fail(self, worker_id: str, pick: int) -> None:
+        if self.held[worker_id]:
+            duty = list(self.held[worker_id])[pick % len(self.held[worker_id])]
+            del self.held[worker_id][duty]
+            self.workers.alive[worker_id].release(duty)
+            self.leasing.drop(duty.sample_id, "reward_error")
+            self.grant()
+
+    def train(self) -> None:
+        if self.version == self.config.learner.num_train_steps:
+            return
+        batch = self.buffer.take(self.version, last=self.stream.exhausted)
+        self.grant()
+        if batch is None:
+            return
+        self.check_batch(batch)
+        self.buffer.trained()
+        self.version += 1
+        self.grant()
+
+    def check_batch(self, batch: Sequence[Group]) -> None:
+        eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens
+        assert len(batch) == self.config.learner.groups_per_step
+        num_fresh = 0
+        for group in batch:
+            assert len(group.trajectories) >= 2
+            self.trained_prompts[self.ledger.groups[group.group_id].prompt.item_index] += 1
+            for trajectory in group.trajectories:
+                self.trained[trajectory.sample_id] += 1
+                versions = trajectory.completion.versions
+                fresh = within_bound(versions, policy_version=self.version, max_staleness=eta)
+                assert (self.version - versions[fresh] <= eta).all()
+                num_fresh += int(fresh.sum())
+                if policy != "mask" or eta == 0:
+                    assert fresh.all(), f"version {self.version} trains on {versions} under {policy}, eta {eta}"
+        assert num_fresh > 0, f"the step at version {self.version} trains on nothing"
+
+    def check_ledger(self) -> None:
+        counts = self.ledger.counts()
+        assert counts.balanced
+        assert counts.trained == sum(self.trained.values())
+        assert set(self.trained.values()) <= {1}
+        assert set(self.trained_prompts.values()) <= {1}
+        learner, eta = self.config.learner, self.config.algorithm.max_staleness
+        num_steps = min(eta + 1, learner.num_train_steps - self.version)
+        assert len(self.ledger.groups) <= num_steps * learner.groups_per_step
+
+    def act(self, what: int, who: int, pick: int) -> None:
+        worker_id = f"w{who % NUM_WORKERS}"
+        match what:
+            case 0 | 1 | 2:
+                self.finish(worker_id, pick)
+            case 3 | 4:
+                self.decode(worker_id)
+            case 5 | 6:
+                self.train()
+            case 7:
+                self.engine_version[worker_id] = self.version
+            case 8 if pick % 4 == 0:
+                self.join(worker_id)
+            case 9 if pick % 4 == 0:
+                self.fail(worker_id, pick)
+        self.check_ledger()
+
+    def run_out(self) -> None:
+        """Let everything go well until the run is over."""
+        for _ in range(4000):
+            if self.version == self.config.learner.num_train_steps:
+                return
+            for worker_id in self.held:
+                self.engine_version[worker_id] = self.version
+                self.decode(worker_id)
+                self.finish(worker_id, 0)
+            self.train()
+            self.check_ledger()
+        raise AssertionError(f"no progress beyond version {self.version}")

@@ -1,0 +1,88 @@
+"""The effect of each changed option on a resume: every key has a rule, and every change is named."""
+
+import types
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.config.resume import changes, rules, shown
+
+
+def _keys(struct: Any, prefix: str = "") -> list[str]:
+    """List the keys with a value of their own, and optional sections and lists of sections, in order."""
+    keys = []
+    for name, hint in typing.get_type_hints(struct).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        sections = [o for o in (*options, *(a for o in options for a in typing.get_args(o))) if _is_section(o)]
+        if not _is_section(hint):
+            keys.append(prefix + name)
+        for section in dict.fromkeys(sections):
+            keys += _keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def test_every_key_of_the_config_has_exactly_one_rule() -> None:
+    assert sorted(rules()) == sorted(_keys(Config))
+
+
+def test_every_rule_but_exact_says_what_follows() -> None:
+    for key, rule in rules().items():
+        assert (rule.effect == "exact") == (rule.words == ""), key
+
+
+def test_equal_configs_have_no_changes() -> None:
+    config = load_config("quickstart.yaml")
+    assert changes(config, config) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "values", "effect"),
+    [
+        ("learner.optimizer.learning_rate=5e-5", "learner.optimizer.learning_rate", "1e-06 -> 5e-05", "allowed"),
+        ("learner.groups_per_step=64", "learner.groups_per_step", "32 -> 64", "allowed"),
+        ("learner.lora={rank: 4}", "learner.lora", 'null -> {"rank": 4, "alpha": 32, "targets"', "refused"),
+        ("data.train={task: math}", "data.train.task", "arithmetic -> math", "refused"),
+        ("data.train=[{}, {name: b}]", "data.train", "[", "refused"),
+        ("data.train.rewards=[{task: math}]", "data.train.rewards", "[] -> [", "allowed"),
+        ("data.eval={task: math}", "data.eval", "[] -> [", "allowed"),
+        ("launcher.slurm.arguments={qos: high}", "launcher.slurm.arguments", '{} -> {"qos": "high"}', "exact"),
+        ("model.reference.refresh_every_n_versions=5", "model.reference.refresh_every_n_versions", "null", "allowed"),
+    ],
+)
+def test_a_change_is_named_with_both_values(tmp_path: Any, override: str, key: str, values: str, effect: str) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    found = changes(load_config(str(tmp_path / "empty.yaml")), load_config(str(tmp_path / "empty.yaml"), [override]))
+    assert [(change.key, change.rule.effect) for change in found] == [(key, effect)]
+    assert found[0].values.startswith(values)
+
+
+def test_a_preset_changes_each_key_that_it_sets() -> None:
+    before = load_config("quickstart.yaml")
+    found = {change.key for change in changes(before, load_config("quickstart.yaml", ["algorithm.preset=dr_grpo"]))}
+    assert {"algorithm.preset", "algorithm.loss.aggregation", "algorithm.adv_norm.mean_leave1out"} <= found
+
+
+def test_a_reference_that_begins_to_be_refreshed_is_refused() -> None:
+    refreshed = ["model.reference.refresh_every_n_versions=5"]
+    before = load_config("quickstart.yaml", refreshed)
+    (change,) = changes(before, load_config("quickstart.yaml", [*refreshed, "algorithm.kl.coefficient=0.1"]))
+    assert (change.key, change.rule.effect) == ("algorithm.kl.coefficient", "refused")
+
+
+def test_the_line_of_a_change_names_key_values_and_step() -> None:
+    before = load_config("quickstart.yaml", ["learner.optimizer.learning_rate=1e-4"])
+    (change,) = changes(before, load_config("quickstart.yaml", ["learner.optimizer.learning_rate=5e-5"]))
+    words = "resume: learner.optimizer.learning_rate 0.0001 -> 5e-05 from step 40 on; the moments go on"
+    assert change.line(40) == words
+
+
+def test_long_values_are_shortened_to_a_line() -> None:
+    assert len(shown("many words\n" * 100)) == 60
+    assert shown("") == "''"
