@@ -4,9 +4,9 @@ Input, over the socket whose file descriptor is on the command line: the factory
 to each job. Jobs run one after the other. If the command line also has a number of seconds, the scorer is async: jobs
 run concurrently on an event loop, and each has this deadline.
 
-The limit of memory on the command line holds for this process, and for each process that a reward starts. The limit
-counts memory that the process can write (RLIMIT_DATA), not reserved addresses (RLIMIT_AS): torch and CUDA reserve far
-more than they use. After a MemoryError something may still hold the memory, so the process ends with `OUT_OF_MEMORY`.
+The limit of memory on the command line holds for this process, and for each process started by a reward. The limit
+counts writable memory (RLIMIT_DATA), not reserved addresses (RLIMIT_AS): torch and CUDA reserve far more than they use.
+After a MemoryError something may still hold the memory, so the process ends with `OUT_OF_MEMORY`.
 
 The scorer is the user's code. It may print, fork, start threads, or hang. A forked child closes the socket, so it can
 neither reply nor keep the pool waiting after this process is dead.

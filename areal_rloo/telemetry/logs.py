@@ -1,7 +1,7 @@
 """Write logs that read side by side: a line per record, in UTC, with the names of process and module.
 
 A peer or a user's function can cause the same record again and again. So each line of our code writes at most
-`MOST_LINES` records a minute, and then a record that says how many were left out.
+`MOST_LINES` records a minute, and then a record with the number of those left out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LimitedHandler(logging.Handler):
     def __init__(self, outputs: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._outputs, self._clock = outputs, clock
-        self._windows: dict[tuple[str, int], _Window] = {}  # as many as our code has lines that log
+        self._windows: dict[tuple[str, int], _Window] = {}  # one for each place in our code
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass a record on, or count it. Called under the lock of this handler."""
