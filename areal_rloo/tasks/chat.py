@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
-import jinja2
-
 from areal_rloo.config import DataConfig
-from areal_rloo.errors import DataError
+from areal_rloo.errors import DataError, first_line
 from areal_rloo.tasks.base import Item, Message
 from areal_rloo.trajectory import ToolCall
 from areal_rloo.waiting import on_daemon_thread
@@ -101,9 +99,9 @@ class ChatFormat:
         try:
             options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
             text = str(self._tokenizer.apply_chat_template(conversation, **options))
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program of the model
             roles = ", ".join(message.role for message in messages)
-            refusal = f"the model's template refuses the roles {roles}: {error}"
+            refusal = f"the model's template refuses the roles {roles}: {first_line(error)}"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts") from error
         if len(text) > _MOST_CHARACTERS:
             size = f"the model's template makes {len(text)} characters of {len(messages)} messages"
