@@ -4,15 +4,21 @@ msgspec itself raises other exceptions than its own: UnicodeDecodeError for a te
 arrays nested too deeply. A handler that forgets them ends a thread of the learner for a flipped bit in a file.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
 from areal_rloo.errors import DecodeError
 
+if TYPE_CHECKING:
+    from aiohttp import StreamReader
+
+_PIECE_BYTES = 1 << 16
 _Value = TypeVar("_Value")
 
 
@@ -26,7 +32,7 @@ def from_json(content: bytes, kind: type[_Value] | UnionType, *, name: str = "JS
 
 
 def from_msgpack(
-    content: "bytes | bytearray | memoryview | msgspec.Raw", kind: type[_Value] | UnionType, *, name: str = "bytes"
+    content: bytes | bytearray | memoryview | msgspec.Raw, kind: type[_Value] | UnionType, *, name: str = "bytes"
 ) -> _Value:
     """Decode msgpack as a value of `kind`; `name` is that of the bytes in an error.
 
@@ -34,6 +40,16 @@ def from_msgpack(
         DecodeError: the bytes are no msgpack, or another value; names the field.
     """
     return cast("_Value", _decoded(_msgpack_decoder(cast("Hashable", kind)).decode, content, name))
+
+
+async def read_body(content: StreamReader, *, most_bytes: int) -> bytes | None:
+    """Read the body of an HTTP answer; return None for more than `most_bytes`. aiohttp itself reads without a limit."""
+    body = bytearray()
+    async for piece in content.iter_chunked(_PIECE_BYTES):
+        body += piece
+        if len(body) > most_bytes:
+            return None
+    return bytes(body)
 
 
 @cache

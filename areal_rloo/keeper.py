@@ -1,6 +1,10 @@
 """A keeper starts a command and outlives the command: everything that the command started ends with the command.
 
     starter ─► keeper ─► command ─► children, their children, and processes in sessions of their own
+      output ◄─ bounded ◄─┴───────────────┘
+
+The output and the errors of the command go through the keeper to the keeper's output, in bounded amounts: the code of a
+user may print without end. The keeper reads all of it, so printing never blocks the command.
 
 The keeper kills all descendants when the command ends, when the starting thread ends, or on SIGTERM. Linux passes every
 orphan below the keeper on to the keeper (a "child subreaper"), so a new session or a double fork hides no process. If
@@ -12,6 +16,7 @@ Run by path, without this package and `site`, so a keeper starts in milliseconds
 
 from __future__ import annotations
 
+import _thread  # `threading` is slow to import
 import ctypes
 import os
 import resource
@@ -23,6 +28,11 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 5.0  # a process in an uninterruptible system call ends later
 _LOOK_S = 0.05
+_LAST_OUTPUT_S = 1.0  # for the rest of the output; a process out of reach may keep the pipe open
+_MOST_BYTES = 1 << 20  # of output at once; the rest is left out
+_BYTES_PER_S = 1 << 10  # of output, on average
+_PIECE_BYTES = 1 << 16
+_INPUT, _OUTPUT, _ERRORS = 0, 1, 2
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -42,18 +52,54 @@ def main() -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != starter:  # the starter died before the request above
         os._exit(1)
+    outlet, inlet = os.pipe()
     keeper, child = os.getpid(), os.fork()
     if child == 0:
+        os.dup2(inlet, _OUTPUT)
+        os.dup2(inlet, _ERRORS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != keeper:
             os._exit(1)
         os.execvp(command[0], command)
+    os.dup2(outlet, _INPUT)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket of the command
+    copied = _thread.allocate_lock()
+    copied.acquire()
+    _thread.start_new_thread(_copy_output, (copied,))
     status = None
     while status is None and signal.sigwait(_SIGNALS) != signal.SIGTERM:
         status, _ = _reaped(child)
-    _exit(_kill_descendants(child, status))
+    status = _kill_descendants(child, status)
+    copied.acquire(timeout=_LAST_OUTPUT_S)
+    _exit(status)
+
+
+def _copy_output(copied: _thread.LockType) -> None:
+    """Copy the output of the command until the end. After too much, leave out the output of about a minute."""
+    allowed, left_out, last_s = float(_MOST_BYTES), 0, time.monotonic()
+    while piece := os.read(_INPUT, _PIECE_BYTES):
+        now_s = time.monotonic()
+        allowed, last_s = min(_MOST_BYTES, allowed + (now_s - last_s) * _BYTES_PER_S), now_s
+        if left_out and allowed >= _PIECE_BYTES:
+            _write(b"\n[%d bytes of output are left out]\n" % left_out)
+            left_out = 0
+        passed = b"" if left_out else piece[: int(allowed)]
+        _write(passed)
+        allowed -= len(passed)
+        left_out += len(piece) - len(passed)
+    if left_out:
+        _write(b"\n[%d bytes of output are left out]\n" % left_out)
+    copied.release()
+
+
+def _write(output: bytes) -> None:
+    """Write output; without a reader or on a full disk, lose it."""
+    try:
+        while output:
+            output = output[os.write(_OUTPUT, output) :]
+    except OSError:
+        return
 
 
 def _reaped(child: int) -> tuple[int | None, bool]:

@@ -15,6 +15,7 @@ from areal_rloo.config.section import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    ProcessBytes,
     Section,
     Share,
     is_loopback,
@@ -123,6 +124,8 @@ class RolloutConfig(Section, frozen=True):
     num_reward_workers: PositiveInt = 2  # processes for scoring completions
     num_async_rewards: PositiveInt = 64  # concurrent network-bound rewards
     reward_timeout_s: PositiveFloat = 30.0  # of a reward, from the start of the call
+    # Memory of a process for rewards, and of each process that a reward starts. A reward beyond it drops its sample.
+    reward_memory_bytes: ProcessBytes = 8 * 2**30
     max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
     tensor_parallel: PositiveInt = 1  # devices that share a copy of the model

@@ -17,6 +17,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+ProcessBytes = Annotated[int, msgspec.Meta(ge=2**28)]  # room for Python with torch
 MessageBytes = Annotated[int, msgspec.Meta(ge=2**20, le=2**31 - 1)]  # room for the longest report of a failure
 
 

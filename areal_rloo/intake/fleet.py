@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from areal_rloo.config import WireConfig
 from areal_rloo.wire.messages import Duty, Heartbeat, Hello, LearnerMessage, Lease, Work, digest
+from areal_rloo.wire.peers import MOST_PEERS
 
 
 class Outgoing(NamedTuple):
@@ -83,7 +85,8 @@ class Fleet:
     def __init__(self) -> None:
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
-        self._met: dict[str, _Met] = {}  # by peer
+        self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
+        self._forgotten = Work()  # of the other departed processes
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
@@ -112,7 +115,13 @@ class Fleet:
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
         worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, hello.policy_version, None
         self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).last = hello.work
+        self._forget_departed()
         return worker
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more workers can join."""
+        return len(self.alive) >= MOST_PEERS
 
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]
@@ -133,7 +142,19 @@ class Fleet:
 
     def work(self) -> Work:
         """Add up the work of all workers for this learner, departed workers included."""
-        return Work(
-            sum(met.last.idle_s - met.first.idle_s for met in self._met.values()),
-            sum(met.last.generated_tokens - met.first.generated_tokens for met in self._met.values()),
-        )
+        return _added(self._forgotten, self._met.values())
+
+    def _forget_departed(self) -> None:
+        """Forget the process that departed first, except for its work, if there are too many."""
+        if len(self._met) <= len(self.alive) + MOST_PEERS:
+            return
+        peer = next(peer for peer in self._met if peer not in self._by_peer)
+        self._forgotten = _added(self._forgotten, [self._met.pop(peer)])
+
+
+def _added(work: Work, processes: Iterable[_Met]) -> Work:
+    idle_s, generated_tokens = work.idle_s, work.generated_tokens
+    for met in processes:
+        idle_s += met.last.idle_s - met.first.idle_s
+        generated_tokens += met.last.generated_tokens - met.first.generated_tokens
+    return Work(idle_s, generated_tokens)

@@ -271,6 +271,9 @@ class Intake:
                 logger.warning("tell an earlier process of %s to end", hello.worker_id)
                 return [Outgoing(peer, wire.Drain())]
             self._remove(before)
+        if self.fleet.is_full and self.fleet.at(peer) is None:
+            logger.error("%s is refused: there are %d workers already", hello.worker_id, len(self.fleet.alive))
+            return [Outgoing(peer, wire.Refusal(f"there are {len(self.fleet.alive)} workers already"))]
         worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
         self._offers.join(worker.worker_id, hello.policy_version, number=hello.number)
         has_met = hello.learner_id == self.learner_id  # else all leases of this learner are still on their way

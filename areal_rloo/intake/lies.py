@@ -24,6 +24,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.messages import Duty, Results
+from areal_rloo.wire.peers import MOST_OFFENCES, Offences
 from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
@@ -39,7 +40,6 @@ Lie = Literal[
     "unreadable",  # a partial rollout
 ]
 
-_MOST_LIES = 8  # of a process, before it is cut off
 _MOST_NAMES = 1000  # of workers with lies
 
 
@@ -71,8 +71,7 @@ class Lies:
         self._most_tokens = config.context_tokens
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
-        self._peers: Counter[str] = Counter()
-        self._num_cut_off = 0
+        self._peers = Offences()
 
     def about_lease(
         self, duty: Duty, sample: Sample | None, grant: Grant | None, worker_id: str, *, granted: bool
@@ -152,26 +151,27 @@ class Lies:
         name = worker_id if worker_id in self._workers or len(self._workers) < _MOST_NAMES else "others"
         self._reasons[lie] += 1
         self._workers[name] += 1
-        self._peers[peer] += 1
-        if self._peers[peer] <= _MOST_LIES:
+        number = self._peers.count(peer)
+        if number <= MOST_OFFENCES:
             logger.error(
                 "refuse an answer of %s to lease %d, sample %s: %s", worker_id, duty.lease_id, duty.sample_id, lie
             )
-        if self._peers[peer] == _MOST_LIES:
-            self._num_cut_off += 1
+        if number == MOST_OFFENCES:
             logger.error(
                 "%s sent %d answers that its leases do not allow: its messages are read no more, and the process ends. "
                 "Does its host have another areal_rloo, another model, or faulty memory?",
-                *(worker_id, _MOST_LIES),
+                *(worker_id, MOST_OFFENCES),
             )
 
     def is_cut_off(self, peer: str) -> bool:
         """Return True if this peer lied too often."""
-        return self._peers.get(peer, 0) >= _MOST_LIES
+        return self._peers.is_cut_off(peer)
 
     def statistics(self) -> LieStatistics:
         return LieStatistics(
-            refused_answers=dict(self._reasons), refused_by_worker=dict(self._workers), cut_off=self._num_cut_off
+            refused_answers=dict(self._reasons),
+            refused_by_worker=dict(self._workers),
+            cut_off=self._peers.num_cut_off,
         )
 
     def _in_trajectory(self, trajectory: Trajectory, grant: Grant, prompt: Prompt, policy_version: int) -> Lie | None:

@@ -4,6 +4,10 @@ Input, over the socket whose file descriptor is on the command line: the factory
 to each job. Jobs run one after the other. If the command line also has a number of seconds, the scorer is async: jobs
 run concurrently on an event loop, and each has this deadline.
 
+The limit of memory on the command line holds for this process, and for each process started by a reward. The limit
+counts writable memory (RLIMIT_DATA), not reserved addresses (RLIMIT_AS): torch and CUDA reserve far more than they use.
+After a MemoryError something may still hold the memory, so the process ends with `OUT_OF_MEMORY`.
+
 The scorer is the user's code. It may print, fork, start threads, or hang. A forked child closes the socket, so it can
 neither reply nor keep the pool waiting after this process is dead.
 """
@@ -12,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast, get_args
@@ -25,7 +31,7 @@ from areal_rloo.config import import_function
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import RewardError, described, shortened
 from areal_rloo.parent_death import signal_on_parent_death
-from areal_rloo.rewards.process import Job, Reply
+from areal_rloo.rewards.process import MOST_REPLY_BYTES, OUT_OF_MEMORY, Job, Reply
 from areal_rloo.rewards.request import FailureReason
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.stacks import show_on_signal
@@ -43,7 +49,10 @@ def main() -> None:
     show_on_signal()
     signal_on_parent_death(signal.SIGKILL)  # works also while a reward hangs
     signal.signal(signal.SIGINT, lambda *_: None)  # the pool ends this process, not Ctrl-C
-    socket = int(sys.argv[1])
+    socket, memory_bytes = int(sys.argv[1]), int(sys.argv[3])
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or memory_bytes < most:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     os.set_inheritable(socket, False)
     connection = Connection(socket)
     os.register_at_fork(after_in_child=connection.close)
@@ -55,8 +64,8 @@ def main() -> None:
         _send(connection, Reply(reason="reward_error", detail=detail))
         return
     _send(connection, Reply())  # ready
-    if len(sys.argv) > 3:
-        run_beside_user_code(_serve_together(connection, scorer, float(sys.argv[3])))
+    if len(sys.argv) > 4:
+        run_beside_user_code(_serve_together(connection, scorer, float(sys.argv[4])))
     else:
         _serve_in_turn(connection, scorer)
 
@@ -66,6 +75,8 @@ def _send(connection: Connection, reply: Reply) -> None:
         os._exit(0)
     try:
         encoded = msgspec.msgpack.encode(reply)
+        if len(encoded) > MOST_REPLY_BYTES:
+            raise ValueError(f"expected at most {MOST_REPLY_BYTES} bytes, got {len(encoded)}")
     except Exception as error:  # noqa: BLE001 - the user's code made the result
         detail = f"the reward cannot be sent: {described(error)}"
         encoded = msgspec.msgpack.encode(Reply(job_id=reply.job_id, reason="reward_error", detail=detail))
@@ -86,6 +97,9 @@ def _serve_in_turn(connection: Connection, scorer: Scorer) -> None:
 
 
 def _failure(job_id: int, error: BaseException) -> Reply:
+    if isinstance(error, MemoryError):
+        traceback.print_exception(error)
+        os._exit(OUT_OF_MEMORY)
     if isinstance(error, RewardError) and error.reason in get_args(FailureReason):
         reason = cast("FailureReason", error.reason)
         return Reply(job_id=job_id, reason=reason, detail=shortened(str(error.detail)))

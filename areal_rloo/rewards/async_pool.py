@@ -25,7 +25,7 @@ import msgspec
 
 from areal_rloo.errors import ArealRlooError, RewardError
 from areal_rloo.rewards.outage import Outage, RestartPolicy, final
-from areal_rloo.rewards.process import PartJob, Reply, WorkerProcess
+from areal_rloo.rewards.process import PartJob, Reply, WorkerProcess, crash
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
 from areal_rloo.waiting import cancel
 
@@ -54,6 +54,7 @@ class AsyncRewardPool:
         *,
         num_at_once: int,
         deadline_s: float,
+        memory_bytes: int = 8 * 2**30,
         grace_s: float = _GRACE_S,
         restarts: RestartPolicy | None = None,
     ) -> None:
@@ -61,7 +62,9 @@ class AsyncRewardPool:
 
         Each reward has `deadline_s` from its start. If no reply comes within `grace_s` more, the process is blocked.
         """
-        self._start_process = partial(WorkerProcess, factory, argument, async_deadline_s=deadline_s)
+        self._start_process = partial(
+            WorkerProcess, factory, argument, memory_bytes=memory_bytes, async_deadline_s=deadline_s
+        )
         self._num_at_once, self._deadline_s, self._grace_s = num_at_once, deadline_s, grace_s
         self._ids = itertools.count()
         self._waiting: deque[_Pending] = deque()
@@ -180,8 +183,7 @@ class AsyncRewardPool:
                 detail = f"no reward within {self._deadline_s:g} s, and it blocked its event loop"
                 self._settle(pending, Reply(reason="reward_timeout", detail=detail))
             elif len(lost) == 1 and not self._overdue:
-                detail = f"its worker process ended with code {code}"
-                self._settle(pending, Reply(reason="reward_crash", detail=detail))
+                self._settle(pending, crash(code))
             else:  # ran beside others, or the overdue reply came just before the kill
                 self._stop_clock(pending)
                 pending.suspect = True

@@ -16,7 +16,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -133,6 +133,13 @@ async def make_scoring(config: Config) -> Scoring:
         return Scoring(sources, starter.runners, closing.pop_all().aclose)
 
 
+class _Limits(TypedDict):
+    """The limits of a reward in a worker process."""
+
+    deadline_s: float
+    memory_bytes: int
+
+
 class _Starter:
     """Starts runners; collects how each part is scored and how final answers are found."""
 
@@ -151,15 +158,16 @@ class _Starter:
         voting: tuple[SourceKey, ...] = tuple(
             ("eval", source.label) for source in config.data.eval_sources if source.num_samples > 1
         )
+        limits: _Limits = {"deadline_s": rollout.reward_timeout_s, "memory_bytes": rollout.reward_memory_bytes}
         if in_turn or voting:
             argument, num_workers = scorer_argument(config, in_turn, voting), rollout.num_reward_workers
-            pool = RewardPool(_FACTORY, argument, num_workers=num_workers, deadline_s=rollout.reward_timeout_s)
+            pool = RewardPool(_FACTORY, argument, num_workers=num_workers, **limits)
             self._add(pool, {key: partial(pool.score, part=key[-1]) for key in in_turn})
             self.final_answer |= dict.fromkeys(voting, pool.final_answer)
             await pool.ready()
         if together:
             argument, num_at_once = scorer_argument(config, together), rollout.num_async_rewards
-            waiting = AsyncRewardPool(_FACTORY, argument, num_at_once=num_at_once, deadline_s=rollout.reward_timeout_s)
+            waiting = AsyncRewardPool(_FACTORY, argument, num_at_once=num_at_once, **limits)
             self._add(waiting, {key: partial(waiting.score, part=key[-1]) for key in together})
             await waiting.ready()
 

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_rloo.errors import ArealRlooError, RewardError
 from areal_rloo.rewards.outage import Outage, RestartPolicy, final
-from areal_rloo.rewards.process import AnswerJob, Job, PartJob, Reply, WorkerProcess
+from areal_rloo.rewards.process import AnswerJob, Job, PartJob, Reply, WorkerProcess, crash
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, WorkStatistics, Worth
 from areal_rloo.waiting import cancel
 
@@ -35,11 +35,12 @@ class RewardPool:
         *,
         num_workers: int,
         deadline_s: float,
+        memory_bytes: int = 8 * 2**30,
         restarts: RestartPolicy | None = None,
     ) -> None:
         """Start `num_workers` processes (see `WorkerProcess`). Each reward has `deadline_s` from its start in one."""
         self._deadline_s, self._policy = deadline_s, restarts or RestartPolicy()
-        self._start_process = partial(WorkerProcess, factory, argument)
+        self._start_process = partial(WorkerProcess, factory, argument, memory_bytes=memory_bytes)
         self._restarts, self._busy_s = 0, 0.0
         self._ended: ArealRlooError | None = None
         self._outage = Outage(self._policy, num_workers)
@@ -146,7 +147,7 @@ class RewardPool:
                 return receiving.result()
             return Reply(reason="reward_timeout", detail=f"no reward within {self._deadline_s:g} s")
         except EOFError:
-            return Reply(reason="reward_crash", detail=f"its worker process ended with code {await worker.end()}")
+            return crash(await worker.end())
         finally:
             receiving.cancel()
             self._busy_s += time.monotonic() - started_s

@@ -4,7 +4,8 @@
     a job                                                 ─►   a Reply
 
 Messages are msgpack over a socket pair, each after its length; nothing is pickled. The process has a keeper
-(`areal_rloo/keeper.py`), so `kill` and the death of the rollout worker also end every process that a reward started.
+(`areal_rloo/keeper.py`), so `kill` and the death of the rollout worker also end every process that a reward started,
+and only a bounded part of the output of rewards gets into the log.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _END_S = 20.0  # for the end of a killed process
 _LOOK_S = 0.005
 _STDERR = 2
 _LENGTH = struct.Struct("!i")  # the format of `multiprocessing.connection`, which the other end uses
+OUT_OF_MEMORY = 71  # exit code of a process after a MemoryError
+MOST_REPLY_BYTES = 16 * 2**20  # rewards for a million tokens
 _Result = TypeVar("_Result", Worth, FinalAnswer)
 
 
@@ -74,15 +77,29 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return self.result
 
 
+def crash(code: int | None) -> Reply:
+    """Return the reply for the job of a process that ended with this code."""
+    why = ": out of memory (rollout.reward_memory_bytes); its log has the traceback" if code == OUT_OF_MEMORY else ""
+    return Reply(reason="reward_crash", detail=f"its worker process ended with code {code}{why}")
+
+
 class WorkerProcess:
     """This end of one worker process. Make and use it on one event loop."""
 
-    def __init__(self, factory: str, argument: bytes, *, async_deadline_s: float | None = None) -> None:
+    def __init__(
+        self,
+        factory: str,
+        argument: bytes,
+        *,
+        memory_bytes: int,
+        async_deadline_s: float | None = None,
+    ) -> None:
         """Start the process. On Linux the process ends with the thread that calls this function.
 
         `factory` is the import path of a function that is called with `argument` in the process and returns the scorer.
-        With `async_deadline_s` the scorer is async, jobs run concurrently, and the process gives each this many
-        seconds. Without, jobs run one after the other, and the caller of `receive` keeps the deadline.
+        The process may use `memory_bytes`. With `async_deadline_s` the scorer is async, jobs run concurrently, and the
+        process gives each this many seconds. Without, jobs run one after the other, and the caller of `receive` keeps
+        the deadline.
 
         Raises:
             OSError: the machine cannot start another process.
@@ -91,7 +108,7 @@ class WorkerProcess:
         self._last_resort: asyncio.TimerHandle | None = None
         self._socket, theirs = socket.socketpair()
         self._disconnect: Callable[[], None] = self._socket.close
-        command = [sys.executable, "-m", "areal_rloo.rewards", str(theirs.fileno()), factory]
+        command = [sys.executable, "-m", "areal_rloo.rewards", str(theirs.fileno()), factory, str(memory_bytes)]
         if async_deadline_s is not None:
             command.append(str(async_deadline_s))
         with theirs, contextlib.ExitStack() as failed:
@@ -145,6 +162,8 @@ class WorkerProcess:
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MOST_REPLY_BYTES:
+                raise ValueError(f"a reply of {length} bytes")
             return from_msgpack(await self._reader.readexactly(length), Reply)
         except (OSError, ValueError, DecodeError) as error:  # the connection is broken, or has garbage
             self.kill()

@@ -3,6 +3,7 @@
     {"prompt", "completion", "turns", "prompt_ids", "completion_ids", "finish_reason", "answer", "purpose", "source",
      "fields"}   ─►   {"reward": number}, with "token_rewards" or "turn_rewards" if algorithm.returns=token
 
+An answer of more than `_MOST_BYTES` and a redirect are refused: the completion gets no reward, and the reason says why.
 Failed connections and the statuses 429, 502, 503 and 504 are retried until the deadline, so a service may restart. The
 deadline starts with the first attempt; time in the queue does not count. Runs on the rollout worker's event loop.
 """
@@ -15,11 +16,16 @@ import time
 
 import msgspec
 
+from areal_rloo.decoding import read_body
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.functions import described_request
 from areal_rloo.rewards.request import Returns, RewardRequest, WorkStatistics, Worth, read_worth
 
-_HEADERS = {"Content-Type": "application/json"}
+_HEADERS = {
+    "Content-Type": "application/json",
+    "Accept-Encoding": "identity",  # a few compressed bytes can become gigabytes
+}
+_MOST_BYTES = 16 * 2**20  # of an answer: rewards for half a million tokens
 _RETRIED = frozenset({429, 502, 503, 504})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_CHARACTERS = 500  # of a wrong body, in an error message
@@ -37,7 +43,7 @@ class RewardServices:
         self._busy_s = 0.0
         # The limits of aiohttp are off: its timeout would include the wait for a free connection.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
         )
 
     async def score(self, request: RewardRequest, url: str) -> Worth:
@@ -82,15 +88,22 @@ class RewardServices:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                async with self._session.post(url, data=body, headers=_HEADERS) as answer:
-                    text = (await answer.read()).decode(errors="replace")
+                async with self._session.post(url, data=body, headers=_HEADERS, allow_redirects=False) as answer:
+                    content = await read_body(answer.content, most_bytes=_MOST_BYTES)
             except aiohttp.InvalidURL as error:
                 raise RewardError("reward_error", f"{url}: not a valid URL: {error}") from error
             except (aiohttp.ClientError, OSError) as error:
                 failures.append(f"{type(error).__name__}: {error}")
             else:
-                if answer.ok:
+                if content is None:
+                    raise RewardError("reward_error", f"{url}: the answer has more than {_MOST_BYTES} bytes")
+                text = content.decode(errors="replace")
+                if answer.status < 300:
                     return text
+                if answer.status < 400:
+                    target = answer.headers.get("Location", "")[:_MOST_CHARACTERS]
+                    detail = f"{url}: status {answer.status}, a redirect to {target!r}; set url to the final address"
+                    raise RewardError("reward_error", detail)
                 failures.append(f"status {answer.status}: {text[:_MOST_CHARACTERS]}")
                 if answer.status not in _RETRIED:
                     raise RewardError("reward_error", f"{url}: {failures[-1]}")

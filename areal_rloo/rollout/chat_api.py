@@ -210,9 +210,15 @@ def _check_messages(request: ChatRequest) -> None:
             raise _wrong(f"messages[{index}].tool_calls", "tool calls only in an assistant's message", message.role)
     for index, tool in enumerate(request.tools or ()):
         function = tool.get("function")
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if tool.get("type") != "function" or not named:
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
             raise _wrong(f"tools[{index}]", '{"type": "function", "function": {"name": ...}}', tool)
+        parameters = function.get("parameters", {})
+        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
+            raise _wrong(f"tools[{index}].function.parameters", "a JSON schema of an object", parameters)
 
 
 def _message(message: _Message) -> Message:

@@ -7,14 +7,17 @@ The endpoint runs on the worker's event loop. A request waits for its completion
 client that disconnects aborts the completion, and nothing of the completion is trained on. Every session has a random
 key, which identifies the agent. Errors are JSON in OpenAI's format and tell the client not to retry: a retry would get
 the same error, and a client that retries a 409 only keeps its agent from ending. A client that does not finish a
-request, or does not read an answer, is disconnected.
+request, or does not read an answer, is disconnected. If connections use up half of the descriptors, those that have
+shown no key make room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
+import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable
 from typing import Annotated
@@ -72,12 +75,15 @@ class ChatServer:
     """The endpoint. Make, use and close it on one event loop."""
 
     def __init__(self, sampling: SamplingConfig) -> None:
+        self._most_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._agents: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # connections that have shown a key
         self._sampling = sampling  # of the run; requests that ask for other sampling get this one
         self._sessions: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
         self._warned: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._base_url: str | None = None
 
     async def start(self) -> None:
@@ -92,14 +98,16 @@ class ChatServer:
             app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=_CLOSE_S
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, _HOST, 0).start()
-        self._base_url = f"http://{_HOST}:{self._runner.addresses[0][1]}/v1"
+        self._listener = await asyncio.get_running_loop().create_server(self._connection, _HOST, 0)
+        self._base_url = f"http://{_HOST}:{self._listener.sockets[0].getsockname()[1]}/v1"
         logger.debug("the chat endpoint is at %s", self._base_url)
 
     async def close(self) -> None:
         """End all sessions, and stop serving."""
         for key in list(self._sessions):
             self.end_session(key, "the rollout worker is stopping")
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -130,6 +138,18 @@ class ChatServer:
             num_completions=self._counts["completions"],
             num_refused=self._counts["refused"],
         )
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """Make the protocol of a new connection. If there are too many, end the oldest that has shown no key."""
+        assert self._runner is not None and self._runner.server is not None, "`start` has made both"
+        open_now = self._runner.server.connections
+        if len(open_now) >= self._most_connections:
+            transports = (each.transport for each in open_now if each.transport is not None)
+            stranger = next((each for each in transports if each not in self._agents and not each.is_closing()), None)
+            if stranger is not None:
+                self._counts["refused"] += 1
+                stranger.close()
+        return self._runner.server()
 
     @web.middleware
     async def _as_openai_says(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -187,6 +207,8 @@ class ChatServer:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is not None:
+            if request.transport is not None:  # else the client has just disconnected
+                self._agents.add(request.transport)
             return session
         if key.strip() in self._ended:
             raise ApiError(409, "the key's session has ended", code="session_ended")

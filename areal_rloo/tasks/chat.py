@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
-import jinja2
-
 from areal_rloo.config import DataConfig
-from areal_rloo.errors import DataError
+from areal_rloo.errors import DataError, first_line
 from areal_rloo.tasks.base import Item, Message
 from areal_rloo.trajectory import ToolCall
+from areal_rloo.waiting import on_daemon_thread
 
 ToolSchema = Mapping[str, Any]
 """A function in OpenAI's format: {"type": "function", "function": {name, description, parameters}}."""
 
 _MARK = "areal-rloo-completion"  # placeholder for a completion while the template renders the text around it
+_MOST_CHARACTERS = 2**24  # of a conversation: more than any context
+_PROBE_S = 10.0  # for a template to render a few words, which takes milliseconds
+_PROBE = (Message("user", "1+1=?"), Message("assistant", "2"), Message("user", "2+2=?"))
 _PLAIN_TOOLS = """You can call:
 {functions}
 by ending with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>
@@ -36,7 +39,7 @@ class ChatFormat:
         """Take a transformers tokenizer, and the functions that the policy may call.
 
         Raises:
-            DataError: the tokenizer lacks the requested template, or the template refuses tool results.
+            DataError: the tokenizer lacks the requested template, or the template refuses tool results or does not end.
         """
         has_template = tokenizer.chat_template is not None
         if data.chat_template and not has_template:
@@ -46,6 +49,8 @@ class ChatFormat:
         self._tools = list(tools)
         self.uses_template = has_template if data.chat_template is None else data.chat_template
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        if self.uses_template:
+            self._check_that_template_ends()
         if self._tools:  # find a template without tool results now, not in the first turn
             self.between([Message("tool", "0")], last_token=int(tokenizer.eos_token_id))
 
@@ -93,11 +98,22 @@ class ChatFormat:
         conversation = [_for_template(message) for message in messages]
         try:
             options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
-            return str(self._tokenizer.apply_chat_template(conversation, **options))
-        except jinja2.TemplateError as error:
+            text = str(self._tokenizer.apply_chat_template(conversation, **options))
+        except Exception as error:  # a template is a program of the model
             roles = ", ".join(message.role for message in messages)
-            refusal = f"the model's template refuses the roles {roles}: {error}"
+            refusal = f"the model's template refuses the roles {roles}: {first_line(error)}"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts") from error
+        if len(text) > _MOST_CHARACTERS:
+            size = f"the model's template makes {len(text)} characters of {len(messages)} messages"
+            raise DataError(f"data.chat_template: {size}, expected at most {_MOST_CHARACTERS}; set it to false")
+        return text
+
+    def _check_that_template_ends(self) -> None:
+        """Render a few words. A template is a program of the model, and later renderings have no deadline."""
+        probe = on_daemon_thread(lambda: self._rendered(_PROBE, self._tools), name="probe of the chat template")
+        if not wait([probe], _PROBE_S).done:
+            refusal = f"the model's template did not render three short messages within {_PROBE_S:g} s"
+            raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts")
 
 
 def _plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:

@@ -1,4 +1,8 @@
-"""Write logs that read side by side: a line per record, in UTC, with the names of process and module."""
+"""Write logs that read side by side: a line per record, in UTC, with the names of process and module.
+
+A peer or a user's function can cause the same record again and again. So each line of our code writes at most
+`MOST_LINES` records a minute, and then a record with the number of those left out.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_rloo.errors import ArealRlooError, UserError
+
+MOST_LINES = 100
+_WINDOW_S = 60.0
+_MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
 
 _ROOT = "areal_rloo"
 
@@ -22,7 +31,7 @@ def get_logger(name: str) -> logging.Logger:
 
 def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: bool = False) -> None:
     """Append this process's records to a file and, if asked, write them to standard error. Call once, at start."""
-    formatter = logging.Formatter(
+    formatter = _ShortFormatter(
         f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {process_name} %(module)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
     formatter.converter = time.gmtime
@@ -34,16 +43,79 @@ def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: b
         root.removeHandler(handler)
         others.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = [logging.NullHandler()]  # without a handler, logging writes to stderr
+    outputs: list[logging.Handler] = []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        outputs.append(logging.FileHandler(file, encoding="utf-8"))
     if to_stderr:
-        handlers.append(logging.StreamHandler(sys.stderr))
-    for handler in handlers:
-        handler.setFormatter(formatter)
-        root.addHandler(handler)
-        others.addHandler(handler)
+        outputs.append(logging.StreamHandler(sys.stderr))
+    for output in outputs:
+        output.setFormatter(formatter)
+    limited = LimitedHandler(outputs)  # without a handler, logging writes to stderr
+    root.addHandler(limited)
+    others.addHandler(limited)
+
+
+@dataclass(slots=True)
+class _Window:
+    """The records of one line of code, since the first of them."""
+
+    first: logging.LogRecord
+    ends_s: float
+    num: int = 0
+
+
+class LimitedHandler(logging.Handler):
+    """Passes records on to other handlers, but at most `MOST_LINES` a minute of each line of code."""
+
+    def __init__(self, outputs: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._outputs, self._clock = outputs, clock
+        self._windows: dict[tuple[str, int], _Window] = {}  # one for each place in our code
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a record on, or count it. Called under the lock of this handler."""
+        now_s = self._clock()
+        self._close_windows(now_s)
+        place = (record.pathname, record.lineno)
+        window = self._windows.setdefault(place, _Window(record, now_s + _WINDOW_S))
+        window.num += 1
+        if window.num <= MOST_LINES:
+            self._pass(record)
+
+    def flush(self) -> None:
+        for output in self._outputs:
+            output.flush()
+
+    def close(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            self._close_windows(float("inf"))
+            for output in self._outputs:
+                output.close()
+        super().close()
+
+    def _close_windows(self, now_s: float) -> None:
+        ended = [place for place, window in self._windows.items() if window.ends_s <= now_s]
+        for place in ended:
+            window = self._windows.pop(place)
+            if window.num > MOST_LINES:
+                first, text = window.first, "left out %d records within a minute like: %s"
+                arguments = (window.num - MOST_LINES, first.getMessage()[:_MOST_CHARACTERS])
+                told = (first.name, first.levelno, first.pathname, first.lineno, text, arguments, None)
+                self._pass(logging.LogRecord(*told))
+
+    def _pass(self, record: logging.LogRecord) -> None:
+        for output in self._outputs:
+            output.handle(record)
+
+
+class _ShortFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        half = _MOST_CHARACTERS // 2  # the end has the cause of an exception
+        if len(text) <= _MOST_CHARACTERS:
+            return text
+        return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:

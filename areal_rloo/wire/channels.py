@@ -2,11 +2,17 @@
 
 Sends never block: a message to a peer that is gone, or whose queue is full, is lost and counted, and the protocol
 recovers (wire/messages.py). So neither end can hold up the other.
+
+A flooding peer costs the learner a bounded share of the loop, memory and log. ZeroMQ takes the messages of the
+connections in turn, so the messages of other peers arrive. Messages above the allowance of a peer (peers.py) are
+discarded unread, and then the loop pauses. A sender of unreadable messages is cut off, and its connection is ended. A
+limited number of unread messages waits in the socket, the others at the peer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -25,11 +31,17 @@ from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
+from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Offences, is_one_too_many, shut
 from areal_rloo.wire.security import CurveKeys
 
 logger = get_logger(__name__)
 
-_HIGH_WATER_MARK = 100_000
+_HIGH_WATER_MARK = 100_000  # of a worker: messages
+_UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
+_MOST_FRAMES = 6  # of a message: peer, header and four columns
+_ROUND_FRAMES = 2048  # read before other tasks have their turn
+_FLOOD_PAUSE_S = 0.01
+_SHUT_AFTER = 100  # messages of a peer cut off: first the peer gets the reason, and may end by itself
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
@@ -43,6 +55,9 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_in: Annotated[int, Metric("Bytes received", "bytes", "counter")] = 0
     bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")] = 0
     refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))] = 0
+    discarded: Annotated[int, Metric("Messages refused unread: of a flood, or of a peer cut off", kind="counter")] = 0
+    cut_off: Annotated[int, Metric("Peers cut off after unreadable messages", kind="counter")] = 0
+    excess_connections: Annotated[int, Metric("Connections ended: too few open files", kind="counter")] = 0
     unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
 
 
@@ -57,9 +72,12 @@ class LearnerChannel:
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
         self._counts: Counter[str] = Counter()
         self._peers: dict[int, str] = {}  # by the descriptor of their connection
+        self._offences, self._allowances = Offences(), Allowances()
+        self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
-        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
+        self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(self._endpoint.rpartition(":")[2])
 
     @classmethod
     def bind(cls, host: str, port: int, *, limits: Limits, keys: CurveKeys | None) -> LearnerChannel:
@@ -72,6 +90,7 @@ class LearnerChannel:
             raise PreflightError(f"wire.host: {host} is not loopback, so it needs CURVE; set wire.curve=true")
         context = zmq.asyncio.Context.instance()
         socket = _socket(context, zmq.ROUTER, limits)
+        socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
         socket.router_mandatory = 1
         socket.router_handover = 1
         authenticator = None
@@ -96,17 +115,20 @@ class LearnerChannel:
         if not self._inbox:
             await asyncio.sleep(0)  # reading a queued message does not suspend; let other tasks run
         while not self._inbox:
-            self._take(await self._socket.recv_multipart(copy=False))
-            self._take_what_is_there()
+            await self._socket.poll()
+            if self._read_round():
+                await asyncio.sleep(_FLOOD_PAUSE_S)
         return self._inbox.popleft()
 
     async def disconnected(self) -> str:
-        """Return the next peer whose connection has ended."""
+        """Return the next peer whose connection has ended. End connections beyond the limit of descriptors."""
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
-            peer = self._peers.pop(event["value"], None)
-            if peer is not None:
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._look_at_connection(event["value"])
+            elif (peer := self._peers.pop(event["value"], None)) is not None:
                 return peer
+            await asyncio.sleep(0)  # reading a queued event does not suspend
 
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; returns False if the peer is gone or the queue is full."""
@@ -122,7 +144,7 @@ class LearnerChannel:
         return True
 
     def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(**self._counts)
+        return ChannelStatistics(**self._counts, cut_off=self._offences.num_cut_off)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -131,20 +153,34 @@ class LearnerChannel:
         if self._authenticator is not None:
             self._authenticator.stop()
 
-    def _take_what_is_there(self) -> None:
-        """Read all queued messages, up to a bound that leaves time for other tasks."""
+    def _read_round(self) -> bool:
+        """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
         direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
-        for _ in range(256):
+        num_discarded, num_excess = self._counts["discarded"], 0
+        for _ in range(_ROUND_FRAMES):
             try:
-                self._take(direct.recv_multipart(zmq.NOBLOCK, copy=False))
+                frame = direct.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                break
+            if len(self._frames) <= _MOST_FRAMES:  # keep a frame too many, so the codec refuses the message
+                self._frames.append(frame)
+            else:
+                num_excess += 1
+            if not frame.more:
+                frames, self._frames = self._frames, []
+                self._take(frames)
+        return num_excess > 0 or self._counts["discarded"] > num_discarded
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        """Decode a message, or discard the message unread."""
         identity, body = frames[0].bytes, [frame.buffer for frame in frames[1:]]
+        num_bytes = sum(map(len, body))
         self._counts["messages_in"] += 1
-        self._counts["bytes_in"] += sum(map(len, body))
+        self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
+        if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
+            self._discard(peer, frames)
+            return
         try:
             message = decode_worker(body, self._limits)
             if isinstance(message, Hello | Heartbeat):
@@ -152,8 +188,23 @@ class LearnerChannel:
             self._inbox.append((peer, message))
         except (DecodeError, WireVersionError) as error:
             self._counts["refused"] += 1
+            is_cut_off = self._offences.count(peer) >= MOST_OFFENCES
             logger.warning("a message from %s is refused: %s", identity[:64], error)
-            self.send(peer, Refusal(str(error)[:1000]))
+            self.send(peer, Refusal(str(error)[:1000], final=is_cut_off))
+            if is_cut_off:
+                logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
+
+    def _discard(self, peer: str, frames: Sequence[zmq.Frame]) -> None:
+        self._counts["refused"] += 1
+        self._counts["discarded"] += 1
+        if self._offences.is_cut_off(peer) and self._offences.count(peer) > _SHUT_AFTER:
+            shut(int(frames[-1].get(zmq.SRCFD)), self._endpoint)
+
+    def _look_at_connection(self, descriptor: int) -> None:
+        if is_one_too_many(descriptor):
+            self._counts["excess_connections"] += 1
+            logger.error("end a connection: the open files run out; raise the limit with ulimit -n")
+            shut(descriptor, self._endpoint)
 
 
 class WorkerChannel:

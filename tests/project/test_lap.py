@@ -12,12 +12,12 @@ NOT_RUN = {"learner/loop.py"}
 BESIDE = (
     *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
     "rollout/partial.py",
-    "wire/turns.py",
+    *("wire/turns.py", "wire/peers.py"),
     *("intake/evaluation.py", "intake/fleet.py", "intake/lies.py", "intake/reward_failures.py", "weights/offers.py"),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "decoding.py", "waiting.py"),
 )
-MOST_FILES, MOST_LINES = 31, 6_450  # both ends of the protocol are state machines, apart from their I/O
+MOST_FILES, MOST_LINES = 31, 6_520  # both ends of the protocol are state machines, apart from their I/O
 
 
 def _table(document: str) -> list[str]:

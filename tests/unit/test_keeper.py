@@ -89,3 +89,22 @@ def test_a_command_that_forks_without_end_is_ended(tmp_path: Path) -> None:
 def test_a_command_that_cannot_be_run_fails() -> None:
     with subprocess.Popen(kept(["/no/such/program"]), stderr=subprocess.PIPE) as keeper:
         assert keeper.wait(PATIENCE_S) == 1
+
+
+def test_output_arrives_whole_until_it_is_too_much() -> None:
+    code = "import os, sys; print('out'); sys.stdout.flush(); os.write(2, b'errors'); os.abort()"
+    with _started(code, "") as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.read() == b"out\nerrors"
+    with _started("print('x' * 3_000_000)", "") as keeper:
+        assert keeper.stdout is not None
+        first, _, told = keeper.stdout.read().partition(b"\n")
+    assert 2**20 <= len(first) < 2**20 + 10_000
+    assert int(told.split()[0][1:]) == 3_000_001 - len(first)
+
+
+def test_a_command_goes_on_without_a_reader_of_its_output() -> None:
+    with subprocess.Popen(kept([sys.executable, "-c", "print('x' * 300_000)"]), stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        keeper.stdout.close()
+        assert keeper.wait(PATIENCE_S) == 0

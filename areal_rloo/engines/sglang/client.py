@@ -6,6 +6,7 @@ come from GET /server_info. The answer to a short request shows whether completi
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from areal_rloo.decoding import from_json
+from areal_rloo.decoding import from_json, read_body
 from areal_rloo.errors import ConfigError, DecodeError, EngineError
 from areal_rloo.models.fingerprint import Digest
 
@@ -37,6 +38,8 @@ _KEEPALIVE_S = 2.0
 _METRICS_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 300.0  # the first request may compile kernels
 _MAX_CHARACTERS = 500  # of a server's message in ours
+_MOST_BYTES = 64 * 2**20  # of an answer: the logprobs of half a million tokens
+_PIECE_BYTES = 1 << 16
 
 
 class ServerGoneError(EngineError):
@@ -44,7 +47,7 @@ class ServerGoneError(EngineError):
 
 
 class ServerRefusedError(EngineError):
-    """The server answered with an HTTP status of 400 or above."""
+    """The server answered with an error status, or with a redirect, which we never follow."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"HTTP {status}: {words}")
@@ -59,10 +62,11 @@ class ServerClient:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
-            headers={**self._headers, "Content-Type": "application/json"},
+            headers={**self._headers, "Content-Type": "application/json", "Accept-Encoding": "identity"},
             # The slots limit the number of requests. The server closes a connection after 5 s without a request; a POST
             # that takes such a connection at that moment fails, so connections are closed earlier here.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            auto_decompress=False,  # a few compressed bytes can become gigabytes
         )
 
     async def get(self, path: str, *, timeout_s: float) -> dict[str, Any]:
@@ -102,14 +106,19 @@ class ServerClient:
 
     def metrics_text(self) -> str:
         """Return /metrics; empty if the server does not answer. Blocks, so call from another thread."""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
         asked = urllib.request.Request(f"{self.url}/metrics", headers=self._headers)
+        ends_s = time.monotonic() + _METRICS_TIMEOUT_S
+        text = bytearray()
         try:
             with direct.open(asked, timeout=_METRICS_TIMEOUT_S) as reply:
-                text: str = reply.read().decode(errors="replace")
-                return text
+                while piece := reply.read1(_PIECE_BYTES):
+                    text += piece
+                    if len(text) > _MOST_BYTES or time.monotonic() > ends_s:
+                        return ""
         except (OSError, HTTPException):
             return ""
+        return text.decode(errors="replace")
 
     async def close(self) -> None:
         await self._session.close()
@@ -118,8 +127,9 @@ class ServerClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as reply:
-                content = await reply.read()
+            asking = self._session.request(method, self.url + path, data=data, timeout=timeout, allow_redirects=False)
+            async with asking as reply:
+                content = await read_body(reply.content, most_bytes=_MOST_BYTES)
         except TimeoutError as error:
             raise ServerGoneError(f"{path}: no answer within {timeout_s or _CONNECT_TIMEOUT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -128,9 +138,16 @@ class ServerClient:
             if not self._session.closed:
                 raise
             raise ServerGoneError(f"{path}: the connection was closed") from error
-        if reply.status >= 400:
+        if content is None:
+            raise ServerGoneError(f"{path}: the answer has more than {_MOST_BYTES} bytes")
+        if reply.status >= 300:
             raise ServerRefusedError(reply.status, f"{path}: {_words(content)}")
         return content
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Refuse every redirect: the API key is for this server."""
 
 
 @dataclass(frozen=True, slots=True)

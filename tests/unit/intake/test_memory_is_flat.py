@@ -4,14 +4,15 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-from support.intakes import make_intake, make_offers
+from support.intakes import LEARNER, make_intake, make_offers
 from support.workers import make_protocol
 
 from areal_rloo.intake.intake import Intake
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire import messages as wire
-from areal_rloo.wire.messages import Duty
+from areal_rloo.wire.messages import Duty, Goodbye, Hello, Work
+from areal_rloo.wire.peers import MOST_PEERS
 
 SMALL = (
     "learner.groups_per_step=8",
@@ -89,3 +90,25 @@ def test_containers_are_as_long_after_5000_samples_as_after_1000() -> None:
     assert len(sizes[0]) > 20, "the walk finds too few containers"
     grown = {path: (sizes[0][path], size) for path, size in sizes[1].items() if size > 1.5 * sizes[0].get(path, 0) + 8}
     assert grown == {}
+
+
+def test_workers_that_come_and_go_without_end_are_forgotten() -> None:
+    """All but their work."""
+    intake = make_intake(make_offers())
+    num = 3 * MOST_PEERS
+    for number in range(num):
+        peer, begun, ended = f"peer-{number}", Work(1.0, 10), Work(2.0, 17)
+        intake.handle(peer, Hello(f"w-{number}", "1", 0, 0, None, 1, 0, (), begun), 0.0)
+        intake.handle(peer, Goodbye(LEARNER, ended), 0.0)
+    assert max(_sizes(intake.fleet).values()) <= MOST_PEERS + 1  # the last was alive
+    assert (intake.fleet.work().idle_s, intake.fleet.work().generated_tokens) == (num, 7 * num)
+
+
+def test_more_workers_than_the_limit_are_refused_and_the_others_go_on() -> None:
+    intake = make_intake(make_offers())
+    for number in range(MOST_PEERS + 5):
+        replies = intake.handle(f"peer-{number}", Hello(f"w-{number}", "1", 0, 0, None, 1, 0, (), Work()), 0.0)
+    assert [type(reply.message) for reply in replies] == [wire.Refusal]
+    assert len(intake.fleet.alive) == MOST_PEERS
+    replies = intake.handle("peer-0", Hello("w-0", "1", 0, 0, None, 2, 0, (), Work()), 1.0)
+    assert isinstance(replies[0].message, wire.Welcome)

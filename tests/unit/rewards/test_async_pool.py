@@ -32,6 +32,8 @@ async def reward(completion, fields):
         if completion == "meet":  # ends when as many as are expected are here together
             while most < fields["expected"]:
                 await asyncio.sleep(0.01)
+        elif completion == "much memory":
+            bytearray(2**40)
         elif completion == "hang":
             await asyncio.sleep(3600)
         elif completion == "block":
@@ -119,6 +121,17 @@ async def _outcome(pool: AsyncRewardPool, completion: str, **fields: Any) -> flo
 
 async def _outcomes(pool: AsyncRewardPool, *completions: str, **fields: Any) -> list[float | str]:
     return list(await asyncio.gather(*(_outcome(pool, completion, **fields) for completion in completions)))
+
+
+def test_a_reward_beyond_its_memory_drops_only_its_own_sample(scorer: str) -> None:
+    """The reward that holds the memory may be another, so all are retried alone."""
+
+    async def scenario(pool: AsyncRewardPool) -> None:
+        assert await _outcomes(pool, "right", "much memory", "right") == [1.0, "reward_crash", 1.0]
+        with pytest.raises(RewardError, match=r"rollout\.reward_memory_bytes"):
+            await pool.score(reward_request("much memory", Item("what?", "right")), "part")
+
+    _run(scorer, scenario)
 
 
 def test_sixty_four_async_rewards_run_concurrently_in_one_process(scorer: str) -> None:

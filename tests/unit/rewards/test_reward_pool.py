@@ -31,6 +31,8 @@ def send(content, length=None):
     "Write to the pool, as code of a policy may that runs in a reward."
     os.write(int(sys.argv[1]), struct.pack("!i", len(content) if length is None else length) + content)
 
+hoard = []
+
 def reward(completion, answer):
     if completion == "hang":
         while True:
@@ -43,8 +45,6 @@ def reward(completion, answer):
         sys.exit("bye")
     if completion == "interrupt":
         raise KeyboardInterrupt
-    if completion == "memory":
-        raise MemoryError
     if completion == "broken text":
         raise type("Broken", (Exception,), {"__str__": lambda self: 1 / 0})
     if completion == "surrogate":
@@ -57,6 +57,16 @@ def reward(completion, answer):
         return "1"
     if completion.startswith("sleep"):
         time.sleep(0.2)
+    if completion == "much memory":
+        return float(len(bytearray(4 * 2**30)))
+    if completion == "hoard":
+        hoard.append(bytearray(600 * 2**20))
+        hoard.append(bytearray(600 * 2**20))
+    if completion == "long reply":
+        send(b"x" * 2**26)
+    if completion == "print without end":
+        for _ in range(100):
+            os.write(1, b"x" * 2**20)
     if completion == "print":
         print("reward: " * 100_000)
         sys.stdout.flush()
@@ -216,7 +226,7 @@ def test_each_failure_has_its_reason_and_drops_only_its_sample(pool: PoolOnALoop
 
 
 def test_exceptions_of_every_kind_keep_the_process(pool: PoolOnALoop) -> None:
-    completions = ["interrupt", "memory", "broken text", "surrogate", "own reason", "leave"]
+    completions = ["interrupt", "broken text", "surrogate", "own reason", "leave"]
     assert asyncio.run(_outcomes(pool, *completions, "right")) == ["reward_error"] * len(completions) + [1.0]
     assert pool.statistics().restarts == 0
 
@@ -305,3 +315,27 @@ def test_a_reward_that_never_ends_is_killed_only_at_its_deadline(pool: PoolOnALo
     began_s = time.monotonic()
     assert asyncio.run(_outcome(pool, "hang")) == "reward_timeout"
     assert time.monotonic() - began_s >= 1.0, "not before its deadline"
+
+
+def test_a_reward_beyond_its_memory_drops_only_its_sample(scorer: str) -> None:
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=PATIENCE_S, memory_bytes=2**30)
+    completions = ["right", "much memory", "right", "hoard", "right"]
+    assert asyncio.run(_outcomes(pool, *completions)) == [1.0, "reward_crash", 1.0, "reward_crash", 1.0]
+    with pytest.raises(RewardError, match=r"code 71: out of memory \(rollout\.reward_memory_bytes\)"):
+        asyncio.run(pool.score(_request("much memory", "right"), "part"))
+    pool.close()
+
+
+def test_a_reply_without_end_drops_only_its_sample(scorer: str) -> None:
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=PATIENCE_S)
+    assert asyncio.run(_outcomes(pool, "long reply", "right")) == ["reward_crash", 1.0]
+    pool.close()
+
+
+def test_output_without_end_is_cut_in_the_log(scorer: str, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=PATIENCE_S)
+    assert asyncio.run(_outcomes(pool, "print without end", "right")) == [0.0, 1.0]
+    pool.close()
+    log = capfd.readouterr().err
+    assert len(log) < 1_200_000
+    assert "bytes of output are left out]" in log

@@ -1,6 +1,8 @@
 """A reward over HTTP, against a real server on loopback."""
 
 import asyncio
+import contextlib
+import gzip
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -192,3 +194,44 @@ def test_requests_beyond_the_limit_wait_and_keep_their_deadline() -> None:
 
     assert _run(handler, scenario, num_at_once=2, deadline_s=1.0) == list(range(40))
     assert most == 2
+
+
+def test_an_answer_without_end_is_cut_off_and_drops_its_sample() -> None:
+    sent_bytes = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal sent_bytes
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while sent_bytes < 2**30:
+                await stream.write(bytes(2**20))
+                sent_bytes += 2**20
+        return stream
+
+    with pytest.raises(RewardError, match="the answer has more than 16777216 bytes") as caught:
+        _run(handler, _once, deadline_s=60.0)
+    assert caught.value.reason == "reward_error"
+    assert sent_bytes < 2**28
+
+
+def test_a_compressed_answer_is_not_unpacked() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        body = gzip.compress(b'{"reward": 1}')
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    with pytest.raises(RewardError, match="as JSON") as caught:
+        _run(handler, _once)
+    assert caught.value.reason == "reward_wrong_type"
+
+
+@pytest.mark.parametrize("status", [301, 307, 308])
+def test_a_redirect_is_refused_with_its_target(status: int) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if "moved" in request.query_string:
+            return web.json_response({"reward": 1})
+        return web.Response(status=status, headers={"Location": "/score?moved"})
+
+    with pytest.raises(RewardError, match=f"status {status}, a redirect to '/score.moved'; set url") as caught:
+        _run(handler, _once)
+    assert caught.value.reason == "reward_error"

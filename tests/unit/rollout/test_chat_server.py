@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.chat_endpoint import (
     trajectories_of,
     user,
 )
+from support.patience import PATIENCE_S
 
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.rollout import chat_server
@@ -351,5 +353,25 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyP
     async def run() -> None:
         with pytest.raises(ConnectionResetError, match="did not read"):
             await chat_server._written(asyncio.sleep(3600))
+
+    asyncio.run(run())
+
+
+def test_connections_without_a_key_make_room_for_agents(
+    folder: Path, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))  # of descriptors; half of them for connections
+
+    async def run() -> None:
+        async with connected(engine, chat_format(folder)) as (_, client):
+            await ask(client, [user("1+2=?\n")])
+            port = client.base_url.port
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+            await ask(client, [user("3+4=?\n")])  # on the same connection
+            async with asyncio.timeout(PATIENCE_S):
+                for reader, _ in strangers[:80]:
+                    assert await reader.read() == b""
+            for _, writer in strangers:
+                writer.close()
 
     asyncio.run(run())

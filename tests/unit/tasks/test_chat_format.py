@@ -1,8 +1,13 @@
 """Messages as token ids: plain text without a template, and the end of a turn that was cut."""
 
+import subprocess
+import sys
+
+import pytest
 from support.episodes import CHAT_ML, EOS
 
 from areal_rloo.config import DataConfig
+from areal_rloo.errors import DataError
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, Message
@@ -23,3 +28,37 @@ def test_text_after_a_cut_turn_starts_with_the_missing_end_of_turn() -> None:
     whole, cut = (str(tokenizer.decode(list(tokens))) for tokens in after)
     assert whole == "\n<|im_start|>user\ngo on<eos>\n<|im_start|>assistant\n"
     assert cut == "<eos>" + whole
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from areal_rloo.config import DataConfig
+from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.telemetry.logs import run_to_exit_code
+
+def run():
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = sys.argv[1]
+    ChatFormat(tokenizer, DataConfig())
+    return 0
+
+sys.exit(run_to_exit_code(run))
+"""
+
+
+def test_a_template_without_end_is_refused_before_the_run() -> None:
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ended = subprocess.run([sys.executable, "-c", ENDLESS, template], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "data.chat_template: the model's template did not render three short messages" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_rendering_that_is_too_long_is_refused() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat = ChatFormat(tokenizer, DataConfig())
+    with pytest.raises(DataError, match="makes 20000000 characters of 1 messages, expected at most 16777216"):
+        chat.conversation([Message("user", "x" * 20_000_000)])

@@ -1,5 +1,6 @@
 """Logs: a line per record, with separate parts."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.errors import EXIT_UNSAVED, ArealRlooError, ConfigError, TrainingError
-from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
+from areal_rloo.telemetry.logs import MOST_LINES, LimitedHandler, get_logger, run_to_exit_code, setup_logs
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>\w+) +(?P<process>\S+) (?P<module>\w+): (?P<text>.*)"
@@ -97,3 +98,46 @@ def test_a_full_disk_under_the_output_keeps_the_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False)
     assert ended.returncode == EXIT_UNSAVED
+
+
+def test_a_line_that_repeats_without_end_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="info", file=file)
+    for number in range(5000):
+        get_logger(__name__).warning("refused: %d", number)
+    get_logger(__name__).info("another line")
+    setup_logs("learner", level="info", file=None)  # ends the minute
+    lines = file.read_text().splitlines()
+    assert len(lines) == MOST_LINES + 2
+    assert lines[MOST_LINES].endswith("another line")
+    assert lines[-1].endswith(f"left out {5000 - MOST_LINES} records within a minute like: refused: 0")
+
+
+def test_a_line_is_written_again_after_a_minute() -> None:
+    written: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            written.append(record.getMessage())
+
+    now_s = 0.0
+    handler = LimitedHandler([Kept()], clock=lambda: now_s)
+    for _ in range(2):
+        for number in range(MOST_LINES + 1):
+            handler.handle(logging.makeLogRecord({"msg": f"refused: {number}"}))
+        now_s += 60.0
+    assert len(written) == 2 * MOST_LINES + 1
+    assert written[MOST_LINES : MOST_LINES + 2] == [
+        "left out 1 records within a minute like: refused: 0",
+        "refused: 0",
+    ]
+
+
+def test_a_long_record_keeps_both_ends(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="info", file=file)
+    get_logger(__name__).info("begins %s ends", "x" * 1_000_000)
+    text = file.read_text()
+    assert len(text) < 25_000
+    assert "begins" in text
+    assert text.endswith("ends\n")

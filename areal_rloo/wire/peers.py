@@ -1,0 +1,127 @@
+"""The learner's memory of each peer: the offences, and how many messages the peer may send now.
+
+Peers come and go without end, so memory is for the `MOST_PEERS` heard last. All values are far beyond an honest worker,
+and nothing here cuts off an honest worker: a message above the allowance is lost, and the protocol sends it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+MOST_PEERS = 4096
+MOST_OFFENCES = 8  # of a process, before it is cut off
+
+# A worker sends a message for each turn of its event loop with finished samples, and few others. A large message has
+# many samples, and costs as much as several.
+_MESSAGES_PER_S = 1000.0
+_BYTES_PER_MESSAGE = 2**16
+_MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
+_KEPT_DESCRIPTORS = 256  # for files, and for the weights
+_FIRST_MESSAGES = 100.0  # of a new peer: a flood cannot get more by new connections
+
+
+class Recent(Generic[T]):
+    """Values by peer, for the peers used last."""
+
+    def __init__(self, most: int = MOST_PEERS) -> None:
+        self._most = most
+        self._values: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, peer: str) -> T | None:
+        value = self._values.get(peer)
+        if value is not None:
+            self._values.move_to_end(peer)
+        return value
+
+    def put(self, peer: str, value: T) -> None:
+        self._values[peer] = value
+        self._values.move_to_end(peer)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+
+class Offences:
+    """Counts the offences of each peer. A peer with `MOST_OFFENCES` is cut off: its messages are read no more."""
+
+    def __init__(self) -> None:
+        self._counts: Recent[int] = Recent()
+        self.num_cut_off = 0
+
+    def count(self, peer: str) -> int:
+        """Count an offence; return the number of the peer's offences."""
+        number = (self._counts.get(peer) or 0) + 1
+        self._counts.put(peer, number)
+        self.num_cut_off += number == MOST_OFFENCES
+        return number
+
+    def is_cut_off(self, peer: str) -> bool:
+        return (self._counts.get(peer) or 0) >= MOST_OFFENCES
+
+
+@dataclass(slots=True)
+class _Allowance:
+    messages: float
+    since_s: float
+    used_up: bool = False
+
+
+class Allowances:
+    """Says for each message of a peer if the peer may send the message now."""
+
+    def __init__(self) -> None:
+        self._allowances: Recent[_Allowance] = Recent()
+
+    def admits(self, peer: str, num_bytes: int, now_s: float) -> bool:
+        """Charge a message. Any message passes while something is left: a message can cost more than the maximum."""
+        allowance = self._allowances.get(peer)
+        if allowance is None:
+            allowance = _Allowance(_FIRST_MESSAGES, now_s)
+            self._allowances.put(peer, allowance)
+        regained = (now_s - allowance.since_s) * _MESSAGES_PER_S
+        allowance.messages, allowance.since_s = min(_MOST_MESSAGES, allowance.messages + regained), now_s
+        if allowance.messages <= 0:
+            if not allowance.used_up:
+                text = "%s floods: discard its messages beyond %.0f a second"
+                logger.warning(text, bytes.fromhex(peer)[:64], _MESSAGES_PER_S)
+            allowance.used_up = True
+            return False
+        allowance.used_up = allowance.used_up and allowance.messages < _FIRST_MESSAGES
+        allowance.messages -= 1 + num_bytes / _BYTES_PER_MESSAGE
+        return True
+
+
+def is_one_too_many(descriptor: int) -> bool:
+    """Return True if the descriptor of a new connection is among the last of this process.
+
+    Linux gives the lowest free number, so as many others are in use.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return descriptor >= max(most // 2, most - _KEPT_DESCRIPTORS)
+
+
+def shut(descriptor: int, endpoint: str) -> None:
+    """End the connection with this descriptor, if the connection belongs to our endpoint.
+
+    libzmq may have closed the descriptor meanwhile, and the number may be another file's. If the number is that of
+    another peer's connection, the peer connects again.
+    """
+    with contextlib.suppress(OSError):
+        connection = socket.socket(fileno=os.dup(descriptor))
+        with connection:
+            name = connection.getsockname()
+            if endpoint == f"ipc://{name}" or (isinstance(name, tuple) and endpoint.endswith(f":{name[1]}")):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,54 @@
+"""The limits of a peer: far above an honest worker, and bounded memory for peers that come and go."""
+
+import pytest
+
+from areal_rloo.wire.peers import MOST_OFFENCES, MOST_PEERS, Allowances, Offences, Recent
+
+WORKER, CHATTY = b"worker".hex(), b"chatty".hex()
+
+
+def test_the_peers_used_last_are_remembered() -> None:
+    recent: Recent[int] = Recent(most=3)
+    for number in range(100):
+        recent.put(str(number), number)
+        recent.get("0")
+    assert len(recent) == 3
+    assert [recent.get(peer) for peer in ("0", "98", "99", "97")] == [0, 98, 99, None]
+
+
+def test_a_peer_is_cut_off_after_its_last_offence() -> None:
+    offences = Offences()
+    for number in range(1, MOST_OFFENCES + 10):
+        assert offences.is_cut_off("vandal") == (number > MOST_OFFENCES)
+        assert offences.count("vandal") == number
+    assert not offences.is_cut_off("worker")
+    assert offences.num_cut_off == 1
+
+
+def test_memory_for_offences_is_bounded() -> None:
+    offences = Offences()
+    for number in range(3 * MOST_PEERS):
+        offences.count(str(number))
+    assert len(offences._counts) == MOST_PEERS
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2**16])
+def test_a_worker_with_thousands_of_samples_loses_no_message(num_bytes: int) -> None:
+    """A message for each of 4000 samples in ten seconds; then all of them at once."""
+    allowances = Allowances()
+    assert all(allowances.admits(WORKER, num_bytes, 10 + number / 400) for number in range(4000))
+    assert all(allowances.admits(WORKER, num_bytes, 40.0) for _ in range(4000))
+
+
+def test_a_flood_passes_at_the_rate_of_the_allowance() -> None:
+    allowances = Allowances()
+    num_passed = sum(allowances.admits(CHATTY, 100, number / 50_000) for number in range(100_000))
+    assert 2000 <= num_passed <= 2200
+    assert allowances.admits(WORKER, 100, 2.0)
+
+
+def test_a_message_larger_than_the_whole_allowance_passes() -> None:
+    allowances = Allowances()
+    assert allowances.admits(WORKER, 2**31, 0.0)
+    assert not allowances.admits(WORKER, 100, 1.0)
+    assert allowances.admits(WORKER, 100, 60.0)
