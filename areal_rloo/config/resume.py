@@ -128,7 +128,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("rollout", "engine tensor_parallel", "behaviour logprobs are of this engine; watch behaviour_weight"),
     **_allowed("rollout", "num_workers num_slots lease_ahead_samples num_threads", _ARRIVAL),
     **_allowed("rollout", "device", _ROUNDING),
-    **_exact("rollout", "num_reward_workers num_async_rewards max_reward_failure_share"),
+    **_exact("rollout", "num_reward_workers num_async_rewards reward_memory_bytes max_reward_failure_share"),
     **_allowed("rollout", "reward_timeout_s", "rewards slower than this are dropped"),
     **_refused("rollout.episode", "type tools", _LIVE_PROMPTS),
     **_allowed("rollout.episode", "max_turns max_turn_tokens feedback success_reward turn_discount agent", _LATER),
