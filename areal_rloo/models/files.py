@@ -28,7 +28,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises ModelError if the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(unreadable(path, error)) from error
     if tokenizer.eos_token_id is None:

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
-from areal_rloo.models.folder import weight_files
+from areal_rloo.models.folder import check_weights, weight_files
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
@@ -169,8 +169,9 @@ def load_checkpoint(
     The first half of the signed sin is negated, so that a rotation needs no negation. Raises ModelError if the folder
     cannot be read, or the engine does not support the model.
     """
+    check_weights("model.path", path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
     architecture = Architecture.of_config(config, path)
