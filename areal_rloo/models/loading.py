@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
-from areal_rloo.models.files import model_folder, unreadable
+from areal_rloo.models.files import model_folder, reading_model
 from areal_rloo.models.folder import check_weights
 from areal_rloo.models.policy import Policy
 
@@ -33,7 +33,19 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     folder = model_folder(path)
     check_weights("model.path", folder)
-    model = _checked(path, lambda: AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS, **_SAFE))
+    missing: set[str] = set()
+
+    def load() -> PreTrainedModel:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS, **_SAFE, output_loading_info=True)
+        model: PreTrainedModel = loaded[0]
+        missing.update(loaded[1]["missing_keys"])
+        return model
+
+    model = _checked(path, load)
+    if missing:
+        raise ModelError(
+            f"model.path: {path} has no weights for {min(missing)}, which would be random; download the model again"
+        )
     model.to(device)  # type: ignore[arg-type]
     return model
 
@@ -58,10 +70,8 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
-    try:
+    with reading_model(path):
         model = make()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(unreadable(path, error)) from error
     if model.config.model_type not in _ARCHITECTURES:
         raise ModelError(
             f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "

@@ -190,7 +190,7 @@ def _loaded(path: str, key: str, device: torch.device) -> tuple[Any, Any]:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"{key}: cannot load {path}: {reason}; expected a folder or hub name of a sequence classification model"

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
+from areal_rloo.models.files import reading_model
 from areal_rloo.models.folder import check_weights, weight_files
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
@@ -170,10 +171,8 @@ def load_checkpoint(
     cannot be read, or the engine does not support the model.
     """
     check_weights("model.path", path)
-    try:
+    with reading_model(str(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
     architecture = Architecture.of_config(config, path)
     parameters = Parameters(architecture, device=device, dtype=dtype)
     try:

@@ -3,19 +3,22 @@
 import json
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.embedded.parameters import load_checkpoint
 from areal_rloo.engines.sglang.engine import SGLangEngine
 from areal_rloo.engines.sglang.process import ServerPlan
 from areal_rloo.errors import ModelError
-from areal_rloo.models.files import load_tokenizer
+from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.models.folder import check_weights
 from areal_rloo.models.loading import empty_policy, load_policy
 from areal_rloo.rewards.model import RewardModel
@@ -72,6 +75,36 @@ def test_an_adapter_is_refused_and_its_base_model_is_not_loaded(folder: Path, lo
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other/model"}))
     with pytest.raises(ModelError, match="merge the adapter into its base model"):
         LOADERS[loader](folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
+def test_a_damaged_file_of_a_model_is_one_line(folder: Path, name: str) -> None:
+    """Some damage leaves a model that loads; anything else is a ModelError."""
+    whole, chance = (folder / name).read_bytes(), random.Random(name)
+    damages = [b"", b"[]", b"5", b"null", b"[" * 50_000, b"\xff\xfe", b'{"a": NaN}', whole[: len(whole) // 2]]
+    for _ in range(15):
+        content = bytearray(whole)
+        content[chance.randrange(min(len(whole), 2000))] ^= 1 << chance.randrange(8)
+        damages.append(bytes(content))
+    loaders: list[Callable[[], object]] = [
+        lambda: stop_token_ids(str(folder), load_tokenizer(str(folder))),
+        *(partial(LOADERS[loader], folder) for loader in ("learner", "embedded")),
+    ]
+    for damage in damages:
+        (folder / name).write_bytes(damage)
+        for load in loaders:
+            try:
+                load()
+            except ModelError as error:
+                assert "\n" not in str(error)
+
+
+def test_weights_that_lack_a_parameter_are_refused(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no weights for model\.norm\.weight, which would be random"):
+        load_policy(str(folder), device=CPU)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
