@@ -45,6 +45,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import History
+from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
 
@@ -267,6 +268,7 @@ def _check_ledger(ledger: LedgerState, buffered: Set[SampleId]) -> None:
             if sample_id in seen:
                 raise DecodeError(f"sample {sample_id} is there twice")
             seen[sample_id] = sample.buffered
+            decode_turns(sample.partial)
     different = min(buffered ^ {sample_id for sample_id, is_buffered in seen.items() if is_buffered}, default=None)
     if different is not None:
         raise DecodeError(f"sample {different}: expected trajectories if, and only if, the sample is buffered")
