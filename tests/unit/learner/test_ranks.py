@@ -12,7 +12,7 @@ from support.ranks_to_run import COMPILERS, Job, on_one, on_ranks
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.learner.parallel.files import opened_shards
+from areal_rloo.learner.parallel.files import ShardsError, opened_shards
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -188,6 +188,21 @@ def test_another_number_of_ranks_restores_every_tensor_bit_for_bit(
     assert {name for name in saved if not name.startswith("random.")} <= restored.keys()
     for name in saved.keys() & restored.keys():
         assert torch.equal(saved[name], restored[name]), name
+
+
+def _refused(team: Team, config: Config) -> str:
+    folder = Path(config.run.name)
+    (folder / "rank-1-of-2.safetensors").mkdir(parents=True)  # where rank 1 writes
+    with pytest.raises(ShardsError) as raised:
+        team.save_shards(folder).result()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_rank_0_is_told_that_another_rank_could_not_write(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    config = _config(f"run.name={tmp_path / 'shards'}", "learner.num_ranks=2")
+    (problem,) = on_ranks(2, [Job(tiny_folders["qwen2"], config, _refused)], tmp_path / "given")
+    assert problem.startswith("rank-1-of-2.safetensors: ")
 
 
 @pytest.mark.slow
