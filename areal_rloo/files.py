@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,14 @@ def open_private(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
         return descriptor
 
     return open(path, mode, opener=opened)
+
+
+def use_umask(path: Path) -> None:
+    """Give a file the mode of any new file of this process; safetensors gives only the owner access."""
+    sample = path.with_name(f".{path.name}.mode")
+    sample.touch()
+    path.chmod(stat.S_IMODE(sample.stat().st_mode))
+    sample.unlink()
 
 
 def remove_unfinished(path: Path) -> None:

@@ -107,8 +107,11 @@ class PromptStream:
         """Return the prompt at a place handed out before.
 
         Raises:
-            DataError: the prompt is too long under the current config.
+            DataError: there is no such item, or the prompt is too long under the current config.
         """
+        num_items = sum(len(source.items) for source in self._sources)
+        if not 0 <= item_index < num_items:
+            raise DataError(f"data.train: expected items 0 to {num_items - 1}, got {item_index} in the checkpoint")
         prompt = self._tokenized(epoch, item_index)
         if prompt is None:
             raise DataError(
@@ -129,12 +132,16 @@ class PromptStream:
         """Continue from a checkpoint.
 
         Raises:
-            DataError: the checkpoint was made with other sources.
+            DataError: the checkpoint was made with other sources, or has no count for a source.
         """
         if state.sources != self._described:
             raise DataError(
                 f"data.train: the checkpoint was made with {', '.join(state.sources)}; got "
                 f"{', '.join(self._described)}; resume with the config and the data it was made with"
+            )
+        if len(state.taken) != len(self._sources) or min(state.taken, default=0) < 0:
+            raise DataError(
+                f"data.train: expected the items taken from each source, got {state.taken} in the checkpoint"
             )
         for source, taken in zip(self._sources, state.taken, strict=True):
             source.num_taken = taken

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -177,11 +178,14 @@ def read_batch(path: Path) -> list[Group]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except DecodeError as error:
         raise DataError(f"{path}: a batch of another version of areal_rloo: {error}") from error
+    num = sum(group.num_trajectories for group in batch.groups)
+    if num != len(batch.headers) or min((group.num_trajectories for group in batch.groups), default=1) < 1:
+        raise DataError(f"{path}: expected {num} trajectories, as the groups say, got {len(batch.headers)}")
     return [
         Group(
             group.group_id,
             group.deadline,
-            tuple(next(trajectories) for _ in range(group.num_trajectories)),
+            tuple(islice(trajectories, group.num_trajectories)),
             group.source,
             group.epoch,
             group.item_index,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.decoding import from_json, from_msgpack
-from areal_rloo.errors import CheckpointError, DecodeError
-from areal_rloo.files import flush_to_disk
+from areal_rloo.errors import CheckpointError, DecodeError, ModelError, first_line
+from areal_rloo.files import flush_to_disk, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.learner.checkpoint_folder import (
@@ -36,16 +37,22 @@ from areal_rloo.learner.checkpoint_folder import (
     recover,
     set_aside,
     unfinished_path,
+    version_of,
 )
+from areal_rloo.learner.parallel.files import opened_shards, shard_files
 from areal_rloo.learner.stretches import CONFIG_NAME
 from areal_rloo.learner.team import Team
+from areal_rloo.models.folder import check_weights
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import History
+from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
 
 _FORMAT = 8
+_STATE, _SUMS, _SHARDS, _MODEL = "state.msgpack", "checksums.json", "shards", "model"
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 
@@ -94,9 +101,8 @@ def capture(ledger: Ledger, stream: PromptStream) -> dict[str, Any]:
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
     """Restore ledger and stream from a checkpoint; samples that were in flight wait to be leased again."""
     stream.restore(state.stream)
-    decoded, _ = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
-    return Ledger.restored(state.ledger, prompts, by_sample(decoded))
+    return Ledger.restored(state.ledger, prompts, by_sample(_trajectories(state)))
 
 
 class Checkpoints:
@@ -123,17 +129,17 @@ class Checkpoints:
         unfinished = unfinished_path(target)
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
-            (unfinished / "shards").mkdir(parents=True)
+            (unfinished / _SHARDS).mkdir(parents=True)
         except OSError as error:
             self._failed(target, error)
             return
-        shards, weights = team.save_shards(unfinished / "shards"), team.whole_weights()
+        shards, weights = team.save_shards(unfinished / _SHARDS), team.whole_weights()
 
         def write() -> None:
             try:
                 shards.result()
-                write_model(unfinished / "model", team.own.policy.causal, weights, tokenizer=tokenizer)
-                (unfinished / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+                write_model(unfinished / _MODEL, team.own.policy.causal, weights, tokenizer=tokenizer)
+                (unfinished / _STATE).write_bytes(msgspec.msgpack.encode(state))
                 (unfinished / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
                 _seal(unfinished)
                 finish(target)
@@ -164,7 +170,7 @@ class Checkpoints:
             set_aside(path)
 
     def load_newest(self) -> tuple[Path, LearnerState] | None:
-        """Load the newest checkpoint with correct checksums; None without any checkpoint.
+        """Load the newest undamaged checkpoint; None without any checkpoint.
 
         Sets aside the damaged checkpoints of later versions: the run leaves their history.
 
@@ -174,13 +180,15 @@ class Checkpoints:
         recover(self.folder)
         damaged: list[Path] = []
         for path in reversed(list_checkpoints(self.folder).values()):
-            if is_whole(path):
-                state = read_state(path)
-                for later in damaged:
-                    set_aside(later)
-                return path, state
-            logger.error("checkpoint %s is damaged; trying the previous checkpoint", path)
-            damaged.append(path)
+            try:
+                state = read_checkpoint(path)
+            except DecodeError as error:
+                logger.error("checkpoint %s is damaged: %s; trying the previous checkpoint", path, error)
+                damaged.append(path)
+                continue
+            for later in damaged:
+                set_aside(later)
+            return path, state
         if damaged:
             raise CheckpointError(
                 f"{damaged[0].parent}: every checkpoint is damaged; start again with another run.folder"
@@ -188,16 +196,88 @@ class Checkpoints:
         return None
 
 
+def read_checkpoint(folder: Path) -> LearnerState:
+    """Check every file of a checkpoint and read the state.
+
+    The checksums find accidents. They have no key: a file that was changed on purpose may have a correct checksum, so
+    the readers of all files check the content, and no reader can run code.
+
+    Raises:
+        DecodeError: a file is missing or damaged; names the file.
+        CheckpointError: the checkpoint has another format.
+    """
+    try:
+        _check_sums(folder)
+        state = read_state(folder)
+        if state.policy_version != version_of(folder):
+            raise DecodeError(f"{_STATE} has the state of version {state.policy_version}")
+        with opened_shards(folder / _SHARDS):
+            pass  # their headers are in order
+        check_weights(_MODEL, folder / _MODEL)
+    except (OSError, ModelError) as error:
+        raise DecodeError(first_line(error)) from error
+    return state
+
+
+def is_whole(folder: Path) -> bool:
+    """Return True if no file of a checkpoint is missing or damaged; raises CheckpointError as `read_checkpoint`."""
+    try:
+        read_checkpoint(folder)
+    except DecodeError:
+        return False
+    return True
+
+
 def read_state(folder: Path) -> LearnerState:
-    """Read the state file of a checkpoint; raises CheckpointError if it has another format."""
-    encoded = (folder / "state.msgpack").read_bytes()
-    found = from_msgpack(encoded, _Format).format
+    """Read the state file of a checkpoint.
+
+    Raises:
+        DecodeError: the file is damaged, or no ledger has this state.
+        CheckpointError: the checkpoint has another format.
+    """
+    encoded = _content(folder, _STATE)
+    found = from_msgpack(encoded, _Format, name=_STATE).format
     if found != _FORMAT:
         raise CheckpointError(
             f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
             "checkpoint, or start again with another run.folder"
         )
-    return from_msgpack(encoded, LearnerState)
+    state = from_msgpack(encoded, LearnerState, name=_STATE)
+    try:
+        _check_ledger(state.ledger, by_sample(_trajectories(state)).keys())
+    except DecodeError as error:
+        raise DecodeError(f"{_STATE}: {error}") from error
+    return state
+
+
+def _trajectories(state: LearnerState) -> tuple[Trajectory, ...]:
+    trajectories, _ = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
+    return trajectories
+
+
+def _check_ledger(ledger: LedgerState, buffered: Set[SampleId]) -> None:
+    """Check that a ledger can have this state, with trajectories of these samples.
+
+    Raises:
+        DecodeError: names the group, the sample or the counts.
+    """
+    seen: dict[SampleId, bool] = {}
+    numbers = {group.group_id for group in ledger.groups}
+    if len(numbers) < len(ledger.groups) or not all(0 <= number < ledger.admitted_groups for number in numbers):
+        raise DecodeError(f"groups: expected each once, numbered below {ledger.admitted_groups}")
+    for group in ledger.groups:
+        for sample in group.samples:
+            sample_id = (group.group_id, sample.sample_index)
+            if sample_id in seen:
+                raise DecodeError(f"sample {sample_id} is there twice")
+            seen[sample_id] = sample.buffered
+            decode_turns(sample.partial)
+    different = min(buffered ^ {sample_id for sample_id, is_buffered in seen.items() if is_buffered}, default=None)
+    if different is not None:
+        raise DecodeError(f"sample {different}: expected trajectories if, and only if, the sample is buffered")
+    counts = (ledger.admitted, ledger.trained, *ledger.dropped.values())
+    if min(counts) < 0 or ledger.admitted != sum(counts[1:]) + len(seen):
+        raise DecodeError(f"ledger: {ledger.admitted} admitted samples, {sum(counts[1:])} done and {len(seen)} live")
 
 
 def write_model(
@@ -216,24 +296,48 @@ def write_model(
         causal.generation_config.to_json_file(folder / "generation_config.json")  # save_pretrained validates
     tokenizer.save_pretrained(folder)
     save_torch_state_dict(weights, folder, max_shard_size=_FILE_BYTES)
+    for path in folder.glob("*.safetensors"):
+        use_umask(path)
 
 
 def _seal(folder: Path) -> None:
     """Write the checksums of all files, and flush everything to disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [folder / name for name in sorted(_files(folder))]
     sums = {str(path.relative_to(folder)): _digest(path) for path in files}
-    (folder / "checksums.json").write_bytes(msgspec.json.encode(sums))
-    for path in (*files, folder / "checksums.json", *(p for p in folder.iterdir() if p.is_dir()), folder):
+    (folder / _SUMS).write_bytes(msgspec.json.encode(sums))
+    for path in (*files, folder / _SUMS, *(p for p in folder.iterdir() if p.is_dir()), folder):
         flush_to_disk(path)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether every file of a checkpoint has its checksum."""
-    try:
-        sums = from_json((folder / "checksums.json").read_bytes(), dict[str, str])
-        return "state.msgpack" in sums and all(_digest(folder / name) == digest for name, digest in sums.items())
-    except (OSError, DecodeError):
-        return False
+def _check_sums(folder: Path) -> None:
+    """Compare the files of a checkpoint with their checksums. Other files may lie beside them; nothing reads those.
+
+    Raises:
+        DecodeError: names a file that is missing, or has another checksum or none.
+    """
+    sums, files = from_json(_content(folder, _SUMS), dict[str, str], name=_SUMS), _files(folder)
+    shards = (f"{_SHARDS}/{path.name}" for path in shard_files(folder / _SHARDS))
+    for name in (*sums, _STATE, CONFIG_NAME, f"{_MODEL}/config.json", *shards):
+        if name not in files:
+            raise DecodeError(f"{name} is missing")
+        if name not in sums:
+            raise DecodeError(f"{_SUMS}: expected a checksum of {name}")
+    for name, expected in sums.items():
+        if _digest(folder / name) != expected:
+            raise DecodeError(f"{name} has another checksum")
+
+
+def _files(folder: Path) -> set[str]:
+    """Give the names of all files except the checksums; a pipe or a device is no file."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)) for path in paths} - {_SUMS}
+
+
+def _content(folder: Path, name: str) -> bytes:
+    path = folder / name
+    if not path.is_file():
+        raise DecodeError(f"{name} is missing")
+    return path.read_bytes()
 
 
 def _digest(path: Path) -> str:

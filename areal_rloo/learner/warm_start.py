@@ -11,8 +11,8 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -79,7 +79,8 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
     transformers_logging.disable_progress_bar()
     model, start = make_tiny_model(recipe), recipe.warm_start
     accuracy = None if start is None else train_on_demonstrations(model, start, seed=recipe.seed)
-    folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+    folder = parent / f".unfinished-{uuid.uuid4().hex}"
+    folder.mkdir()  # with the mode of the umask
     save_tiny_model(model, folder)
     for path in (*folder.rglob("*"), folder):
         flush_to_disk(path)

@@ -5,6 +5,8 @@ Rollout workers need only this part of transformers and start seconds earlier wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,10 +29,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     Raises ModelError if the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
     """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(unreadable(path, error)) from error
+    with reading_model(path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so no completion can end")
     return tokenizer
@@ -40,10 +40,9 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     """Return the tokens that end a completion, from the tokenizer and from the generation config of the model."""
     stops = {int(tokenizer.eos_token_id)}
     if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
-        try:
+        eos = None
+        with reading_model(path), suppress(OSError):  # the hub model has no generation config
             eos = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:
-            eos = None  # the hub model has no generation config
         if eos is not None:
             stops |= {eos} if isinstance(eos, int) else set(eos)
     return tuple(sorted(stops))
@@ -56,6 +55,15 @@ def model_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
     except (OSError, ValueError) as error:
+        raise ModelError(unreadable(path, error)) from error
+
+
+@contextmanager
+def reading_model(path: str) -> Iterator[None]:
+    """Raise a ModelError if the libraries that read the files of a model raise any error in the block."""
+    try:
+        yield
+    except Exception as error:
         raise ModelError(unreadable(path, error)) from error
 
 

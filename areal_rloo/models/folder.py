@@ -18,6 +18,7 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
@@ -46,7 +47,16 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
 
 
 def check_weights(key: str, folder: Path) -> None:
-    """Check that every weight file exists and is complete; raise ModelError with the file and the remedy otherwise."""
+    """Check that every weight file exists and is complete; raise ModelError with the file and the remedy otherwise.
+
+    Pickled weights and adapters are refused: loading a pickle can run code, and transformers loads the base model that
+    an adapter names.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{key}: {folder}: adapter_config.json is that of an adapter; merge the adapter into its base model "
+            "(merge_and_unload of peft, then save_pretrained), and name the folder of the merged model"
+        )
     for file in _weight_files(key, folder):
         _header(key, file)
 
@@ -111,6 +121,12 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
     index = folder / _INDEX
     if not index.is_file():
         found = sorted(folder.glob("*.safetensors"))
+        pickled = next((path.name for path in sorted(folder.iterdir()) if path.suffix in _PICKLED), None)
+        if not found and pickled is not None:
+            raise ModelError(
+                f"{key}: {folder}: {pickled} is a pickle, which can run code, and is not loaded; expected .safetensors "
+                "files; if you trust the file, convert the model: from_pretrained and save_pretrained of transformers"
+            )
         if not found:
             raise ModelError(f"{key}: {folder}: no .safetensors file in it; expected a Hugging Face model folder")
         yield from found

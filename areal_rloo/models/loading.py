@@ -13,13 +13,15 @@ from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
-from areal_rloo.models.files import unreadable
+from areal_rloo.models.files import model_folder, reading_model
+from areal_rloo.models.folder import check_weights
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 _OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION}
+_SAFE = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, and no code of the folder
 _ARCHITECTURES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 
 
@@ -29,7 +31,21 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     Raises ModelError if the folder is missing or unreadable, or the architecture is not supported.
     """
     transformers_logging.disable_progress_bar()
-    model = _checked(path, lambda: AutoModelForCausalLM.from_pretrained(path, **_OPTIONS))
+    folder = model_folder(path)
+    check_weights("model.path", folder)
+    missing: set[str] = set()
+
+    def load() -> PreTrainedModel:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS, **_SAFE, output_loading_info=True)
+        model: PreTrainedModel = loaded[0]
+        missing.update(loaded[1]["missing_keys"])
+        return model
+
+    model = _checked(path, load)
+    if missing:
+        raise ModelError(
+            f"model.path: {path} has no weights for {min(missing)}, which would be random; download the model again"
+        )
     model.to(device)  # type: ignore[arg-type]
     return model
 
@@ -38,7 +54,7 @@ def empty_policy(path: str) -> PreTrainedModel:
     """Build the same model without memory for the weights, on torch's meta device; raises ModelError likewise."""
 
     def build() -> PreTrainedModel:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **_OPTIONS)
         return model
@@ -54,10 +70,8 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
-    try:
+    with reading_model(path):
         model = make()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(unreadable(path, error)) from error
     if model.config.model_type not in _ARCHITECTURES:
         raise ModelError(
             f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "

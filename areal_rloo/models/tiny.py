@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from areal_rloo.config import TinyModelConfig
+from areal_rloo.files import use_umask
 
 _SPECIAL = ("<pad>", "<eos>")
 _ARCHITECTURES = {
@@ -70,4 +71,6 @@ def make_tiny_model(recipe: TinyModelConfig) -> PreTrainedModel:
 def save_tiny_model(model: PreTrainedModel, folder: Path) -> None:
     """Save model and tokenizer in Hugging Face format."""
     model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        use_umask(path)
     make_tiny_tokenizer().save_pretrained(folder)

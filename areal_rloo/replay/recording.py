@@ -121,7 +121,10 @@ def spans(numbers: dict[int, Any]) -> str:
 
 
 def _differences(one: Start, other: Start) -> list[str]:
-    ours, theirs = (dict(_leaves(yaml.safe_load(start.config))) for start in (one, other))
+    try:
+        ours, theirs = (dict(_leaves(yaml.safe_load(start.config))) for start in (one, other))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"the config of a start in batches is damaged: {' '.join(str(error).split())}") from error
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
     options = [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in _DECIDING)]
     fields = ("model_path", "device", "num_threads", "software")

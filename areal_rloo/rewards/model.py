@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError, RewardError, described
+from areal_rloo.models.folder import check_weights
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth, read_worth
 
 _JOIN_S = 5.0  # for a running batch to end
@@ -180,11 +182,15 @@ def _device(name: str, key: str) -> torch.device:
 
 def _loaded(path: str, key: str, device: torch.device) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
+    if Path(path).is_dir():
+        check_weights(key, Path(path))
     dtype = "auto" if device.type == "cuda" else torch.float32  # on CPUs other dtypes are slow
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, use_safetensors=True, trust_remote_code=False
+        )
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"{key}: cannot load {path}: {reason}; expected a folder or hub name of a sequence classification model"

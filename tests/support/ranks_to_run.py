@@ -35,6 +35,7 @@ class Job:
         folder: of the model.
         config: of the run.
         work: a function of a module, so that processes can import the function.
+        shards: of a checkpoint that every rank loads first.
         double: compute in float64.
         plain: gradient descent with rate 1, so the weights show the gradients; AdamW amplifies gradients near 0.
         compiler: the backend of torch.compile, see `compiling_with`.
@@ -43,6 +44,7 @@ class Job:
     folder: Path
     config: Config
     work: Callable[[Team, Config], Any]
+    shards: Path | None = None
     double: bool = False
     plain: bool = False
     compiler: str = "inductor"
@@ -109,6 +111,8 @@ def _run(rank: int, num: int, address: str, jobs: Sequence[Job], output: Path) -
 def _rank(job: Job, ranks: Ranks) -> LearnerRank:
     torch.manual_seed(0)  # adapters start with random weights
     rank = build_rank(job.config, model_path=str(job.folder), device=CPU, ranks=ranks)
+    if job.shards is not None:
+        rank.load(job.shards, num_optimizer_steps=2)
     if job.double:
         rank.policy.double()
         if rank.reference is not None:

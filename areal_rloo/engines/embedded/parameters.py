@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
-from areal_rloo.models.folder import weight_files
+from areal_rloo.models.files import reading_model
+from areal_rloo.models.folder import check_weights, weight_files
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
@@ -169,10 +170,9 @@ def load_checkpoint(
     The first half of the signed sin is negated, so that a rotation needs no negation. Raises ModelError if the folder
     cannot be read, or the engine does not support the model.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot read {path}: {' '.join(str(error).split())[:300]}") from error
+    check_weights("model.path", path)
+    with reading_model(str(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     architecture = Architecture.of_config(config, path)
     parameters = Parameters(architecture, device=device, dtype=dtype)
     try:

@@ -37,6 +37,7 @@ from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Serv
 from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Swapping, Update, UpdateGroup
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
+from areal_rloo.models.folder import check_weights
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
@@ -90,6 +91,8 @@ class SGLangEngine:
             log: file for the output of a managed server.
         """
         self._facts = facts = read_model(plan.model_path)
+        if url is None:  # the server would load a pickle
+            check_weights("model.path", plan.model_path)
         self._update_timeout_s = update_timeout_s
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         plan = replace(plan, model_context_tokens=facts.context_tokens)

@@ -81,6 +81,18 @@ class Ranks:
         """Rank 0: wait for the answers of the other ranks, in rank order; raises RankLostError if a rank ended."""
         return [self._receive(rank, self._answers) for rank in range(1, self.num)]
 
+    def tell_of_writing(self, problem: str) -> list[str]:
+        """Give rank 0 the problems of all ranks, and each other rank the own problem; a problem is a text, maybe empty.
+
+        Call this on the thread that has written a part of a checkpoint. Raises RankLostError if a rank ended.
+        """
+        if self.files is None:
+            return [problem]
+        if self.rank > 0:
+            self._finish(self._send(problem.encode(), 0, self.files), 0)
+            return [problem]
+        return [problem, *(self._receive(rank, self.files).decode() for rank in range(1, self.num))]
+
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor in CPU memory over all ranks; the same shape on each."""
         if self._answers is None:

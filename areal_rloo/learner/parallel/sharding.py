@@ -88,6 +88,19 @@ def fill_shards(policy: Policy, whole: dict[str, Tensor], sharding: Sharding) ->
         parameter.to_local().copy_(spread.to_local())
 
 
+def first_row(tensor: DTensor) -> int:
+    """Return the place of this rank's first row in the whole tensor, cut as torch.chunk does."""
+    mesh = tensor.device_mesh
+    num, rank = mesh["shard"].size(), mesh.get_local_rank("shard")
+    return min(rank * -(-tensor.shape[0] // num), tensor.shape[0])
+
+
+def is_written_here(tensor: DTensor, index: int) -> bool:
+    """Return True if the replica of this rank writes the tensor with this index: the replicas share the tensors."""
+    mesh = tensor.device_mesh
+    return mesh.ndim == 1 or index % mesh["replicate"].size() == mesh.get_local_rank("replicate")
+
+
 def clip_to_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
     """Clip the gradients to `max_norm` over all ranks; return the norm before, which may be NaN or infinite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -1,5 +1,6 @@
 """The folder `batches` of a run: batches are read back as they were, damaged files are refused, resumes cut."""
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -91,6 +92,18 @@ def test_a_damaged_or_cut_batch_is_refused(tmp_path_factory: pytest.TempPathFact
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"step-000001-0.msgpack: the batch is damaged"):
             read_batch(path)
+
+
+@pytest.mark.parametrize("change", [-1, 1, 10**12])
+def test_groups_that_claim_other_trajectories_are_refused(tmp_path: Path, change: int) -> None:
+    """The digest has no key: here it is right, and the counts are wrong."""
+    content = msgspec.msgpack.decode(encode_batch(ragged_groups())[16:])
+    content["groups"][0][-1] += change
+    body = msgspec.msgpack.encode(content)
+    path = tmp_path / "step-000001-0.msgpack"
+    path.write_bytes(hashlib.blake2b(body, digest_size=16).digest() + body)
+    with pytest.raises(DataError, match="trajectories, as the groups say"):
+        read_batch(path)
 
 
 def test_a_batch_takes_the_documented_bytes() -> None:

@@ -12,6 +12,7 @@ from support.ranks_to_run import COMPILERS, Job, on_one, on_ranks
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.learner.parallel.files import ShardsError, opened_shards
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -145,6 +146,7 @@ def _assert_ranks_train_as_one_process(
 def _saved(team: Team, config: Config) -> dict[str, Any]:
     """Train a step and save into the folder named by `run.name`."""
     TrainStep(team, config).step(_groups(), policy_version=2)
+    Path(config.run.name).mkdir()
     team.save_shards(Path(config.run.name)).result()
     return _moments(team)
 
@@ -157,6 +159,50 @@ def _loaded(team: Team, config: Config) -> dict[str, Any]:
 def _moments(team: Team) -> dict[str, Any]:
     weights = {name: weight.clone() for name, weight in team.whole_weights().items()}
     return {"weights": weights, "rate": team.learning_rate, "steps": team.num_optimizer_steps}
+
+
+def _whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint's shards."""
+    with opened_shards(folder) as parts:
+        read = {name: [file.get_tensor(name) for file in files] for name, files in parts.items()}
+    return {name: torch.cat(found) if found[0].ndim else found[0] for name, found in read.items()}
+
+
+def _saved_again(team: Team, config: Config) -> None:
+    Path(config.run.name).mkdir()
+    team.save_shards(Path(config.run.name)).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num", "replicas", "later"), [(1, 1, 3), (4, 2, 2)])
+def test_another_number_of_ranks_restores_every_tensor_bit_for_bit(
+    tiny_folders: dict[str, Path], tmp_path: Path, num: int, replicas: int, later: int
+) -> None:
+    folder, shards, again = tiny_folders["qwen2"], tmp_path / "shards", tmp_path / "again"
+    config = _config(f"run.name={shards}", f"learner.num_ranks={num}", f"learner.num_replicas={replicas}")
+    on_ranks(num, [Job(folder, config, _saved)], tmp_path / "given")
+    config = _config(f"run.name={again}", f"learner.num_ranks={later}")
+    on_ranks(later, [Job(folder, config, _saved_again, shards=shards)], tmp_path / "given")
+    saved, restored = _whole(shards), _whole(again)
+    assert any(name.startswith("exp_avg_sq.") for name in saved)
+    assert {name for name in saved if not name.startswith("random.")} <= restored.keys()
+    for name in saved.keys() & restored.keys():
+        assert torch.equal(saved[name], restored[name]), name
+
+
+def _refused(team: Team, config: Config) -> str:
+    folder = Path(config.run.name)
+    (folder / "rank-1-of-2.safetensors").mkdir(parents=True)  # where rank 1 writes
+    with pytest.raises(ShardsError) as raised:
+        team.save_shards(folder).result()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_rank_0_is_told_that_another_rank_could_not_write(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    config = _config(f"run.name={tmp_path / 'shards'}", "learner.num_ranks=2")
+    (problem,) = on_ranks(2, [Job(tiny_folders["qwen2"], config, _refused)], tmp_path / "given")
+    assert problem.startswith("rank-1-of-2.safetensors: ")
 
 
 @pytest.mark.slow
