@@ -20,7 +20,7 @@ from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
-from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
+from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import has_results, newest_checkpoint, second_run, write_beginning
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
@@ -119,10 +119,12 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     return on_network(counted, placement), placement
 
 
-def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
+def show_plan(
+    options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "", private_folder: Path | None = None
+) -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
-    request = JobRequest(config, placement, folder, config.wire.port, 0, options.resume)
+    request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
     try:
@@ -170,20 +172,30 @@ def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
         logger.warning("%s", words)
 
 
-def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[int, ...], resume: bool) -> JobRequest:
+def begin(
+    config: Config,
+    placement: Placement,
+    folder: Path,
+    *,
+    ports: tuple[int, ...],
+    resume: bool,
+    private_folder: Path | None = None,
+) -> JobRequest:
     """Write the input files of the processes into the locked folder, and describe the run.
 
-    `ports` are two free ports of the learner's host, for the wire and for the meeting of ranks.
+    Args:
+        ports: two free ports of the learner's host, for the wire and for the meeting of ranks.
+        private_folder: of this user, for the socket file of the wire, if all processes are on this host.
 
     Raises:
         CheckpointError: the newest checkpoint has more train steps than the config; nothing was written.
     """
     wire_port, meeting_port = ports
+    wire = wire_address(config, wire_port, private_folder)
     if resume:
         _compare_steps(folder, config.learner.num_train_steps)
     write_beginning(folder, config, placement.hosts)
-    wire_port = config.wire.port or wire_port
-    return JobRequest(config, placement, folder, wire_port, meeting_port, resume)
+    return JobRequest(config, placement, folder, wire, meeting_port, resume)
 
 
 def _compare_steps(folder: Path, num_steps: int) -> None:
