@@ -7,8 +7,8 @@ a trajectory per message, without codec and acknowledgement. `protocol` is the p
 finished samples, decode with every check, and acknowledge each message. `lock_step` waits for each sample's
 acknowledgement before the next send.
 
-`ipc` is a socket file, `curve` is TCP with keys on loopback. `tcp` is loopback without keys, which the wire does not
-have: only raw messages show the cost of CURVE.
+`ipc` is a socket file, `curve` is TCP with keys on loopback. `tcp` is TCP without keys on loopback, which the wire does
+not have: this benchmark alone makes such an address.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import time
 from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import hardware
 import numpy as np
 import zmq
 
+from areal_rloo.ports import ReservedPorts
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.address import Address, SocketFile, read_address
@@ -49,7 +51,18 @@ from areal_rloo.wire.messages import (
 from areal_rloo.wire.security import load_keys, make_keys
 
 LIMITS = Limits()
-KINDS = ("raw_tcp", "raw_curve", "raw_ipc", "protocol_curve", "protocol_ipc", "lock_step_ipc")
+KINDS = ("raw_tcp", "raw_curve", "raw_ipc", "protocol_tcp", "protocol_curve", "protocol_ipc", "lock_step_ipc")
+
+
+class PlainTcp(SocketFile):
+    """TCP without keys on loopback; the path is the host and the port."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{self.path}"
+
+    def check(self) -> None:
+        """Accept an address that everybody can connect to."""
 
 
 def main() -> None:
@@ -88,20 +101,30 @@ def _measure(name: str, num_tokens: int, count: int) -> float:
         if method == "raw":
             _send_raw(endpoint, kind, Path(folder), num_tokens, count)
         else:
-            address = read_address(endpoint, keys=Path(folder) / "keys", end="worker")
-            asyncio.run(_send(address, num_tokens, count, lock_step=method == "lock_step"))
+            asyncio.run(
+                _send(
+                    _address(endpoint, kind, Path(folder), "worker"), num_tokens, count, lock_step=method == "lock_step"
+                )
+            )
         seconds = here.recv()
         receiver.join()
     return (count - 1) / seconds
 
 
 def _receive(method: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:
-    address = SocketFile.inside(folder).endpoint if kind == "ipc" else "tcp://127.0.0.1:*"
-    if method == "raw":
-        _receive_raw(address, kind, folder, count, pipe)
-    else:
-        address = address.replace("*", "0")
-        asyncio.run(_receive_acknowledging(read_address(address, keys=folder / "keys", end="learner"), count, pipe))
+    with ReservedPorts(1) as reserved:
+        (port,) = reserved.ports
+        endpoint = SocketFile.inside(folder).endpoint if kind == "ipc" else f"tcp://127.0.0.1:{port}"
+        if method == "raw":
+            _receive_raw(endpoint, kind, folder, count, pipe)
+        else:
+            asyncio.run(_receive_acknowledging(_address(endpoint, kind, folder, "learner"), count, pipe))
+
+
+def _address(endpoint: str, kind: str, folder: Path, end: Literal["learner", "worker"]) -> Address:
+    if kind == "tcp":
+        return PlainTcp(Path(endpoint.removeprefix("tcp://")))
+    return read_address(endpoint, keys=folder / "keys", end=end)
 
 
 def _receive_raw(endpoint: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.local_runs import Run
 from areal_rloo.config import is_loopback
 
 LONG = "learner.num_train_steps=10000"
+IPV6 = ("wire.host=::1", "weights.transport=collective") if socket.has_dualstack_ipv6() else ()
 TWO_RANKS = ("learner.num_ranks=2", "weights.transport=collective")
 
 
@@ -47,8 +49,8 @@ def _drain(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("options", "uses_tcp"),
-    [((), False), ((*TWO_RANKS, "rollout.num_workers=2"), False), (("wire.transport=tcp",), True)],
-    ids=["one_rank", "two_ranks_and_collectives", "tcp"],
+    [((), False), ((*TWO_RANKS, "rollout.num_workers=2"), False), (("wire.transport=tcp", *IPV6), True)],
+    ids=["one_rank", "two_ranks_and_collectives", "tcp_and_ipv6"],
 )
 def test_a_run_on_one_host_listens_on_loopback_and_private_folders(
     start: Callable[..., Run], options: tuple[str, ...], uses_tcp: bool
