@@ -1,4 +1,4 @@
-"""Reserved ports of this host, for listening processes."""
+"""Ports: reserved ports of this host, for listening processes, and addresses as text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ class ReservedPorts:
     """
 
     def __init__(self, num: int) -> None:
-        self._sockets = [socket.socket() for _ in range(num)]
-        for reserved in self._sockets:
-            reserved.bind(("", 0))
+        self._sockets = [_bound_socket() for _ in range(num)]
         for reserved in self._sockets:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.ports = tuple(int(reserved.getsockname()[1]) for reserved in self._sockets)
@@ -30,3 +28,23 @@ class ReservedPorts:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Write an address as URLs do: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bound_socket() -> socket.socket:
+    """Bind a socket to a free port of all addresses, IPv6 included where this host has IPv6; it never listens."""
+    if socket.has_dualstack_ipv6():
+        bound = socket.socket(socket.AF_INET6)
+        try:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.bind(("::", 0))
+            return bound
+        except OSError:  # IPv6 is disabled on this host
+            bound.close()
+    bound = socket.socket()
+    bound.bind(("", 0))
+    return bound

@@ -6,6 +6,9 @@ A process sends and another process receives. Repeats are interleaved, and resul
 a trajectory per message, without codec and acknowledgement. `protocol` is the production path: encode, batch all
 finished samples, decode with every check, and acknowledge each message. `lock_step` waits for each sample's
 acknowledgement before the next send.
+
+`ipc` is a socket file, `curve` is TCP with keys on loopback. `tcp` is TCP without keys on loopback, which the wire does
+not have: this benchmark alone makes such an address.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ import argparse
 import asyncio
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections import deque
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
 
 import hardware
 import numpy as np
 import zmq
 
+from areal_rloo.ports import ReservedPorts
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.wire.address import Address, SocketFile, read_address
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
@@ -40,9 +48,21 @@ from areal_rloo.wire.messages import (
     Welcome,
     Work,
 )
+from areal_rloo.wire.security import load_keys, make_keys
 
 LIMITS = Limits()
-HOST = "tcp://127.0.0.1"
+KINDS = ("raw_tcp", "raw_curve", "raw_ipc", "protocol_tcp", "protocol_curve", "protocol_ipc", "lock_step_ipc")
+
+
+class PlainTcp(SocketFile):
+    """TCP without keys on loopback; the path is the host and the port."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{self.path}"
+
+    def check(self) -> None:
+        """Accept an address that everybody can connect to."""
 
 
 def main() -> None:
@@ -51,49 +71,69 @@ def main() -> None:
     parser.add_argument("--output")
     arguments = parser.parse_args()
     result: dict[str, object] = {}
-    for num_tokens, count in ((1024, 20_000), (8192, 4_000)):
-        rates: dict[str, list[float]] = {"raw": [], "protocol": [], "lock_step": []}
+    for num_tokens, count in ((1024, 20_000), (1570, 15_000), (8192, 4_000)):
+        rates: dict[str, list[float]] = {name: [] for name in KINDS}
         for _ in range(arguments.repeats):
             for name, values in rates.items():
-                values.append(_measure(name, num_tokens, count // 20 if name == "lock_step" else count))
+                values.append(_measure(name, num_tokens, count // 20 if name.startswith("lock_step") else count))
         medians = {name: statistics.median(values) for name, values in rates.items()}
-        ratios = {name: round(value / medians["raw"], 3) for name, value in medians.items()}
+        ratios = {name: round(value / medians["raw_tcp"], 3) for name, value in medians.items()}
         size = len(_ready_bytes(num_tokens))
-        print(f"{num_tokens} tokens ({size} bytes): {medians['raw']:,.0f} raw messages/s; of raw: {ratios}", flush=True)
+        print(f"{num_tokens} tokens ({size} bytes): {medians['raw_tcp']:,.0f} raw messages/s; of raw_tcp: {ratios}")
         result[f"{num_tokens}_tokens"] = {
             "trajectory_bytes": size,
             "trajectories_per_s": {name: round(value) for name, value in medians.items()},
-            "ratio_to_raw": ratios,
+            "ratio_to_raw_tcp": ratios,
         }
     hardware.write(arguments.output, result)
 
 
 def _measure(name: str, num_tokens: int, count: int) -> float:
     """Return trajectories per second between the first and the last arrival."""
+    method, _, kind = name.rpartition("_")
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    receiver = context.Process(target=_receive, args=(name, count, there))
-    receiver.start()
-    port = here.recv()
-    if name == "raw":
-        _send_raw(port, num_tokens, count)
-    else:
-        asyncio.run(_send(port, num_tokens, count, lock_step=name == "lock_step"))
-    seconds = here.recv()
-    receiver.join()
+    with tempfile.TemporaryDirectory(prefix="wire-") as folder:
+        make_keys(Path(folder) / "keys")
+        receiver = context.Process(target=_receive, args=(method, kind, Path(folder), count, there))
+        receiver.start()
+        endpoint = here.recv()
+        if method == "raw":
+            _send_raw(endpoint, kind, Path(folder), num_tokens, count)
+        else:
+            asyncio.run(
+                _send(
+                    _address(endpoint, kind, Path(folder), "worker"), num_tokens, count, lock_step=method == "lock_step"
+                )
+            )
+        seconds = here.recv()
+        receiver.join()
     return (count - 1) / seconds
 
 
-def _receive(name: str, count: int, pipe: Connection) -> None:
-    if name == "raw":
-        _receive_raw(count, pipe)
-    else:
-        asyncio.run(_receive_acknowledging(count, pipe))
+def _receive(method: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:
+    with ReservedPorts(1) as reserved:
+        (port,) = reserved.ports
+        endpoint = SocketFile.inside(folder).endpoint if kind == "ipc" else f"tcp://127.0.0.1:{port}"
+        if method == "raw":
+            _receive_raw(endpoint, kind, folder, count, pipe)
+        else:
+            asyncio.run(_receive_acknowledging(_address(endpoint, kind, folder, "learner"), count, pipe))
 
 
-def _receive_raw(count: int, pipe: Connection) -> None:
+def _address(endpoint: str, kind: str, folder: Path, end: Literal["learner", "worker"]) -> Address:
+    if kind == "tcp":
+        return PlainTcp(Path(endpoint.removeprefix("tcp://")))
+    return read_address(endpoint, keys=folder / "keys", end=end)
+
+
+def _receive_raw(endpoint: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:
     socket = zmq.Context.instance().socket(zmq.PULL)
-    pipe.send(socket.bind_to_random_port(HOST))
+    if kind == "curve":
+        keys = load_keys(folder / "keys", end="learner")
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = keys.public, keys.secret, True
+    socket.bind(endpoint)
+    pipe.send(socket.getsockopt_string(zmq.LAST_ENDPOINT))
     socket.recv()
     started = time.perf_counter()
     for _ in range(count - 1):
@@ -102,18 +142,22 @@ def _receive_raw(count: int, pipe: Connection) -> None:
     socket.close(0)
 
 
-def _send_raw(port: int, num_tokens: int, count: int) -> None:
+def _send_raw(endpoint: str, kind: str, folder: Path, num_tokens: int, count: int) -> None:
     frame = _ready_bytes(num_tokens)
     socket = zmq.Context.instance().socket(zmq.PUSH)
-    socket.connect(f"{HOST}:{port}")
+    if kind == "curve":
+        keys = load_keys(folder / "keys", end="worker")
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        socket.curve_serverkey = keys.peer_public
+    socket.connect(endpoint)
     for _ in range(count):
         socket.send(frame)
     socket.close()
 
 
-async def _receive_acknowledging(count: int, pipe: Connection) -> None:
-    learner = LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None)
-    pipe.send(learner.port)
+async def _receive_acknowledging(address: Address, count: int, pipe: Connection) -> None:
+    learner = LearnerChannel.bind(address, limits=LIMITS)
+    pipe.send(learner.address.endpoint)
     num, started = 0, 0.0
     while num < count:
         peer, message = await learner.receive()
@@ -132,8 +176,8 @@ async def _receive_acknowledging(count: int, pipe: Connection) -> None:
     learner.close()
 
 
-async def _send(port: int, num_tokens: int, count: int, *, lock_step: bool) -> None:
-    worker = WorkerChannel(f"{HOST}:{port}", worker_id="w", incarnation="1", limits=LIMITS, keys=None)
+async def _send(address: Address, num_tokens: int, count: int, *, lock_step: bool) -> None:
+    worker = WorkerChannel(address, worker_id="w", incarnation="1", limits=LIMITS)
     protocol = WorkerProtocol(
         worker_id="w", incarnation="1", capacity_samples=count, heartbeat_s=1.0, max_batch_bytes=8 * 2**20
     )

@@ -85,9 +85,10 @@ class WeightsConfig(Section, frozen=True):
 
 
 class WireConfig(Section, frozen=True):
-    host: str = "127.0.0.1"
+    # auto: under the local launcher a socket file for this user alone, unless `host` or `port` ask for TCP; else TCP.
+    transport: Literal["auto", "tcp"] = "auto"
+    host: str = "127.0.0.1"  # of TCP, whose messages are always encrypted, and of the weights' collectives
     port: Port = 0  # 0: a free port
-    curve: bool = False  # always on if host is not loopback
     heartbeat_s: PositiveFloat = 1.0
     heartbeat_timeout_s: PositiveFloat = 15.0
     max_attempts: PositiveInt = 3  # leases of a sample before the sample is dropped
@@ -178,8 +179,8 @@ class Config(Section, frozen=True):
         return self.model.tiny.warm_start is not None and sums
 
     @property
-    def curve(self) -> bool:
-        return self.wire.curve or not is_loopback(self.wire.host)
+    def wire_asks_for_tcp(self) -> bool:
+        return self.wire.transport == "tcp" or self.wire.port != 0 or not is_loopback(self.wire.host)
 
 
 def validate(config: Config) -> None:
@@ -209,6 +210,7 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"learner.microbatch_tokens: expected at least data.max_prompt_tokens + rollout.sampling.max_new_tokens "
             f"= {longest}, got {config.learner.microbatch_tokens}; a microbatch must hold the longest trajectory"
         )
+    yield from _wire_host_mistakes(config)
     if config.wire.heartbeat_timeout_s < 2 * config.wire.heartbeat_s:
         yield (
             f"wire.heartbeat_timeout_s: expected at least twice wire.heartbeat_s={config.wire.heartbeat_s}, "
@@ -219,4 +221,15 @@ def _mistakes(config: Config) -> Iterator[str]:
         yield (
             f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
             f"{tiny.hidden_size}, {tiny.num_heads}, {tiny.num_kv_heads}"
+        )
+
+
+def _wire_host_mistakes(config: Config) -> Iterator[str]:
+    host = config.wire.host
+    if host.startswith("[") or "%" in host:
+        yield f"wire.host: expected an address without brackets and without a zone, as in ::1 or fd00::1, got '{host}'"
+    elif ":" in host and config.rollout.engine == "sglang" and config.weights.transport != "shared_memory":
+        yield (
+            f"wire.host: expected an IPv4 address with rollout.engine=sglang, whose servers cannot meet the learner at "
+            f"{host}; name an IPv4 address, or set weights.transport=shared_memory"
         )

@@ -7,11 +7,14 @@ Several runs can share the machine: each run has its own ports and GPUs. job.py 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
+from areal_rloo.files import ScratchFolder, memory_folder
 from areal_rloo.launcher.fleet import LocalRoom
 from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
@@ -34,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     check(options.config, runs_here=not several)
     folder = choose_folder(options.config, resume=options.resume)
     if options.dry_run:
-        show_plan(options, described_hosts(launcher) if several else [this_host(launcher)], folder)
+        hosts = described_hosts(launcher) if several else [this_host(launcher)]
+        show_plan(options, hosts, folder, private_folder=None if several else Path("PRIVATE_FOLDER"))
         return 0
     if several:
         raise PreflightError(
@@ -47,9 +51,22 @@ def main(arguments: Sequence[str]) -> int:
     config, placement = _placed(options.config, here, gpus)
     gpus.keep(gpu_id for seat in placement.seats for gpu_id in seat.gpu_ids)
     look(config, folder)
-    with ReservedPorts(2) as reserved:
-        request = begin(config, placement, folder, ports=reserved.ports, resume=options.resume)
+    with ReservedPorts(2) as reserved, _private_folder() as private_folder:
+        request = begin(
+            config, placement, folder, ports=reserved.ports, resume=options.resume, private_folder=private_folder
+        )
         return Job(request, LocalStarter(launcher.drain_timeout_s), LocalRoom(here, gpus), Signals().install()).run()
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Give a folder of this user that lives as long as this process, with a short path: socket files need that."""
+    try:
+        scratch = ScratchFolder(memory_folder(), "wire")
+    except OSError as error:
+        raise PreflightError(f"no folder can be made for the socket of the wire: {error}; free some disk") from error
+    with contextlib.closing(scratch):
+        yield scratch.path
 
 
 def _placed(config: Config, here: Host, gpus: ClaimedGpus) -> tuple[Config, Placement]:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import ENTRY, Config
+from areal_rloo.config import ENTRY, Config, is_loopback, validate
 from areal_rloo.launcher.placement import Placement, Seat
+from areal_rloo.ports import host_and_port
+from areal_rloo.wire.address import SocketFile, tcp_text
 
 _TITLES = ("PROCESS", "ROLE", "HOST", "DEVICE", "CPUS", "MEMORY", "RESTARTS", "COMMAND")
 _GIB = 2**30
@@ -26,7 +28,7 @@ class JobRequest:
     config: Config
     placement: Placement
     folder: Path
-    wire_port: int  # of the learner's host; 0: not used
+    wire: str  # the learner's address on the wire (wire/address.py)
     meeting_port: int  # of the learner's ranks; 0: not used
     resume: bool
 
@@ -80,13 +82,13 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
         warm_start_s: duration of the preparation, for the summary.
     """
     config, placement = request.config, request.placement
-    common = (f"--run-folder={request.folder}", f"--model-path={model_path}")
+    common = (f"--run-folder={request.folder}", f"--model-path={model_path}", f"--wire={request.wire}")
     same_host = len(placement.used_hosts) == 1
-    meeting_host = "127.0.0.1" if same_host else placement.learner_host.address
+    ranks_on_one_host = len({seat.host.name for seat in placement.learner}) == 1
+    meeting_host = "127.0.0.1" if ranks_on_one_host else config.wire.host
     of_learner = (
         *common,
-        f"--meeting={meeting_host}:{request.meeting_port}",
-        f"--port={request.wire_port}",
+        f"--meeting={host_and_port(meeting_host, request.meeting_port)}",
         f"--metrics-port={config.telemetry.metrics_port}",
         f"--warm-start-s={warm_start_s}",
         *(("--same-host",) if same_host else ()),
@@ -105,10 +107,7 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
             )
             for rank, seat in enumerate(placement.learner)
         ),
-        workers=tuple(
-            _rollout_worker(config, index, seat, (*common, f"--address=tcp://{config.wire.host}:{request.wire_port}"))
-            for index, seat in enumerate(placement.workers)
-        ),
+        workers=tuple(_rollout_worker(config, index, seat, common) for index, seat in enumerate(placement.workers)),
         max_learner_restarts=config.launcher.max_learner_restarts,
     )
 
@@ -189,12 +188,29 @@ def _place_arguments(seat: Seat) -> tuple[str, str]:
 
 
 def on_network(config: Config, placement: Placement) -> Config:
-    """Set an address of the learner for all hosts as wire.host. Such an address turns CURVE on."""
-    if len(placement.used_hosts) == 1 or config.wire.host not in ("127.0.0.1", "localhost", "0.0.0.0", "::"):
+    """Set an address of the learner for all hosts as wire.host.
+
+    Raises:
+        ConfigError: the address does not fit the rest of the config.
+    """
+    if len(placement.used_hosts) == 1 or not (is_loopback(config.wire.host) or config.wire.host in ("0.0.0.0", "::")):
         return config
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config, wire=msgspec.structs.replace(config.wire, host=placement.learner_host.address)
     )
+    validate(config)
+    return config
+
+
+def wire_address(config: Config, port: int, private_folder: Path | None) -> str:
+    """Choose the learner's address: a socket file in a private folder, if all processes see the folder, else TCP.
+
+    Raises:
+        PreflightError: the path of the folder is too long for a socket file.
+    """
+    if private_folder is None or config.wire_asks_for_tcp:
+        return tcp_text(config.wire.host, config.wire.port or port)
+    return SocketFile.inside(private_folder).endpoint
 
 
 def as_table(plan: Plan, placement: Placement) -> str:

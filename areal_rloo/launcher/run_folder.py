@@ -98,13 +98,13 @@ def submitted_file(folder: Path) -> Path:
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
-    """Write the resolved config, the environment and, for an encrypted wire, CURVE keys; point runs/latest here.
+    """Write the resolved config, the environment, and CURVE keys for a wire over TCP; point runs/latest here.
 
     Removes the summary of an earlier start.
     """
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
     (folder / "summary.json").unlink(missing_ok=True)
-    if config.curve and not (folder / "keys").exists():  # processes of an earlier start may still use the keys
+    if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {

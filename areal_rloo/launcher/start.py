@@ -20,7 +20,7 @@ from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
-from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run
+from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
     has_results,
     newest_checkpoint,
@@ -125,12 +125,14 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     return on_network(counted, placement), placement
 
 
-def show_plan(options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "") -> None:
+def show_plan(
+    options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "", private_folder: Path | None = None
+) -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
     for line in resume_changes(folder, config) if options.resume else ():
         _say(line)
-    request = JobRequest(config, placement, folder, config.wire.port, 0, options.resume)
+    request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
     try:
@@ -178,15 +180,26 @@ def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
         logger.warning("%s", words)
 
 
-def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[int, ...], resume: bool) -> JobRequest:
+def begin(
+    config: Config,
+    placement: Placement,
+    folder: Path,
+    *,
+    ports: tuple[int, ...],
+    resume: bool,
+    private_folder: Path | None = None,
+) -> JobRequest:
     """Write the input files of the processes into the locked folder, and describe the run.
 
-    `ports` are two free ports of the learner's host, for the wire and for the meeting of ranks.
+    Args:
+        ports: two free ports of the learner's host, for the wire and for the meeting of ranks.
+        private_folder: of this user, for the socket file of the wire, if all processes are on this host.
 
     Raises:
         CheckpointError: the newest checkpoint refuses a changed option (`resume_changes`); nothing was written.
     """
     wire_port, meeting_port = ports
+    wire = wire_address(config, wire_port, private_folder)
     for line in resume_changes(folder, config) if resume else ():
         _say(line)
         logger.info("%s", line)
@@ -196,8 +209,7 @@ def begin(config: Config, placement: Placement, folder: Path, *, ports: tuple[in
             f"{config.learner.num_train_steps}; raise this number to go on"
         )
     write_beginning(folder, config, placement.hosts)
-    wire_port = config.wire.port or wire_port
-    return JobRequest(config, placement, folder, wire_port, meeting_port, resume)
+    return JobRequest(config, placement, folder, wire, meeting_port, resume)
 
 
 def _say(line: str) -> None:

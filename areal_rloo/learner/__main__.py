@@ -63,10 +63,10 @@ from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
+from areal_rloo.wire.address import read_address
 from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import History
-from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
 
@@ -86,7 +86,7 @@ class Arguments(argparse.Namespace):
     num_threads: int
     rank: int
     meeting: str
-    port: int
+    wire: str
     metrics_port: int
     same_host: bool
     resume: bool
@@ -256,9 +256,9 @@ def _group_filter(config: Config) -> Callable[[Group], bool] | None:
 
 
 def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:
-    keys = load_keys(arguments.run_folder / "keys", end="learner") if config.curve else None
+    address = read_address(arguments.wire, keys=arguments.run_folder / "keys", end="learner")
     limits = Limits(max_message_bytes=config.wire.max_message_bytes)
-    return lambda: LearnerChannel.bind(config.wire.host, arguments.port, limits=limits, keys=keys)
+    return lambda: LearnerChannel.bind(address, limits=limits)
 
 
 def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
@@ -370,7 +370,7 @@ def _parse() -> Arguments:
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--meeting", default="", help="host:port where the learner's ranks meet")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--wire", required=True, help="the address to listen on (wire/address.py)")
     parser.add_argument("--metrics-port", type=int, required=True)
     parser.add_argument("--same-host", action="store_true")
     parser.add_argument("--resume", action="store_true")

@@ -35,9 +35,9 @@ from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
+from areal_rloo.wire.address import read_address
 from areal_rloo.wire.channels import ChannelStatistics, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.security import load_keys
 
 logger = get_logger(__name__)
 
@@ -50,7 +50,7 @@ class Arguments(argparse.Namespace):
     run_folder: Path
     model_path: str
     worker_id: str
-    address: str
+    wire: str
     device: str
     num_threads: int
     metrics_port: int
@@ -164,11 +164,10 @@ def _watchdog(config: Config, engine: Engine, receiver: Receiver) -> Watchdog:
 
 def _channel(config: Config, arguments: Arguments, incarnation: str) -> WorkerChannel:
     return WorkerChannel(
-        arguments.address,
+        read_address(arguments.wire, keys=arguments.run_folder / "keys", end="worker"),
         worker_id=arguments.worker_id,
         incarnation=incarnation,
         limits=Limits(max_message_bytes=config.wire.max_message_bytes),
-        keys=load_keys(arguments.run_folder / "keys", end="worker") if config.curve else None,
     )
 
 
@@ -177,7 +176,7 @@ def _parse() -> Arguments:
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--worker-id", required=True)
-    parser.add_argument("--address", required=True)
+    parser.add_argument("--wire", required=True, help="the learner's address (wire/address.py)")
     parser.add_argument("--device", required=True)
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--metrics-port", type=int, required=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.waiting import on_daemon_thread, wait_until
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
+from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
@@ -80,11 +80,8 @@ class CollectiveSender:
             self._group = self._store = None
             self._members = frozenset(worker_ids)
             self._world_size = 1 + len(self._members) * self._ranks_per_worker
-            timeout = timedelta(seconds=self._timeout_s)
             try:
-                self._store = await _on_daemon_thread(
-                    lambda: TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-                )
+                self._store = await _on_daemon_thread(lambda: serve_store(self._host, 0, timeout_s=self._timeout_s))
             except (RuntimeError, OSError) as error:
                 raise WeightsError(f"{self._name}: no store on {self._host}: {first_line(error)}") from error
         return CollectiveOffer(
@@ -176,7 +173,7 @@ class CollectiveReader:
             self._buckets = empty_buckets(manifest, self._device)
         if self._group is None or offer.name != self._name:
             self._group = None
-            store = TCPStore(offer.host, offer.port, is_master=False, timeout=timedelta(seconds=offer.timeout_s))
+            store = join_store(offer.host, offer.port, timeout_s=offer.timeout_s)
             self._group = _group(store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s)
             self._name = offer.name
         _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
@@ -238,11 +235,3 @@ def _group(store: Store, name: str, rank: int, size: int, backend: str, host: st
     gloo_options._timeout = timeout
     gloo_options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
     return ProcessGroupGloo(prefixed, rank, size, gloo_options)
-
-
-def address_towards(host: str) -> str:
-    """Return this machine's address on the route to a host; Gloo would guess from the machine's name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        address: str = probe.getsockname()[0]
-        return address

@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Annotated, ClassVar, cast
 
 import msgspec
@@ -24,15 +23,14 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from areal_rloo.config import is_loopback
-from areal_rloo.errors import DecodeError, PreflightError, WireVersionError
+from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.wire.address import Address, bind, connect, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
 from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Offences, is_one_too_many, shut
-from areal_rloo.wire.security import CurveKeys
 
 logger = get_logger(__name__)
 
@@ -64,9 +62,17 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class LearnerChannel:
     """The learner's end: receives from every worker, and sends to a worker by peer id."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, authenticator: AsyncioAuthenticator | None, limits: Limits) -> None:
-        self._socket = socket
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        authenticator: AsyncioAuthenticator | None,
+        address: Address,
+        limits: Limits,
+    ) -> None:
+        self._context, self._socket = context, socket
         self._authenticator = authenticator
+        self.address = address
         self._limits = limits
         self._max_leases_bytes = min(_LEASES_BYTES, limits.max_message_bytes // 2)
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
@@ -76,39 +82,25 @@ class LearnerChannel:
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
-        self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(self._endpoint.rpartition(":")[2])
 
     @classmethod
-    def bind(cls, host: str, port: int, *, limits: Limits, keys: CurveKeys | None) -> LearnerChannel:
-        """Bind a socket; port 0 takes a free port. Call this on the event loop of the channel.
+    def bind(cls, address: Address, *, limits: Limits) -> LearnerChannel:
+        """Bind a socket. Call this on the event loop of the channel.
 
         Raises:
-            PreflightError: the port is taken, or the address is open to the network without keys.
+            PreflightError: the address is taken or is not of this host, or other users can enter the socket's folder.
         """
-        if keys is None and not is_loopback(host):
-            raise PreflightError(f"wire.host: {host} is not loopback, so it needs CURVE; set wire.curve=true")
-        context = zmq.asyncio.Context.instance()
-        socket = _socket(context, zmq.ROUTER, limits)
-        socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
-        socket.router_mandatory = 1
-        socket.router_handover = 1
-        authenticator = None
-        if keys is not None:
-            authenticator = AsyncioAuthenticator(context)
-            authenticator.start()
-            only = keys.peer_public  # the key of this run's workers
-            authenticator.configure_curve_callback("*", SimpleNamespace(callback=lambda domain, key: key == only))
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        context = zmq.asyncio.Context()  # a context can have a single authenticator
         try:
-            socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close(0)
-            if authenticator is not None:
-                authenticator.stop()
-            raise PreflightError(f"wire.port: cannot bind {host}:{port}: {error}; choose another, or 0") from error
-        return cls(socket, authenticator, limits)
+            socket = _socket(context, zmq.ROUTER, address, limits)
+            socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
+            socket.router_mandatory = 1
+            socket.router_handover = 1
+            bound, authenticator = bind(socket, context, address)
+        except BaseException:
+            context.destroy(0)
+            raise
+        return cls(context, socket, authenticator, bound, limits)
 
     async def receive(self) -> tuple[str, WorkerMessage]:
         """Return the next message and the sender. Unreadable messages are counted, logged and answered."""
@@ -152,6 +144,7 @@ class LearnerChannel:
         self._socket.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._context.destroy(0)
 
     def _read_round(self) -> bool:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
@@ -198,32 +191,32 @@ class LearnerChannel:
         self._counts["refused"] += 1
         self._counts["discarded"] += 1
         if self._offences.is_cut_off(peer) and self._offences.count(peer) > _SHUT_AFTER:
-            shut(int(frames[-1].get(zmq.SRCFD)), self._endpoint)
+            shut(int(frames[-1].get(zmq.SRCFD)), self.address.endpoint)
 
     def _look_at_connection(self, descriptor: int) -> None:
         if is_one_too_many(descriptor):
             self._counts["excess_connections"] += 1
             logger.error("end a connection: the open files run out; raise the limit with ulimit -n")
-            shut(descriptor, self._endpoint)
+            shut(descriptor, self.address.endpoint)
 
 
 class WorkerChannel:
     """A rollout worker's end. Create the channel on the event loop that uses it."""
 
-    def __init__(
-        self, address: str, *, worker_id: str, incarnation: str, limits: Limits, keys: CurveKeys | None
-    ) -> None:
+    def __init__(self, address: Address, *, worker_id: str, incarnation: str, limits: Limits) -> None:
+        """Connect to the learner, who may be away.
+
+        Raises:
+            PreflightError: other users can enter the socket's folder, so another program may listen there.
+        """
         self._limits = limits
-        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, limits)
+        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, address, limits)
         self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
         # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
-        if keys is not None:
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-            self._socket.curve_serverkey = keys.peer_public
-        self._socket.connect(address)
+        connect(self._socket, address)
         self._counts: Counter[str] = Counter()
 
     async def connected(self, timeout_s: float) -> bool:
@@ -270,12 +263,11 @@ def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[s
     return True
 
 
-def _socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:
-    socket: zmq.asyncio.Socket = context.socket(kind)
+def _socket(context: zmq.asyncio.Context, kind: int, address: Address, limits: Limits) -> zmq.asyncio.Socket:
+    socket = make_socket(context, kind, address)
     socket.set_hwm(_HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket

@@ -1,11 +1,11 @@
-"""CURVE keys: the launcher makes a pair for each end of a run, readable by the owner alone.
+"""CURVE keys for TCP: the launcher makes a pair for each end of a run, readable by the owner alone.
 
 The learner admits a single client key and rejects all other peers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -20,7 +20,7 @@ class CurveKeys:
     """The key pair of an end, and the public key of the other end."""
 
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     peer_public: bytes
 
 

@@ -27,6 +27,7 @@ from chaos.soaked_run import HANGING_ENGINE, HEARTBEAT_TIMEOUT_S, MEMORY, NUM_WO
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.waiting import wait_until
 from areal_rloo.wire.messages import WIRE_VERSION
+from areal_rloo.wire.security import load_keys
 
 DRAIN_S = 120.0
 _LARGE_DISK = "size=4g"
@@ -225,13 +226,17 @@ def garbage(run: SoakedRun, chance: Random) -> Blow | None:
 
 
 def strange_peer(run: SoakedRun, chance: Random) -> Blow | None:
-    """Speak ZeroMQ, with another wire version or with frames that are no message."""
+    """Speak ZeroMQ, with another wire version or with frames that are no message; half of the peers have keys."""
     port = run.port()
     if port is None:
         return None
     other = msgspec.msgpack.encode((WIRE_VERSION + 1, {"type": "hello", "worker_id": "rollout-0"}))
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 500
+        if chance.random() < 0.5:
+            keys = load_keys(run.folder / "keys", end="worker")
+            peer.curve_publickey, peer.curve_secretkey = keys.public, keys.secret
+            peer.curve_serverkey = keys.peer_public
         peer.connect(f"tcp://127.0.0.1:{port}")
         for _ in range(chance.choice((1, 50))):
             frames = [other] if chance.random() < 0.5 else [chance.randbytes(20) for _ in range(chance.choice((1, 5)))]

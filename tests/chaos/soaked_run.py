@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from support.processes import command_of, processes_with
+from support.processes import command_of, processes_with, wire_port
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
@@ -30,6 +30,7 @@ CONFIG = (
     *("learner.optimizer.schedule=constant", "evaluation.every_n_versions=20"),
     *("data.eval.num_prompts=100", "checkpoint.every_n_steps=5", "telemetry.trajectories_per_step=1000000"),
     *("wire.heartbeat_s=0.5", f"wire.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}", "wire.stall_timeout_s=20"),
+    "wire.transport=tcp",  # a connection that faults can cut, silence and slow down
     *("weights.timeout_s=5", "rollout.reward_timeout_s=3", "rollout.max_reward_failure_share=0.9"),
     *("launcher.max_restarts=100000", "launcher.max_learner_restarts=1000", "launcher.drain_timeout_s=20"),
     *("launcher.hang_timeout_s=30", "launcher.min_free_disk_bytes=1000000", "telemetry.progress=false"),
@@ -121,11 +122,7 @@ class SoakedRun:
 
     def port(self) -> int | None:
         """Return the port of the wire; None if there is no learner now."""
-        for learner in self.learners():
-            for word in command_of(learner):
-                if word.startswith("--port="):
-                    return int(word.removeprefix("--port="))
-        return None
+        return next((port for learner in self.learners() if (port := wire_port(learner)) is not None), None)
 
     def num_record_bytes(self) -> int:
         """Return the size of metrics.jsonl: progress if larger than before."""

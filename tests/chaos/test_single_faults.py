@@ -21,7 +21,7 @@ from chaos import sockets
 from chaos.verdict import judge, left_files
 from support.local_runs import REPO, Run, assert_kills_cost_nothing, balanced, gone
 from support.networks import CAN_MAKE_NETWORKS, two_networks
-from support.processes import command_of
+from support.processes import command_of, wire_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -29,7 +29,7 @@ SOAK = Path(__file__).with_name("soak.py")
 NUM_STEPS = 150
 WITH_VERDICT = (
     *("telemetry.trajectories_per_step=1000000", "data.train.num_prompts=16", f"learner.num_train_steps={NUM_STEPS}"),
-    *("rollout.num_workers=2", "wire.heartbeat_timeout_s=3", "weights.timeout_s=5"),
+    *("rollout.num_workers=2", "wire.transport=tcp", "wire.heartbeat_timeout_s=3", "weights.timeout_s=5"),
     *("learner.groups_per_step=8", "evaluation.every_n_versions=50", "checkpoint.every_n_steps=50"),
 )
 # The worker with this id runs in another network than the learner.
@@ -240,5 +240,6 @@ def test_ranks_that_are_stopped_and_killed_cost_nothing(start: Callable[..., Run
 
 def _port(run: Run) -> int:
     (learner,) = run.children("areal_rloo.learner")
-    (port,) = (word.removeprefix("--port=") for word in command_of(learner) if word.startswith("--port="))
-    return int(port)
+    port = wire_port(learner)
+    assert port is not None, "the learner has ended"
+    return port

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.intakes import MANIFEST, make_broadcaster, make_intake
-from support.workers import ENGINE, LIMITS, Played
+from support.workers import ENGINE, LIMITS, Played, fresh_address
 
 from areal_rloo.errors import UserError
 from areal_rloo.intake.ledger import Ledger
@@ -21,6 +21,7 @@ from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.manifest import gather
+from areal_rloo.wire.address import Address
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import Duty, Failed, Lease
 
@@ -34,13 +35,15 @@ def _intake(
     return IntakeService(
         make_intake(broadcaster.offers, *overrides, ledger=ledger, stream=stream),
         broadcaster,
-        lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
+        lambda: LearnerChannel.bind(fresh_address(), limits=LIMITS),
         heartbeat_s=1,
     )
 
 
-async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event) -> None:
-    worker = Played.at(port, worker_id, capacity_samples=0)
+async def _until_drained(
+    address: Address, worker_id: str, *, welcomed: asyncio.Event, may_leave: asyncio.Event
+) -> None:
+    worker = Played.at(address, worker_id, capacity_samples=0)
     drained = False
 
     def obey(orders: Orders) -> None:
@@ -55,10 +58,10 @@ async def _until_drained(port: int, worker_id: str, *, welcomed: asyncio.Event, 
 
 
 async def _answer_leases(
-    port: int, until: Callable[[], bool], answer: Callable[[WorkerProtocol, Lease, Duty], object]
+    address: Address, until: Callable[[], bool], answer: Callable[[WorkerProtocol, Lease, Duty], object]
 ) -> None:
     """Answer every leased sample, as a worker does, until the condition is true."""
-    worker = Played.at(port)
+    worker = Played.at(address)
 
     def obey(orders: Orders) -> None:
         for lease in orders.start:
@@ -80,18 +83,18 @@ def _trajectory(lease: Lease, duty: Duty, *, num_tokens: int = 1, reward: float 
 
 def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> None:
     intake = _intake(tmp_path)
-    port = intake.channel.port
+    address = intake.channel.address
     stopping = threading.Thread(target=intake.stop_workers, args=(60.0,))
 
     async def scenario() -> None:
         first, late, may_leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-            tasks.create_task(_until_drained(port, "first", welcomed=first, may_leave=may_leave))
+            tasks.create_task(_until_drained(address, "first", welcomed=first, may_leave=may_leave))
             await first.wait()
             stopping.start()
             while not intake.draining:  # noqa: ASYNC110 - another thread sets it
                 await asyncio.sleep(0.01)
-            tasks.create_task(_until_drained(port, "late", welcomed=late, may_leave=may_leave))
+            tasks.create_task(_until_drained(address, "late", welcomed=late, may_leave=may_leave))
             await late.wait()
             may_leave.set()
 
@@ -109,7 +112,7 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 0.05)
     get_logger("areal_rloo").addHandler(caplog.handler)
     intake = _intake(tmp_path, "algorithm.min_reward_std=0.1", "algorithm.group_size=2")
-    port = intake.channel.port
+    address = intake.channel.address
     waiting = threading.Thread(target=intake.take_batch)
     waiting.start()
 
@@ -119,7 +122,7 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     def answer(protocol: WorkerProtocol, lease: Lease, duty: Duty) -> None:
         protocol.finish(duty, [_trajectory(lease, duty)], 100)
 
-    asyncio.run(asyncio.wait_for(_answer_leases(port, warned, answer), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(address, warned, answer), 60))
     intake.begin_drain()
     waiting.join(timeout=120)
     intake.close()
@@ -130,7 +133,7 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
 
 def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> None:
     intake = _intake(tmp_path, "algorithm.group_size=2")
-    port = intake.channel.port
+    address = intake.channel.address
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -144,7 +147,7 @@ def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> N
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    asyncio.run(asyncio.wait_for(_answer_leases(port, lambda: not waiting.is_alive(), fail), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(address, lambda: not waiting.is_alive(), fail), 60))
     waiting.join()
     intake.close()
     assert "the first: reward_error: ValueError: no" in str(raised[0])
@@ -152,11 +155,11 @@ def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> N
 
 def test_a_restarted_worker_is_offered_the_version_its_process_lost(tmp_path: Path) -> None:
     intake = _intake(tmp_path)
-    port = intake.channel.port
+    address = intake.channel.address
     offers: list[tuple[str, int]] = []
 
     async def offered(incarnation: str) -> None:
-        worker = Played.at(port, "w", incarnation, capacity_samples=0)
+        worker = Played.at(address, "w", incarnation, capacity_samples=0)
         num = len(offers)
 
         def obey(orders: Orders) -> None:
@@ -184,7 +187,7 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
     get_logger("areal_rloo").addHandler(caplog.handler)
     small = ("algorithm.group_size=4", "learner.groups_per_step=2", "learner.microbatch_tokens=200")
     intake = _intake(tmp_path, *small, "evaluation.max_new_tokens=400")  # a context may be longer than a row
-    port = intake.channel.port
+    address = intake.channel.address
     batches: list[list[Group] | None] = []
     waiting = threading.Thread(target=lambda: batches.append(intake.take_batch()))
     waiting.start()
@@ -194,7 +197,7 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
         num = {0: 199, 1: 200}.get(index, 5)  # 200 and 201 inputs less than one, of at most 200
         protocol.finish(duty, [_trajectory(lease, duty, num_tokens=num, reward=float(index))], 2000)
 
-    asyncio.run(asyncio.wait_for(_answer_leases(port, lambda: not waiting.is_alive(), answer), 60))
+    asyncio.run(asyncio.wait_for(_answer_leases(address, lambda: not waiting.is_alive(), answer), 60))
     waiting.join()
     statistics = intake.statistics()
     intake.close()

@@ -232,7 +232,7 @@ def _signal_twice(run: Run, number: signal.Signals) -> tuple[int, str]:
 
 
 def test_a_live_run_is_not_resumed_and_a_dead_launcher_leaves_no_orphan(start: Callable[..., Run]) -> None:
-    run = start("learner.num_train_steps=10000", "wire.curve=true")
+    run = start("learner.num_train_steps=10000", "wire.transport=tcp")
     run.wait_for(lambda: len(run.records()) >= 1)
     before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
     again = Run(run.folder, "launcher.drain_timeout_s=1", "--resume")
@@ -249,7 +249,12 @@ def test_a_live_run_is_not_resumed_and_a_dead_launcher_leaves_no_orphan(start: C
 
 def test_two_workers_over_gloo_and_curve_train_serve_metrics_and_drain(start: Callable[..., Run]) -> None:
     run = start(
-        *("rollout.num_workers=2", "weights.transport=collective", "wire.curve=true", "learner.num_train_steps=10000")
+        *(
+            "rollout.num_workers=2",
+            "weights.transport=collective",
+            "wire.transport=tcp",
+            "learner.num_train_steps=10000",
+        )
     )
     run.wait_for(lambda: any(record.num_workers == 2 for record in run.records()))
     both_since = len(run.records())

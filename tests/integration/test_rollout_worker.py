@@ -14,6 +14,7 @@ import torch
 from support.intakes import make_offers
 from support.model_versions import model_of
 from support.sglang_support import engine_on_fake
+from support.workers import fresh_address, make_channel
 
 from areal_rloo.config import load_config
 from areal_rloo.engines.base import Engine
@@ -29,7 +30,7 @@ from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
-from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Abort,
@@ -147,11 +148,8 @@ async def _work(
     engine: Engine, folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]]
 ) -> BaseException | None:
     """Run a worker with this engine against the scenario; return the error that ended the worker."""
-    learner = _Learner(LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None))
-    channel = WorkerChannel(
-        f"tcp://127.0.0.1:{learner.channel.port}",
-        worker_id="w", incarnation="1", limits=LIMITS, keys=None,
-    )  # fmt: skip
+    learner = _Learner(LearnerChannel.bind(fresh_address(), limits=LIMITS))
+    channel = make_channel(learner.channel.address, limits=LIMITS)
     rewards: Rewards = _Right()
     receiver = Receiver(
         worker_id="w",

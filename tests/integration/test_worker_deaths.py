@@ -10,9 +10,10 @@ import pytest
 from support.intakes import make_broadcaster, make_intake
 from support.patience import eventually
 from support.processes import quickly_started
-from support.workers import ENGINE, LIMITS, Played, make_channel, make_protocol
+from support.workers import ENGINE, LIMITS, Played, fresh_address, make_channel, make_protocol
 
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.wire.address import Address
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.messages import Heartbeat, HeartbeatReply
 
@@ -20,11 +21,11 @@ HEARTBEAT_S = 0.5
 MOST_HEARTBEATS = 2 + round(1 / HEARTBEAT_S) + 1  # the first goes out at once
 
 
-def _hold_samples(port: int) -> None:
+def _hold_samples(address: Address) -> None:
     """Be a worker that takes samples and finishes none."""
 
     async def hold() -> None:
-        await Played.at(port, "first").serve(lambda orders: None)
+        await Played.at(address, "first").serve(lambda orders: None)
 
     asyncio.run(hold())
 
@@ -63,10 +64,10 @@ def test_samples_run_elsewhere_within_two_heartbeats_and_a_second(
     service = IntakeService(
         intake,
         broadcaster,
-        lambda: LearnerChannel.bind("127.0.0.1", 0, limits=LIMITS, keys=None),
+        lambda: LearnerChannel.bind(fresh_address(), limits=LIMITS),
         heartbeat_s=HEARTBEAT_S,
     )
-    process = quickly_started().Process(target=_hold_samples, args=(service.channel.port,), daemon=True)
+    process = quickly_started().Process(target=_hold_samples, args=(service.channel.address,), daemon=True)
     process.start()
     eventually(
         lambda: service.call(lambda: [len(w.duties) for w in intake.fleet.alive.values()]) == [2],
@@ -75,7 +76,7 @@ def test_samples_run_elsewhere_within_two_heartbeats_and_a_second(
 
     async def outlive() -> int:
         protocol = make_protocol("second", heartbeat_s=HEARTBEAT_S)
-        worker = Played(make_channel(service.channel.port, "second"), protocol)
+        worker = Played(make_channel(service.channel.address, "second"), protocol)
         await worker.channel.connected(30)
         assert process.pid is not None
         os.kill(process.pid, number)

@@ -39,6 +39,15 @@ def test_the_staleness_tables_equal_the_result_files(title: str, file: str) -> N
             assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_std']:.3f}"
 
 
+def test_the_table_of_the_wire_equals_the_result_file() -> None:
+    sizes = [size for name, size in _result("wire.json").items() if name != "hardware"]
+    measured = [
+        [f"{size['trajectory_bytes']:,}", *(f"{rate:,}" for rate in size["trajectories_per_s"].values())]
+        for size in sizes
+    ]
+    assert _table("Messages over the wire") == measured
+
+
 def test_the_table_of_algorithms_equals_the_result_file() -> None:
     measured = [
         [

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from support.workers import fresh_address, make_channel
 
 import areal_rloo
 from areal_rloo.config import Config, load_config
@@ -33,7 +34,8 @@ from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
-from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.address import Address
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
 
 PACKAGE = Path(areal_rloo.__file__).parent
@@ -79,14 +81,14 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
         service = IntakeService(
             intake,
             broadcaster,
-            lambda: LearnerChannel.bind("127.0.0.1", 0, limits=Limits(), keys=None),
+            lambda: LearnerChannel.bind(fresh_address(), limits=Limits()),
             heartbeat_s=0.1,
         )
         engine = EmbeddedEngine(
             folder, device=CPU, dtype=torch.float32, num_slots=8, context_tokens=config.context_tokens
         )
         worker, ended = LoopThread("worker"), threading.Event()
-        worker.begin(_work(config, engine, chat, stops, service.channel.port), lambda task: ended.set())
+        worker.begin(_work(config, engine, chat, stops, service.channel.address), lambda task: ended.set())
         for version in range(1, 3):
             files.clear()
             batch = service.take_batch()
@@ -102,9 +104,11 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
     return ran
 
 
-async def _work(config: Config, engine: EmbeddedEngine, chat: ChatFormat, stops: tuple[int, ...], port: int) -> None:
+async def _work(
+    config: Config, engine: EmbeddedEngine, chat: ChatFormat, stops: tuple[int, ...], address: Address
+) -> None:
     rewards = await make_scoring(config)
-    channel = WorkerChannel(f"tcp://127.0.0.1:{port}", worker_id="w", incarnation="1", limits=Limits(), keys=None)
+    channel = make_channel(address)
     receiver = Receiver(
         worker_id="w",
         policy_version=lambda: engine.statistics().policy_version,

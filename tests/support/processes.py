@@ -35,6 +35,12 @@ def processes_with(words: Iterable[str], among: Iterable[psutil.Process] | None 
     return [process for process in everywhere if wanted <= set(command_of(process))]
 
 
+def wire_port(learner: psutil.Process) -> int | None:
+    """Return the port of the wire, of a run with wire.transport=tcp; None if the process has ended."""
+    words = (word for word in command_of(learner) if word.startswith("--wire=tcp://"))
+    return next((int(word.rpartition(":")[2]) for word in words), None)
+
+
 def ends_of_logs(files: Iterable[Path], *, num_lines: int = 60) -> str:
     """Return the name and the last lines of each file that is not empty."""
     ends = ((file.name, file.read_text(errors="replace").splitlines()[-num_lines:]) for file in sorted(files))

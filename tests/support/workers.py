@@ -1,27 +1,84 @@
 """A rollout worker's end of the wire without an engine: the real protocol and channel, driven by a test."""
 
 import asyncio
+import atexit
+import dataclasses
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
 from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire import messages as wire
-from areal_rloo.wire.channels import WorkerChannel
+from areal_rloo.wire.address import Address, SocketFile, TcpAddress
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Duty
-from areal_rloo.wire.security import CurveKeys
+from areal_rloo.wire.security import CurveKeys, load_keys, make_keys
 
 LIMITS = Limits()
 ENGINE = EngineState(0, 0, wire.Work())
 
 
+def fresh_address() -> SocketFile:
+    """Return an address in a private folder, which is removed at the end of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="wire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return SocketFile.inside(folder)
+
+
 def make_channel(
-    port: int, worker_id: str = "w", incarnation: str = "1", *, limits: Limits = LIMITS, keys: CurveKeys | None = None
+    address: Address, worker_id: str = "w", incarnation: str = "1", *, limits: Limits = LIMITS
 ) -> WorkerChannel:
-    return WorkerChannel(
-        f"tcp://127.0.0.1:{port}", worker_id=worker_id, incarnation=incarnation, limits=limits, keys=keys
+    return WorkerChannel(address, worker_id=worker_id, incarnation=incarnation, limits=limits)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The address for the learner to bind, and the keys of the workers if the address is TCP."""
+
+    address: Address
+    worker_keys: CurveKeys | None = None
+
+    def of_worker(self, bound: Address) -> Address:
+        """Return the address that the learner has bound, with the keys of a worker."""
+        if isinstance(bound, SocketFile):
+            return bound
+        assert self.worker_keys is not None, "TCP has keys"
+        return dataclasses.replace(bound, keys=self.worker_keys)
+
+    def run(self, scenario: Callable[[LearnerChannel, Address], Awaitable[None]], *, limits: Limits = LIMITS) -> None:
+        """Run a scenario with a learner, and the address for workers."""
+
+        async def main() -> None:
+            learner = LearnerChannel.bind(self.address, limits=limits)
+            try:
+                async with asyncio.timeout(30):
+                    await scenario(learner, self.of_worker(learner.address))
+            finally:
+                learner.close()
+
+        asyncio.run(main())
+
+
+async def connected_channel(address: Address, *, incarnation: str = "1", limits: Limits = LIMITS) -> WorkerChannel:
+    channel = make_channel(address, incarnation=incarnation, limits=limits)
+    assert await channel.connected(30), "the learner does not answer"
+    return channel
+
+
+def make_ends(kind: Literal["ipc", "tcp", "tcp6"], folder: Path) -> Ends:
+    """Make a socket file, or a TCP address and keys in this folder."""
+    if kind == "ipc":
+        return Ends(fresh_address())
+    make_keys(folder / "keys")
+    host = "::1" if kind == "tcp6" else "127.0.0.1"
+    return Ends(
+        TcpAddress(host, 0, load_keys(folder / "keys", end="learner")), load_keys(folder / "keys", end="worker")
     )
 
 
@@ -50,9 +107,11 @@ class Played:
     protocol: WorkerProtocol
 
     @classmethod
-    def at(cls, port: int, worker_id: str = "w", incarnation: str = "1", *, capacity_samples: int = 8) -> "Played":
+    def at(
+        cls, address: Address, worker_id: str = "w", incarnation: str = "1", *, capacity_samples: int = 8
+    ) -> "Played":
         protocol = make_protocol(worker_id, incarnation, capacity_samples=capacity_samples)
-        return cls(make_channel(port, worker_id, incarnation), protocol)
+        return cls(make_channel(address, worker_id, incarnation), protocol)
 
     def send_due(self) -> None:
         for message in self.protocol.poll(time.monotonic(), ENGINE):

@@ -6,6 +6,7 @@ these are stopped. If this process is killed, Linux kills the server, and SGLang
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ _BESIDE = Path(".venv-sglang/bin/python")
 _VERSION_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
+_START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
 _ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # a log line and the traceback
 _ERROR = re.compile(r"Error|ERROR|error:")
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # CPU cores of each rank
@@ -93,7 +95,7 @@ class ServerProcess:
         try:
             with open_private(secrets_file, "wb") as file:
                 file.write(f"api-key: {self.api_key}\n".encode())
-            with open_private(log, "ab") as output:  # SGLang logs all options, with the api key
+            with open_private(log, "ab") as output:  # SGLang logs all options, with the api key (`forget_secrets`)
                 process = subprocess.Popen(
                     bound_to_this_process(command, signal.SIGKILL),
                     env={**os.environ, **environment(plan)},
@@ -113,8 +115,13 @@ class ServerProcess:
         return self._leader.exit_code()
 
     def forget_secrets(self) -> None:
-        """Remove the file with the api key; the server has read it."""
+        """Remove the file with the api key, which the server has read, and the key from the log of the start."""
         self._secrets.close()
+        with contextlib.suppress(OSError), self.log.open("r+b") as file:
+            file.seek(self._log_start)
+            for found in re.finditer(self.api_key.encode(), file.read(_START_BYTES)):
+                file.seek(self._log_start + found.start())
+                file.write(b"*" * len(self.api_key))  # the length stays: the server appends meanwhile
 
     def kill(self) -> None:
         """Kill the session, and reap the server."""

@@ -24,7 +24,7 @@ _HUB = "https://huggingface.co"
 def check_ports(situation: Situation) -> Iterator[Finding]:
     """Check for ports of the config in use. All other ports of a run are chosen among free ones."""
     for key, host, port in _ports(situation.config):
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host if is_loopback(host) else "", port))
@@ -45,11 +45,12 @@ def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
 def check_wire_host(situation: Situation) -> Iterator[Finding]:
     """Compare wire.host with the addresses of this host."""
     host = situation.config.wire.host
+    fix = "set wire.host to an address that `ip address` shows on the learner's host"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return  # a name; the lookup may be slow
-    fix = "set wire.host to an address that `ip address` shows on the learner's host"
+        yield from _name_findings(host, fix)
+        return
     if address.is_unspecified:
         yield unsure("wire.host", f"{host} is no address that workers on other hosts can connect to", fix)
         return
@@ -58,6 +59,14 @@ def check_wire_host(situation: Situation) -> Iterator[Finding]:
             probe.bind((host, 0))
         except OSError as error:
             yield wrong("wire.host", f"{host} is no address of this host ({error.strerror})", fix)
+
+
+def _name_findings(name: str, fix: str) -> Iterator[Finding]:
+    """Look up a name: ZeroMQ takes the IPv4 address."""
+    try:
+        call_within(_ANSWER_S, lambda: socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM))
+    except OSError as error:
+        yield wrong("wire.host", f"{name} is a name without an IPv4 address here: {first_line(error)}", fix)
 
 
 def check_host_name(situation: Situation) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_rloo.errors import TrainingError, first_line
-from areal_rloo.weights.collective import address_towards
+from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
 
 _PATIENCE = timedelta(days=30)  # while waiting for a command: a batch may take any time
 _TAG_SIZE, _TAG_BODY = 1, 2
@@ -47,14 +48,17 @@ class Ranks:
             timeout_s: of the rendezvous and of every collective.
         """
         timeout = timedelta(seconds=timeout_s)
-        _use_interface_towards(address.rpartition(":")[0])
+        parts = urlsplit(f"tcp://{address}")
+        host, port = parts.hostname or "", parts.port or 0
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(device.index or 0)  # the launcher makes only its own GPU visible to each rank
         try:
-            dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=num, timeout=timeout)
-        except RuntimeError as error:
+            _use_interface_towards(host)
+            store = (serve_store if rank == 0 else join_store)(host, port, timeout_s=timeout_s)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num, timeout=timeout)
+        except (RuntimeError, OSError) as error:
             raise TrainingError(
                 f"learner rank {rank} of {num} did not connect to the other ranks at {address} within {timeout_s:g} s: "
                 f"{first_line(error)}"

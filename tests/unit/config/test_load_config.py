@@ -239,6 +239,18 @@ def test_contradicting_values_are_refused_with_expected_and_actual(override: str
     assert "got" in message
 
 
+@pytest.mark.parametrize("host", ["[::1]", "fe80::1%eth0"])
+def test_an_ipv6_host_with_brackets_or_a_zone_is_refused(host: str) -> None:
+    assert "wire.host: expected an address without brackets" in refusal("quickstart.yaml", f"wire.host='{host}'")
+
+
+def test_an_ipv6_host_is_refused_for_the_collectives_of_sglang() -> None:
+    sglang = ("rollout.engine=sglang", "wire.host=fd00::1")
+    assert "wire.host: expected an IPv4 address with rollout.engine=sglang" in refusal("quickstart.yaml", *sglang)
+    load_config("quickstart.yaml", [*sglang, "weights.transport=shared_memory"])
+    load_config("quickstart.yaml", ["wire.host=fd00::1"])
+
+
 def test_a_missing_file_is_refused_with_the_shipped_names() -> None:
     message = refusal("nope.yaml")
     assert message.startswith("nope.yaml: no such config file")

@@ -11,6 +11,7 @@ import zmq
 from support.full_disk import disk_of
 from support.intakes import MANIFEST, make_broadcaster, make_intake, make_offers
 from support.patience import PATIENCE_S, eventually
+from support.workers import fresh_address
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 
 def _channel() -> LearnerChannel:
-    return LearnerChannel.bind("127.0.0.1", 0, limits=Limits(), keys=None)
+    return LearnerChannel.bind(fresh_address(), limits=Limits())
 
 
 def test_a_call_returns_the_result_or_raises_the_error() -> None:
@@ -261,7 +262,7 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
 
     peer = zmq.Context.instance().socket(zmq.DEALER)
     peer.set_hwm(2 * num)
-    peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
+    peer.connect(service.channel.address.endpoint)
     frames = encode(Heartbeat(None, 1, 0, b"", 0, 0, False, Work()))
     for _ in range(num):
         peer.send_multipart(frames)
@@ -281,7 +282,7 @@ def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatc
     waiting = threading.Thread(target=service.take_batch, daemon=True)
     waiting.start()
     peer = zmq.Context.instance().socket(zmq.DEALER)
-    peer.connect(f"tcp://127.0.0.1:{service.channel.port}")
+    peer.connect(service.channel.address.endpoint)
     peer.send_multipart(encode(Hello("w", "1", 4, 0, None, 1, 0, (), Work())))
     waiting.join(60)
     assert not waiting.is_alive()

@@ -8,7 +8,16 @@ import pytest
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement, place, resized, with_counts
-from areal_rloo.launcher.plan import JobRequest, Plan, ProcessSpec, as_json, as_table, on_network, plan_run
+from areal_rloo.launcher.plan import (
+    JobRequest,
+    Plan,
+    ProcessSpec,
+    as_json,
+    as_table,
+    on_network,
+    plan_run,
+    wire_address,
+)
 
 SGLANG = "rollout.engine=sglang"
 ON_GPUS = ("rollout.device=auto", "learner.device=auto")
@@ -31,7 +40,8 @@ def placed(*overrides: str, on: list[Host]) -> tuple[Config, Placement]:
 
 def planned(*overrides: str, on: list[Host] | None = None) -> Plan:
     config, placement = placed(*overrides, on=on or hosts())
-    request = JobRequest(config, placement, Path("/run"), 1, 9, resume=False)
+    wire = wire_address(config, 1, Path("/private") if len(placement.hosts) == 1 else None)
+    request = JobRequest(config, placement, Path("/run"), wire, 9, resume=False)
     return plan_run(request, model_path="/model")
 
 
@@ -105,23 +115,42 @@ def test_learner_ranks_are_packed_and_workers_are_spread() -> None:
     assert len({(spec.host, gpu) for spec in running(plan) for gpu in spec.gpu_ids}) == 16
 
 
-def test_several_hosts_use_the_learner_s_address_and_curve() -> None:
+def test_several_hosts_use_the_learner_s_address() -> None:
     config, _ = placed("rollout.num_workers=2", on=hosts(2, gpus=0))
-    assert (config.wire.host, config.curve) == ("10.0.0.1", True)
+    assert config.wire.host == "10.0.0.1"
     plan = planned("rollout.num_workers=2", on=hosts(2, gpus=0))
     assert [spec.host for spec in running(plan)] == ["n0", "n1", "n0"]
-    assert all("--address=tcp://10.0.0.1:1" in spec.command for spec in plan.workers)
+    assert all("--wire=tcp://10.0.0.1:1" in spec.command for spec in running(plan))
     assert "--same-host" not in plan.learner[0].command
-    assert "--meeting=10.0.0.1:9" in plan.learner[0].command
+    assert "--meeting=127.0.0.1:9" in plan.learner[0].command, "all ranks are on one host"
+    spread = planned("rollout.num_workers=1", "learner.num_ranks=10", *ON_GPUS, on=hosts(3))
+    assert all("--meeting=10.0.0.1:9" in spec.command for spec in spread.learner)
     assert plan.preparation is not None
     assert plan.preparation.host == "n0"
     assert "--models=/run/models" in plan.preparation.command
 
 
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [
+        ((), "ipc:///private/learner"),
+        (("wire.host=::1",), "ipc:///private/learner"),
+        (("wire.transport=tcp",), "tcp://127.0.0.1:1"),
+        (("wire.transport=tcp", "wire.host=::1"), "tcp://[::1]:1"),
+        (("wire.port=7",), "tcp://127.0.0.1:7"),
+        (("wire.host=10.0.0.1",), "tcp://10.0.0.1:1"),
+    ],
+)
+def test_a_wire_on_one_host_is_a_socket_file_unless_tcp_is_asked(options: tuple[str, ...], address: str) -> None:
+    plan = planned("rollout.num_workers=2", *options, on=hosts(gpus=0))
+    assert all(f"--wire={address}" in spec.command for spec in running(plan))
+
+
 def test_a_run_on_one_host_uses_loopback() -> None:
     config, _ = placed("rollout.num_workers=2", on=hosts(gpus=0))
-    assert (config.wire.host, config.curve) == ("127.0.0.1", False)
+    assert config.wire.host == "127.0.0.1"
     plan = planned("rollout.num_workers=2", on=hosts(gpus=0))
+    assert "--meeting=127.0.0.1:9" in plan.learner[0].command
     assert "--same-host" in plan.learner[0].command
     assert plan.preparation is not None
     assert not any("--models" in argument for argument in plan.preparation.command)

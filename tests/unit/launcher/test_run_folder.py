@@ -24,7 +24,7 @@ def test_the_newest_checkpoint_has_the_highest_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_files", range(5))
 def test_keys_of_a_killed_launcher_are_made_whole_by_the_next(tmp_path: Path, num_files: int) -> None:
-    config = load_config("quickstart.yaml", ["wire.curve=true"])
+    config = load_config("quickstart.yaml")
     (tmp_path / "whole").mkdir()
     write_beginning(tmp_path / "whole", config, [HOST])
     written = sorted((tmp_path / "whole" / "keys").iterdir())

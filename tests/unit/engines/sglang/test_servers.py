@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import eventually
 
 from areal_rloo.config import Config, RolloutConfig, SGLangConfig
 from areal_rloo.config.schema import validate
@@ -58,6 +59,23 @@ def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:
     server.kill()
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", server.port))
+
+
+def test_the_key_of_a_ready_server_is_in_no_file_and_no_command(tmp_path: Path) -> None:
+    log, python = tmp_path / "server.log", tmp_path / "python"
+    log.write_text("of an earlier run\n")
+    python.write_text('#!/bin/sh\ncat "$4"; echo options; cat "$4"; echo ready; exec sleep 100\n')  # logs its options
+    python.chmod(0o755)
+    server = ServerProcess(str(python), SGLangConfig(), _plan(), log)
+    eventually(lambda: "ready" in log.read_text(), "the server logs nothing")
+    assert log.read_text().count(server.api_key) == 2
+    assert server.api_key not in Path(f"/proc/{server.pid}/cmdline").read_text()
+    assert server.api_key.encode() not in Path(f"/proc/{server.pid}/environ").read_bytes()
+    server.forget_secrets()
+    hidden = f"api-key: {'*' * len(server.api_key)}\n"
+    assert log.read_text() == f"of an earlier run\n{hidden}options\n{hidden}ready\n"
+    assert log.stat().st_mode & 0o777 == 0o600
+    server.kill()
 
 
 def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) -> None:

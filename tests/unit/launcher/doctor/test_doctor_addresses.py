@@ -55,7 +55,17 @@ def test_the_metrics_port_is_checked_on_the_metrics_host() -> None:
 def test_a_wire_host_of_another_host_is_wrong() -> None:
     assert "is no address of this host" in only(check_wire_host, "wrong", "wire.host=203.0.113.7").what
     assert only(check_wire_host, "unsure", "wire.host=0.0.0.0")
-    assert found(check_wire_host, "wire.host=127.0.0.1") == []
+    for good in ("127.0.0.1", "localhost", *(["::1"] if socket.has_dualstack_ipv6() else [])):
+        assert found(check_wire_host, f"wire.host={good}") == []
+    said = only(check_wire_host, "wrong", "wire.host=nobody.invalid").what
+    assert said.startswith("nobody.invalid is a name without an IPv4 address here")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this host")
+def test_a_port_of_an_ipv6_address_in_use_is_wrong() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        assert only(check_ports, "wrong", f"wire.port={port}", "wire.host=::1").name == "wire.port"
 
 
 def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,180 @@
+"""The learner's address on the wire: a socket file on a single host, or TCP with CURVE keys.
+
+Nothing else is an address, and only this module makes, binds and connects sockets, so there is no TCP without keys. The
+launcher writes an address as text, for the command lines of the processes; the keys are in files of the run folder.
+
+    ipc:///dev/shm/areal_rloo-wire-k3x9/learner    the owner of the folder alone can connect
+    tcp://10.0.0.1:5555, tcp://[fd00::1]:5555      the owner of the keys alone can connect
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from areal_rloo.errors import PreflightError
+from areal_rloo.ports import host_and_port
+from areal_rloo.wire.security import CurveKeys, load_keys
+
+_FILE_NAME = "learner"
+_IPC, _TCP = "ipc://", "tcp://"
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFile:
+    """A Unix socket. Only the owner may enter the folder, so no other user can connect, or listen there."""
+
+    path: Path
+
+    @classmethod
+    def inside(cls, folder: Path) -> SocketFile:
+        """Name the socket file of a private folder.
+
+        Raises:
+            PreflightError: the path is too long for the system.
+        """
+        path = folder / _FILE_NAME
+        num_bytes, longest = len(os.fsencode(path)), zmq.IPC_PATH_MAX_LEN
+        if num_bytes > longest:
+            raise PreflightError(
+                f"{path}: a path of {num_bytes} bytes, and the system takes at most {longest} for a socket file; set "
+                "TMPDIR to a shorter folder, or set wire.transport=tcp"
+            )
+        return cls(path)
+
+    @property
+    def endpoint(self) -> str:
+        return f"{_IPC}{self.path}"
+
+    def check(self) -> None:
+        """Make sure that no other user can enter the folder.
+
+        Raises:
+            PreflightError: the folder is missing, or open to others.
+        """
+        folder = self.path.parent
+        try:
+            found = folder.lstat()
+        except OSError as error:
+            raise PreflightError(
+                f"the wire: {error}; the launcher of the run has made this folder, and ended"
+            ) from error
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PreflightError(
+                f"the wire: expected {folder} to be a folder of user {os.geteuid()} with mode 0700, got user "
+                f"{found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}; other users could connect; start the run "
+                "again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A TCP port, with the keys of this end. Port 0 stands for a free port, for the learner's end alone."""
+
+    host: str
+    port: int
+    keys: CurveKeys
+
+    @property
+    def endpoint(self) -> str:
+        return f"{_TCP}{host_and_port(self.host, self.port)}"
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.host
+
+
+Address = SocketFile | TcpAddress
+
+
+def read_address(text: str, *, keys: Path, end: Literal["learner", "worker"]) -> Address:
+    """Read the address of the command line; `keys` is the folder of the run's keys.
+
+    Raises:
+        PreflightError: the keys are missing or open to others.
+    """
+    if text.startswith(_IPC):
+        return SocketFile(Path(text.removeprefix(_IPC)))
+    parts = urlsplit(text)
+    return TcpAddress(parts.hostname or "", parts.port or 0, load_keys(keys, end=end))
+
+
+def tcp_text(host: str, port: int) -> str:
+    """Write the address of a TCP port, for a command line."""
+    return f"{_TCP}{host_and_port(host, port)}"
+
+
+def make_socket(context: zmq.asyncio.Context, kind: int, address: Address) -> zmq.asyncio.Socket:
+    """Make a socket that fits the address: with the keys of this end for TCP, else in a private folder.
+
+    Raises:
+        PreflightError: other users can enter the folder.
+    """
+    if isinstance(address, SocketFile):
+        address.check()
+    socket: zmq.asyncio.Socket = context.socket(kind)
+    if isinstance(address, TcpAddress):
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
+        socket.curve_publickey, socket.curve_secretkey = address.keys.public, address.keys.secret
+    return socket
+
+
+def connect(socket: zmq.asyncio.Socket, address: Address) -> None:
+    """Connect the worker's end; the learner may be away."""
+    if isinstance(address, TcpAddress):
+        socket.curve_serverkey = address.keys.peer_public
+    socket.connect(address.endpoint)
+
+
+def bind(
+    socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, address: Address
+) -> tuple[Address, AsyncioAuthenticator | None]:
+    """Bind the learner's end; return the address with the port taken, and the authenticator of TCP to stop at the end.
+
+    Raises:
+        PreflightError: the address is taken, or is not of this host.
+    """
+    authenticator = _admit_workers(context, socket, address.keys) if isinstance(address, TcpAddress) else None
+    try:
+        # The socket file of a killed learner is replaced; the lock of the run folder keeps a second learner out.
+        socket.bind(address.endpoint)
+    except zmq.ZMQError as error:
+        if authenticator is not None:
+            authenticator.stop()
+        raise PreflightError(f"the wire: cannot bind {_advised(address, error)}") from error
+    if isinstance(address, TcpAddress):
+        port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        address = dataclasses.replace(address, port=port)
+    return address, authenticator
+
+
+def _admit_workers(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> AsyncioAuthenticator:
+    """Admit the key of this run's workers alone, before the socket is bound."""
+    authenticator = AsyncioAuthenticator(context)
+    authenticator.start()
+    admitted = SimpleNamespace(callback=lambda domain, key: key == keys.peer_public)
+    authenticator.configure_curve_callback("*", admitted)
+    socket.curve_server = True
+    return authenticator
+
+
+def _advised(address: Address, error: zmq.ZMQError) -> str:
+    if isinstance(address, SocketFile):
+        return f"{address.path}: {error}; free some disk, or set wire.transport=tcp"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    where = host_and_port(address.host, address.port)
+    if error.errno == errno.EADDRINUSE:
+        return f"{where}: {reason}; set wire.port to another port, or to 0"
+    return f"{where}: {reason}; set wire.host to an address that `ip address` shows on the learner's host"
