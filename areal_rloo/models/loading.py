@@ -14,13 +14,13 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import unreadable
+from areal_rloo.models.folder import check_family
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 _OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION}
-_ARCHITECTURES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 
 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
@@ -58,11 +58,7 @@ def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         model = make()
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(unreadable(path, error)) from error
-    if model.config.model_type not in _ARCHITECTURES:
-        raise ModelError(
-            f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
-            "whose logprobs depend only on hidden states and head, without soft caps, scales or windows"
-        )
+    check_family("model.path", path, model.config.model_type)
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch's types do not know this attribute

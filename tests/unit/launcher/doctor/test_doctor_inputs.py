@@ -65,7 +65,7 @@ def test_a_broken_index_is_reported(model: Path, index: str) -> None:
 def test_a_folder_without_weights_is_no_model(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "config.json").write_text("{}")
+    (bare / "config.json").write_text('{"model_type": "llama"}')
     assert "no .safetensors file in it" in only(check_models, "wrong", f"model.path={bare}").what
     checkpoint = tmp_path / "step-000001"
     checkpoint.mkdir()
