@@ -28,6 +28,7 @@ ArealRlooError
 import traceback
 
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
+_MOST_LINE, _MOST_SHOWN = 2000, 100  # characters
 
 EXIT_RANK_LOST = 3  # exit code of a learner rank that ended because another rank ended
 EXIT_WENT_BACK = 4  # exit code of a rollout worker that ended because the learner restarted from an older version
@@ -41,9 +42,15 @@ class ArealRlooError(Exception):
 
 
 class UserError(ArealRlooError):
-    """The user can fix this error. Programs print a single line `error: ...` and exit with code 2."""
+    """The user can fix this error. Programs print a single line `error: ...` and exit with code 2.
+
+    The text is made a single line, whatever a file name, a value or another program's message has in it.
+    """
 
     exit_code = 2
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_in_one_line(text))
 
 
 class ConfigError(UserError):
@@ -140,6 +147,20 @@ class UnsavedError(TrainingError):
     """The disk refused the last checkpoint of the run."""
 
     exit_code = EXIT_UNSAVED
+
+
+def shown(value: object) -> str:
+    """Show a value in an error: a text as it is, else the representation; shortened, without line breaks."""
+    text = _in_one_line(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _in_one_line(text: str) -> str:
+    """Join the lines of a text, and escape characters without a safe look in a terminal."""
+    joined = " ".join(text.split()) if "\n" in text or "\r" in text else text
+    if not joined.isprintable():
+        joined = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
+    return joined if len(joined) <= _MOST_LINE else f"{joined[:_MOST_LINE]}..."
 
 
 def first_line(error: BaseException) -> str:

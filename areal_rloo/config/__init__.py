@@ -2,8 +2,10 @@
 
 - `schema`: the root `Config`, the small sections, and the checks across sections.
 - `algorithm`, `data`, `launcher`, `learner`, `rollout`: one large section each, with the checks of that section.
-- `section`: the base struct, bounded numbers, and checks that several sections share.
+- `section`: the base struct, bounded numbers, and checks of hosts, URLs and paths.
 - `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
+- `reading`: reads YAML within limits, without a guess at types.
+- `typed`: gives the tree of a file the types of the structs.
 - `presets`: the values behind each name of `algorithm.preset`.
 - `resume`: which keys may change on a resume, and the effects.
 - `areal`: translates AReaL's spelling of norms and rejection sampling.

@@ -11,7 +11,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from areal_rloo.config.section import Natural, NonNegative, PositiveFloat, PositiveInt, Probability, Section
+from areal_rloo.config.section import (
+    Finite,
+    ManyCount,
+    Natural,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 
 NormLevel = Literal["group", "batch", "none"]
 _Published = Literal["rloo", "reinforce", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -33,9 +42,9 @@ class NormConfig(Section, frozen=True):
 class RewardsConfig(Section, frozen=True):
     """Shape a task's reward r before any norm: clip((r - penalties + bias) * scale)."""
 
-    bias: float = 0.0
-    scale: float = 1.0
-    clip: tuple[float, float] | None = None  # lowest and highest
+    bias: Finite = 0.0
+    scale: Finite = 1.0
+    clip: tuple[Finite, Finite] | None = None  # lowest and highest
     truncated_penalty: NonNegative = 0.0  # if the engine stopped at max_new_tokens
     missing_eos_penalty: NonNegative = 0.0  # if the last token is not a stop token; ignores finish_reason
     overlong_tokens: Natural = 0  # the cost rises over the last n of max_new_tokens; 0: no cost
@@ -54,8 +63,8 @@ class BehaviourWeightConfig(Section, frozen=True):
     level: Literal["token", "sequence"] = "token"
     metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
     aggregate: Literal["mean", "sum", "max"] = "mean"  # over a sequence: log w for `ratio`, else the metric
-    lower: float | None = None
-    upper: float | None = 5.0
+    lower: Finite | None = None
+    upper: Finite | None = 5.0
 
 
 class LossConfig(Section, frozen=True):
@@ -72,7 +81,7 @@ class LossConfig(Section, frozen=True):
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    entropy_coefficient: float = 0.0  # weight of the entropy bonus
+    entropy_coefficient: Finite = 0.0  # weight of the entropy bonus
 
     @property
     def of_tokens(self) -> bool:
@@ -101,7 +110,7 @@ class AlgorithmConfig(Section, frozen=True):
     """Keys that the file leaves out come from the preset."""
 
     preset: PresetName = "rloo"
-    group_size: PositiveInt = 8
+    group_size: ManyCount = 8
     max_staleness: Natural = 2  # eta; 0 is synchronous
     stale_tokens: Literal["mask", "drop", "wait"] = "mask"
     drop_groups_of_one: bool = True

@@ -28,8 +28,8 @@ def import_entry(path: str | None = None) -> None:
     path = path or os.environ.get(ENTRY)
     if path is None or "entry" in sys.modules:
         return
-    os.environ[ENTRY] = path  # for child processes
     sys.modules["entry"] = _imported("run.entry", path)
+    os.environ[ENTRY] = path  # for child processes
 
 
 def import_function(key: str, path: str) -> Callable[..., Any]:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from areal_rloo.config.section import Natural, PositiveFloat, PositiveInt, Section, owned_mistakes
+from areal_rloo.config.section import (
+    Count,
+    CountOrNone,
+    Natural,
+    Seconds,
+    Section,
+    owned_mistakes,
+    path_mistakes,
+)
+from areal_rloo.errors import shown
 
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # see _seconds
+_TIME = re.compile(r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}")  # see _seconds
+_ARGUMENT = re.compile(r"-{0,2}[A-Za-z][A-Za-z0-9_-]*")
 _WARNS_EARLY_S = 60  # Slurm may send --signal this much early (manual of sbatch)
 _OWNED = {  # options of sbatch that the launcher sets
     "nodes": "set launcher.num_hosts",
@@ -37,10 +47,12 @@ class SlurmConfig(Section, frozen=True):
 
     partition: str | None = None
     account: str | None = None
-    time_limit: str | int | None = None  # in quotes, as sbatch takes it: "30", "1:30:00", "2-12"; null: the site's
-    warn_before_s: PositiveInt = 300  # the job gets a signal this long before the limit, drains and is requeued
+    time_limit: str | None = None  # as sbatch takes it: 30, 1:30:00, 2-12; null: the site's
+    warn_before_s: Annotated[int, msgspec.Meta(ge=1, le=30 * 86400)] = (
+        300  # the job gets a signal this long before the limit, drains and is requeued
+    )
     requeue: bool = True  # false: a job at the time limit drains and ends
-    num_seeds: PositiveInt = 1  # above 1: a job array with run.seed, run.seed + 1, ... and a folder for each
+    num_seeds: Count = 1  # above 1: a job array with run.seed, run.seed + 1, ... and a folder for each
     # More options of sbatch, by name.
     arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
     setup: str = ""  # shell lines before the run: modules, an environment, variables
@@ -55,17 +67,19 @@ class ContainerConfig(Section, frozen=True):
 
 
 class LauncherConfig(Section, frozen=True):
-    num_hosts: PositiveInt = 1  # in a larger Ray cluster, Ray may use the other hosts too
-    cores_per_host: Natural = 0  # for the run; 0: all
-    gpus_per_host: Natural | None = None  # null: all
+    num_hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = (
+        1  # in a larger Ray cluster, Ray may use the other hosts too
+    )
+    cores_per_host: CountOrNone = 0  # for the run; 0: all
+    gpus_per_host: CountOrNone | None = None  # null: all
     memory_per_host: Natural = 0  # bytes; 0: all
     max_restarts: Natural = 10  # of each rollout worker, within a day
     max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
-    drain_timeout_s: PositiveFloat = 60.0
+    drain_timeout_s: Seconds = 60.0
     # A process whose event loop stands still for this long, or whose embedded engine decodes and makes no token, ends
     # with exit code 1 and is restarted; null: never.
-    hang_timeout_s: PositiveFloat | None = 600.0
-    place_timeout_s: PositiveFloat = 600.0  # until Ray has room for all processes, or for restarted processes
+    hang_timeout_s: Seconds | None = 600.0
+    place_timeout_s: Seconds = 600.0  # until Ray has room for all processes, or for restarted processes
     min_free_disk_bytes: Natural = 200 * 2**20
     slurm: SlurmConfig = SlurmConfig()
     container: ContainerConfig = ContainerConfig()
@@ -74,15 +88,10 @@ class LauncherConfig(Section, frozen=True):
 def launcher_mistakes(launcher: LauncherConfig) -> Iterator[str]:
     """Check dependent options; give the text of each error."""
     slurm, container = launcher.slurm, launcher.container
-    if isinstance(slurm.time_limit, int):
-        yield (
-            f"launcher.slurm.time_limit: expected text in quotes inside the value, as launcher.slurm.time_limit="
-            f"'\"1:30:00\"', got the number {slurm.time_limit}; without quotes, YAML reads 1:30:00 as a number"
-        )
-    elif slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):
+    if slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):
         yield (
             f"launcher.slurm.time_limit: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
-            f"'{slurm.time_limit}'"
+            f"'{shown(slurm.time_limit)}'"
         )
     elif slurm.time_limit is not None and 0 < _seconds(slurm.time_limit) <= slurm.warn_before_s + _WARNS_EARLY_S:
         yield (
@@ -90,6 +99,8 @@ def launcher_mistakes(launcher: LauncherConfig) -> Iterator[str]:
             f"minute (Slurm may warn early), got '{slurm.time_limit}'; the warning would come at the start of the job"
         )
     yield from owned_mistakes("launcher.slurm.arguments", slurm.arguments, _OWNED)
+    yield from _lines_mistakes(slurm)
+    yield from path_mistakes("launcher.container.image", container.image)
     if slurm.warn_before_s <= launcher.drain_timeout_s:
         yield (
             f"launcher.slurm.warn_before_s: expected more than launcher.drain_timeout_s={launcher.drain_timeout_s:g}, "
@@ -103,6 +114,17 @@ def launcher_mistakes(launcher: LauncherConfig) -> Iterator[str]:
     for mount in container.mounts:
         if mount.count(":") not in (1, 2) or not mount.startswith("/"):
             yield f"launcher.container.mounts: expected /SOURCE:/TARGET, got '{mount}'"
+
+
+def _lines_mistakes(slurm: SlurmConfig) -> Iterator[str]:
+    """Refuse texts that would end a line of the job script."""
+    for name in slurm.arguments:
+        if not _ARGUMENT.fullmatch(name):
+            yield f"launcher.slurm.arguments: expected names of options of sbatch, got '{shown(name)}'"
+    arguments = {f"arguments.{name}": value for name, value in slurm.arguments.items()}
+    for name, value in {"partition": slurm.partition, "account": slurm.account, **arguments}.items():
+        if isinstance(value, str) and not value.isprintable():
+            yield f"launcher.slurm.{name}: expected a single line, got '{shown(value)}'"
 
 
 def _seconds(time_limit: str) -> int:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from areal_rloo.config.section import AutoInt, Natural, NonNegative, PositiveFloat, PositiveInt, Section, Share
+from areal_rloo.config.section import (
+    AutoInt,
+    Count,
+    CountOrNone,
+    ManyCount,
+    Natural,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Share,
+    Tokens,
+)
 
 _MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of a number has no effect
 
@@ -30,22 +43,22 @@ class LoraConfig(Section, frozen=True):
 
 
 class LearnerConfig(Section, frozen=True):
-    device: str = "auto"  # auto | cpu | cuda
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     # Processes, each on an own device, that share weights, gradients and states. auto: a quarter of the GPUs.
     num_ranks: AutoInt = 1
-    num_replicas: PositiveInt = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
-    num_threads: Natural = 0  # CPU threads of a rank; 0: an equal share of the cores
+    num_replicas: Count = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
+    num_threads: CountOrNone = 0  # CPU threads of a rank; 0: an equal share of the cores
     num_train_steps: PositiveInt = 100
-    groups_per_step: PositiveInt = 32
+    groups_per_step: ManyCount = 32
     num_minibatches: PositiveInt = 1
-    microbatch_tokens: PositiveInt = 8192  # of a forward and backward pass on a rank
+    microbatch_tokens: Tokens = 8192  # of a forward and backward pass on a rank
     gradient_checkpointing: bool = False  # keep only the input of each layer, and compute the layer twice
     offload: Literal["none", "optimizer", "parameters"] = "none"  # kept in CPU memory between uses
     compile: bool = False  # torch.compile of each layer
     kernels: Literal["torch", "liger"] = "torch"  # of norms, rotations and activations; liger needs a GPU
     lora: LoraConfig | None = None  # null: all weights are trained
     max_skipped_steps: Natural = 3  # non-finite steps in a row before the run stops
-    collective_timeout_s: PositiveFloat = 600.0  # a rank that does not respond for this long ends the run
+    collective_timeout_s: Seconds = 600.0  # a rank that does not respond for this long ends the run
     peak_flops: PositiveFloat | None = None  # of a rank's device, for the MFU; null: from the data sheet, if known
     optimizer: OptimizerConfig = OptimizerConfig()
 

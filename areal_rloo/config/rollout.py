@@ -10,16 +10,23 @@ import msgspec
 
 from areal_rloo.config.section import (
     AutoInt,
+    Count,
+    CountOrNone,
     Finite,
+    ManyCount,
     Natural,
     PositiveFloat,
     PositiveInt,
     Probability,
     ProcessBytes,
+    Seconds,
     Section,
     Share,
+    Tokens,
     is_loopback,
     owned_mistakes,
+    path_mistakes,
+    url_mistakes,
 )
 
 BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
@@ -49,7 +56,7 @@ class SamplingConfig(Section, frozen=True):
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
     top_k: Natural = 0
-    max_new_tokens: PositiveInt = 512
+    max_new_tokens: Tokens = 512
     min_new_tokens: Natural = 0
     # Accept top_p < 1, top_k > 0 or min_new_tokens > 0, although the learner's logprobs are of the full distribution.
     allow_truncated: bool = False
@@ -62,7 +69,7 @@ class EmbeddedConfig(Section, frozen=True):
     # When the cache is full, the completion submitted last is preempted and computed again later. null: 1.25 times
     # num_slots full contexts, limited to half of the free memory after loading the weights.
     cache_tokens: PositiveInt | None = None
-    prefill_chunk_tokens: PositiveInt = 512  # prompt tokens computed between two decode steps while others decode
+    prefill_chunk_tokens: Tokens = 512  # prompt tokens computed between two decode steps while others decode
 
 
 class SGLangConfig(Section, frozen=True):
@@ -74,19 +81,19 @@ class SGLangConfig(Section, frozen=True):
     urls: tuple[str, ...] = ()  # running servers, as many as rollout workers; empty: the workers start servers
     api_key_env: str | None = None  # environment variable with the key of these servers
     pause: Literal["in_place", "retract"] = "in_place"  # while weights load: keep the cache, or recompute it afterwards
-    start_timeout_s: PositiveFloat = 600.0  # limit for the start of a server; large models take minutes
-    health_every_s: PositiveFloat = 5.0
-    health_timeout_s: PositiveFloat = 30.0  # a server without a good answer for this long counts as hung
+    start_timeout_s: Seconds = 600.0  # limit for the start of a server; large models take minutes
+    health_every_s: Seconds = 5.0
+    health_timeout_s: Seconds = 30.0  # a server without a good answer for this long counts as hung
     # A request without an answer for this long is aborted, and continues from the tokens so far.
-    request_timeout_s: PositiveFloat = 900.0
+    request_timeout_s: Seconds = 900.0
     max_server_restarts: Natural = 3  # in a row; then the worker exits, and the launcher decides
 
 
 class PythonToolConfig(Section, frozen=True):
     """Limits of a program of the policy. The program has no network, no other process, and an own folder."""
 
-    cpu_s: PositiveFloat = 5.0
-    wall_s: PositiveFloat = 10.0
+    cpu_s: Seconds = 5.0
+    wall_s: Seconds = 10.0
     memory_bytes: PositiveInt = 512 * 2**20
 
 
@@ -102,11 +109,11 @@ class EpisodeConfig(Section, frozen=True):
     tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use
     python: PythonToolConfig = PythonToolConfig()
     agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
-    num_agents: PositiveInt | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
-    agent_timeout_s: PositiveFloat = 600.0  # agent: of a session; then the sample is dropped
+    num_agents: ManyCount | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
+    agent_timeout_s: Seconds = 600.0  # agent: of a session; then the sample is dropped
     # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. The default is
     # for episodes that hang: 64k tokens at 15 tokens a second take 71 minutes.
-    timeout_s: PositiveFloat = 7200.0
+    timeout_s: Seconds = 7200.0
 
     @property
     def built_in(self) -> bool:
@@ -116,19 +123,19 @@ class EpisodeConfig(Section, frozen=True):
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang"] = "embedded"
     num_workers: AutoInt = 1  # auto or 0: as many as GPUs without a learner rank, or as hosts
-    device: str = "auto"  # auto | cpu | cuda
-    num_threads: Natural = 0  # CPU threads of a worker; 0: an equal share of the cores
-    num_slots: PositiveInt = 64  # completions decoded together
-    lease_ahead_samples: PositiveInt | None = None  # leased beyond the slots; null: the worker's share of a batch
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
+    num_slots: ManyCount = 64  # completions decoded together
+    lease_ahead_samples: ManyCount | None = None  # leased beyond the slots; null: the worker's share of a batch
     episode: EpisodeConfig = EpisodeConfig()
-    num_reward_workers: PositiveInt = 2  # processes for scoring completions
-    num_async_rewards: PositiveInt = 64  # concurrent network-bound rewards
-    reward_timeout_s: PositiveFloat = 30.0  # of a reward, from the start of the call
+    num_reward_workers: Count = 2  # processes for scoring completions
+    num_async_rewards: ManyCount = 64  # concurrent network-bound rewards
+    reward_timeout_s: Seconds = 30.0  # of a reward, from the start of the call
     # Memory of a process for rewards, and of each process that a reward starts. A reward beyond it drops its sample.
     reward_memory_bytes: ProcessBytes = 8 * 2**30
     max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
-    tensor_parallel: PositiveInt = 1  # devices that share a copy of the model
+    tensor_parallel: Count = 1  # devices that share a copy of the model
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -142,6 +149,7 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
     """Check dependent options; give the text of each error. `context_tokens`: longest prompt plus completion."""
     yield from _episode_mistakes(rollout.episode)
     yield from _sampling_mistakes(rollout.sampling)
+    yield from path_mistakes("rollout.sglang.python", rollout.sglang.python)
     if rollout.engine == "sglang":
         yield from owned_mistakes("rollout.sglang.arguments", rollout.sglang.arguments, _OWNED)
         yield from _urls_mistakes(rollout, wire_host=wire_host, transport=transport)
@@ -187,8 +195,7 @@ def _urls_mistakes(rollout: RolloutConfig, *, wire_host: str, transport: str) ->
     if len(set(sglang.urls)) != len(sglang.urls):
         yield f"rollout.sglang.urls: expected different servers, got {list(sglang.urls)}"
     for url in sglang.urls:
-        if not url.startswith(("http://", "https://")):
-            yield f"rollout.sglang.urls: expected http://HOST:PORT, got '{url}'"
+        yield from url_mistakes("rollout.sglang.urls", url)
         if not is_loopback(urlsplit(url).hostname or "") and (is_loopback(wire_host) or transport == "shared_memory"):
             yield (
                 f"rollout.sglang.urls: {url} is on another machine, which cannot receive weights from wire.host="

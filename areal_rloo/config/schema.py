@@ -6,6 +6,7 @@ options are properties, not options. `validate` runs once, after loading; all ot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -17,20 +18,30 @@ from areal_rloo.config.launcher import LauncherConfig, launcher_mistakes
 from areal_rloo.config.learner import LearnerConfig, learner_mistakes
 from areal_rloo.config.rollout import RolloutConfig, rollout_mistakes
 from areal_rloo.config.section import (
+    Count,
+    ManyCount,
     MessageBytes,
     Natural,
     Port,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
     Share,
+    Tokens,
+    host_mistakes,
     is_loopback,
+    path_mistakes,
 )
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, shown
+
+_NAME = re.compile(r"\w[\w.+=@-]*")
+_MOST_NAME = 64
+_TOKEN_BYTES = 20  # of a token in a message: the id, the logprob, a span and a reward, 4 bytes a number
 
 
 class RunConfig(Section, frozen=True):
-    name: str = "run"
+    name: str = "run"  # begins the name of the folder
     seed: Natural = 0
     folder: str | None = None  # null: runs/<name>-<time>
     entry: str | None = None  # module or file.py that every process imports; `entry:name` refers to names in it
@@ -45,7 +56,7 @@ class WarmStartConfig(Section, frozen=True):
     until_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7  # stop at this accuracy,
     keep_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5  # and keep the last weights at or below this one
     max_steps: Natural = 4000
-    batch_size: PositiveInt = 8  # many small steps learn faster than few large steps
+    batch_size: ManyCount = 8  # many small steps learn faster than few large steps
     learning_rate: PositiveFloat = 1e-3
     error_rate: Share = 0.1  # share of wrong steps in the demonstrations
 
@@ -54,11 +65,11 @@ class TinyModelConfig(Section, frozen=True):
     """Recipe of the built-in tiny model, used if `model.path` is `tiny`."""
 
     architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
-    hidden_size: PositiveInt = 96
-    num_layers: PositiveInt = 3
-    num_heads: PositiveInt = 6
-    num_kv_heads: PositiveInt = 6
-    max_position: PositiveInt = 4096
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 96
+    num_layers: Count = 3
+    num_heads: Count = 6
+    num_kv_heads: Count = 6
+    max_position: Tokens = 4096
     seed: Natural = 0
     warm_start: WarmStartConfig | None = WarmStartConfig()  # null: keep the random weights
 
@@ -80,8 +91,8 @@ class ModelConfig(Section, frozen=True):
 
 class WeightsConfig(Section, frozen=True):
     transport: Literal["auto", "collective", "shared_memory"] = "auto"
-    bucket_bytes: PositiveInt = 64 * 2**20
-    timeout_s: PositiveFloat = 60.0  # a worker that has not received a version after this time is left out
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=2**16, le=2**40)] = 64 * 2**20
+    timeout_s: Seconds = 60.0  # a worker that has not received a version after this time is left out
 
 
 class WireConfig(Section, frozen=True):
@@ -89,12 +100,12 @@ class WireConfig(Section, frozen=True):
     transport: Literal["auto", "tcp"] = "auto"
     host: str = "127.0.0.1"  # of TCP, whose messages are always encrypted, and of the weights' collectives
     port: Port = 0  # 0: a free port
-    heartbeat_s: PositiveFloat = 1.0
-    heartbeat_timeout_s: PositiveFloat = 15.0
+    heartbeat_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 15.0
     max_attempts: PositiveInt = 3  # leases of a sample before the sample is dropped
     # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
     # than any call of a tool, an agent or a reward.
-    stall_timeout_s: PositiveFloat = 1800.0
+    stall_timeout_s: Seconds = 1800.0
     max_message_bytes: MessageBytes = 256 * 2**20
     # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
     record: bool = False
@@ -110,7 +121,7 @@ class CheckpointConfig(Section, frozen=True):
 
 class EvaluationConfig(Section, frozen=True):
     every_n_versions: Natural = 10  # 0: only at the start and at the end
-    max_new_tokens: PositiveInt | None = None  # null: as in training
+    max_new_tokens: Tokens | None = None  # null: as in training
 
 
 class TelemetryConfig(Section, frozen=True):
@@ -194,6 +205,12 @@ def validate(config: Config) -> None:
 
 
 def _mistakes(config: Config) -> Iterator[str]:
+    yield from _name_mistakes(config.run.name)
+    yield from path_mistakes("run.folder", config.run.folder)
+    yield from path_mistakes("model.path", config.model.path)
+    yield from path_mistakes("model.reference.path", config.model.reference.path if config.model.reference else None)
+    yield from host_mistakes("wire.host", config.wire.host)
+    yield from host_mistakes("telemetry.metrics_host", config.telemetry.metrics_host)
     yield from algorithm_mistakes(config.algorithm, max_new_tokens=config.rollout.sampling.max_new_tokens)
     yield from data_mistakes(config.data)
     yield from learner_mistakes(config.learner)
@@ -211,6 +228,7 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"= {longest}, got {config.learner.microbatch_tokens}; a microbatch must hold the longest trajectory"
         )
     yield from _wire_host_mistakes(config)
+    yield from _wire_mistakes(config)
     if config.wire.heartbeat_timeout_s < 2 * config.wire.heartbeat_s:
         yield (
             f"wire.heartbeat_timeout_s: expected at least twice wire.heartbeat_s={config.wire.heartbeat_s}, "
@@ -232,4 +250,27 @@ def _wire_host_mistakes(config: Config) -> Iterator[str]:
         yield (
             f"wire.host: expected an IPv4 address with rollout.engine=sglang, whose servers cannot meet the learner at "
             f"{host}; name an IPv4 address, or set weights.transport=shared_memory"
+        )
+
+
+def _name_mistakes(name: str) -> Iterator[str]:
+    if not _NAME.fullmatch(name) or len(name.encode()) > _MOST_NAME:
+        yield (
+            f"run.name: expected a name for a folder, of at most {_MOST_NAME} letters, digits and -_.+=@, beginning "
+            f"with a letter or a digit, got '{shown(name)}'"
+        )
+
+
+def _wire_mistakes(config: Config) -> Iterator[str]:
+    least = 2**20 + _TOKEN_BYTES * config.context_tokens
+    if config.wire.max_message_bytes < least:
+        yield (
+            f"wire.max_message_bytes: expected at least {least}, for the longest sample of data.max_prompt_tokens and "
+            f"the longest completion together = {config.context_tokens}, got {config.wire.max_message_bytes}"
+        )
+    metrics_port, num_workers = config.telemetry.metrics_port, config.rollout.num_workers
+    if metrics_port and metrics_port + num_workers > 65535:
+        yield (
+            f"telemetry.metrics_port: expected at most {65535 - num_workers}, because rollout.num_workers="
+            f"{num_workers} workers use the next ports, got {metrics_port}"
         )

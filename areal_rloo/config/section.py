@@ -1,24 +1,43 @@
-"""Parts that every section of the config uses: the base struct, bounded numbers, and two checks."""
+"""Parts that every section of the config uses: the base struct, bounded numbers, hosts, URLs, paths, arguments."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-AutoInt = Annotated[int, msgspec.Meta(ge=0, extra={"auto": True})]  # the word `auto` is read as 0; the launcher decides
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+from areal_rloo.errors import shown
+
+_MOST_INT, _MOST_FLOAT = 2**62, 1e30  # sums of a few stay within 64 bits, and within the range of float32
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MOST_INT)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of hosts, processes, devices, layers
+CountOrNone = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+ManyCount = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of completions, prompts or connections at a time
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completion or a row
+# The word `auto` is read as 0; the launcher decides.
+AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST_FLOAT)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400)]  # up to 30 days
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 ProcessBytes = Annotated[int, msgspec.Meta(ge=2**28)]  # room for Python with torch
 MessageBytes = Annotated[int, msgspec.Meta(ge=2**20, le=2**31 - 1)]  # room for the longest report of a failure
+
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a host name
+_MOST_HOST, _MOST_PATH_BYTES, _MOST_PART_BYTES = 253, 1024, 255
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +52,46 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_host(text: str) -> bool:
+    """True for an address, or for a possible name of a host, which may not exist."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        named = all(_LABEL.fullmatch(label) for label in labels) and not labels[-1].isdigit()
+        return named and len(text) <= _MOST_HOST
+    return True
+
+
+def host_mistakes(key: str, host: str) -> Iterator[str]:
+    """Give an error for a text other than a host."""
+    if not is_host(host):
+        yield f"{key}: expected a host name or an address such as 127.0.0.1, got '{shown(host)}'"
+
+
+def url_mistakes(key: str, url: str) -> Iterator[str]:
+    """Give an error for a text other than the URL of a server."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
+    except ValueError:  # brackets without an address, a port above 65535
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        yield f"{key}: expected http://HOST:PORT or https://HOST:PORT, got '{shown(url)}'"
+
+
+def path_mistakes(key: str, path: str | None) -> Iterator[str]:
+    """Give an error for a text too long or too odd for a path; None is no path."""
+    if path is None:
+        return
+    longest = max((len(os.fsencode(part)) for part in PurePath(path).parts), default=0)
+    if not path.strip() or not path.isprintable():
+        yield f"{key}: expected a path of visible characters, got '{shown(path)}'"
+    elif longest > _MOST_PART_BYTES or len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        limits = f"{_MOST_PATH_BYTES} bytes, and {_MOST_PART_BYTES} for each part"
+        yield f"{key}: expected a path of at most {limits}, got '{shown(path)}'; shorten it"
 
 
 def argument_name(written: str) -> str:

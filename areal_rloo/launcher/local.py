@@ -21,7 +21,7 @@ from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import begin, check, hold, look, parse, placed, run_main, show_plan
+from areal_rloo.launcher.start import begin, check, hold, leaves_nothing, look, parse, placed, run_main, show_plan
 from areal_rloo.ports import ReservedPorts
 
 
@@ -45,12 +45,13 @@ def main(arguments: Sequence[str]) -> int:
             f"launcher.num_hosts: expected 1 with the local launcher, got {launcher.num_hosts}; "
             "start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm"
         )
-    hold(folder, options.config, resume=options.resume)
-    gpus = ClaimedGpus()
-    here = this_host(launcher)
-    config, placement = _placed(options.config, here, gpus)
-    gpus.keep(gpu_id for seat in placement.seats for gpu_id in seat.gpu_ids)
-    look(config, folder)
+    with leaves_nothing(folder):
+        hold(folder, options.config, resume=options.resume)
+        gpus = ClaimedGpus()
+        here = this_host(launcher)
+        config, placement = _placed(options.config, here, gpus)
+        gpus.keep(gpu_id for seat in placement.seats for gpu_id in seat.gpu_ids)
+        look(config, folder)
     with ReservedPorts(2) as reserved, _private_folder() as private_folder:
         request = begin(
             config, placement, folder, ports=reserved.ports, resume=options.resume, private_folder=private_folder

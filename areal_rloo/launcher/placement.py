@@ -9,6 +9,7 @@ the free GPUs, because they communicate with the learner only. All GPUs of a wor
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -113,8 +114,10 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
     free = {host.name: host.gpu_ids for host in hosts}
     places: list[tuple[Host, tuple[str, ...]]] = []
 
+    num_placed: Counter[str] = Counter()
+
     def num_on(host: Host) -> int:
-        return sum(there is host for there, _ in places)
+        return num_placed[host.name]
 
     def take(num_gpus: int, order: Callable[[Host], float]) -> None:
         """Place a process on the first host in this order that has enough free GPUs."""
@@ -124,6 +127,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         host = min(able, key=order)
         gpu_ids, free[host.name] = free[host.name][:num_gpus], free[host.name][num_gpus:]
         places.append((host, gpu_ids))
+        num_placed[host.name] += 1
 
     for _ in range(config.learner.num_ranks):  # packed: on CPUs, fill the cores of a host before the next host
         take(rank_gpus, lambda host: 0 if rank_gpus else num_on(host) // max(1, host.num_cores))

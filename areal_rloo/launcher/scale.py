@@ -6,27 +6,20 @@ refuses. A start with --resume has the number of workers of the config again.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from areal_rloo.config import load_config
-from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import Wish, ask, check_number, is_asked, read_answer
-from areal_rloo.launcher.start import run_main
+from areal_rloo.launcher.start import Parser, run_main
 from areal_rloo.learner.lock import is_in_use
 from areal_rloo.waiting import wait_until
 
 _ANSWER_TIMEOUT_S = 90.0  # an earlier change may have to drain workers first
 _LOOK_EVERY_S = 0.1
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; expected RUN_FOLDER --workers N")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: the folder has no running run, or the launcher refuses.
     """
-    parser = _Parser(prog="python -m areal_rloo.launcher.scale", description="Change a running run.")
+    parser = Parser(prog="python -m areal_rloo.launcher.scale", description="Change a running run.")
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="the number of rollout workers")
     options = parser.parse_args(arguments)

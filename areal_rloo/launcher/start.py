@@ -8,17 +8,19 @@ A mistake of the user ends the launcher with a line and exit code 2 before anyth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
-from areal_rloo.errors import ConfigError, PreflightError, UserError
+from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
+from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
@@ -29,7 +31,7 @@ from areal_rloo.launcher.run_folder import (
     write_beginning,
 )
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
-from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder, wait_for_learner
+from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_path, lock_run_folder, wait_for_learner
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
@@ -47,6 +49,14 @@ class Options:
     as_json: bool
     resume: bool
     of_launcher: dict[str, Any]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a single line, as all errors of the user."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
+        raise ConfigError(f"{message}; expected {usage}")
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> int:
@@ -74,7 +84,7 @@ def parse(
     Raises:
         ConfigError: the config, an override or the entry is wrong.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m areal_rloo.launcher.{launcher}",
         description="Overrides follow as key.path=value or --key.path=value, e.g. algorithm.max_staleness=0.",
         allow_abbrev=False,
@@ -92,7 +102,7 @@ def parse(
     for argument in rest:
         if "=" not in argument:
             raise ConfigError(
-                f"argument '{argument}': expected key.path=value, --dry-run, --json, --resume or --entry SCRIPT.py"
+                f"argument '{shown(argument)}': expected key.path=value, --dry-run, --json, --resume, --entry X.py"
             )
     if known.json and not known.dry_run:
         raise ConfigError("argument '--json': expected with --dry-run, whose plan it prints; add --dry-run")
@@ -110,8 +120,11 @@ def check(config: Config, *, runs_here: bool = True) -> None:
     """
     situation = Situation(config, runs_here=runs_here)
     inputs = (check_models, check_functions, check_data_files)
-    for check_input in (check_sglang, *inputs) if runs_here else inputs:
-        raise_first(check_input(situation))
+    for check_input in (check_processes, check_sglang, *inputs) if runs_here else inputs:
+        try:
+            raise_first(check_input(situation))
+        except OSError as error:  # a folder of another user
+            raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
@@ -162,6 +175,22 @@ def hold(
     wait_for_learner(folder, patience)
     if not resume and has_results(folder):  # of another launcher, meanwhile
         raise second_run(folder)
+
+
+@contextlib.contextmanager
+def leaves_nothing(folder: Path) -> Iterator[None]:
+    """Remove the folder and new parents if the user's mistake ends the block before a run has begun in the folder."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except UserError:
+        with contextlib.suppress(OSError):  # the folder is not empty: a run has begun
+            lock = lock_path(folder, "launcher")
+            if folder in missing and list(folder.iterdir()) == [lock]:
+                lock.unlink()
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:

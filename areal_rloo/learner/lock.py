@@ -41,7 +41,7 @@ def lock_run_folder(folder: Path, role: Role, patience: Patience) -> None:
 
     def is_settled() -> bool:
         try:
-            lock = lock_file(_path(folder, role))
+            lock = lock_file(lock_path(folder, role))
         except OSError as error:
             logger.warning("%s has no locks (%s): make sure that no other run uses it", folder, error)
             return True
@@ -61,7 +61,7 @@ def wait_for_learner(folder: Path, patience: Patience) -> None:
 
 
 def is_in_use(folder: Path, role: Role = "learner") -> bool:
-    path = _path(folder, role)
+    path = lock_path(folder, role)
     if not path.exists():
         return False
     try:
@@ -85,5 +85,6 @@ def _wait_until(condition: Callable[[], bool], folder: Path, role: Role, patienc
         )
 
 
-def _path(folder: Path, role: Role) -> Path:
+def lock_path(folder: Path, role: Role) -> Path:
+    """Name the file of a lock in the run folder."""
     return folder / f".{role}-lock"

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError, ModelError
+from areal_rloo.errors import DecodeError, ModelError, shown
 
+_FAMILIES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
@@ -44,6 +45,26 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
             raise ModelError(f"{key}: {path}: this is a checkpoint; its model is {folder / 'model'}") from error
         raise ModelError(f"{key}: {path}: config.json cannot be read: {error}; expected {files}") from error
     return folder
+
+
+def check_trainable(key: str, folder: Path) -> None:
+    """Check the family of a policy by its config.json, before any process loads it; raise ModelError otherwise."""
+    try:
+        config = from_json((folder / "config.json").read_bytes(), dict[str, Any])
+    except (OSError, DecodeError) as error:
+        raise ModelError(
+            f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
+        ) from error
+    check_family(key, str(folder), config.get("model_type"))
+
+
+def check_family(key: str, path: str, family: object) -> None:
+    """Raise ModelError if models of this family cannot be trained."""
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"{key}: {path} is a {shown(family)} model; expected one of {', '.join(_FAMILIES)}, whose logprobs depend "
+            "only on hidden states and head, without soft caps, scales or windows"
+        )
 
 
 def check_weights(key: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import model_folder, reading_model
-from areal_rloo.models.folder import check_weights
+from areal_rloo.models.folder import check_family, check_weights
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
@@ -22,7 +22,6 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 _OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION}
 _SAFE = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, and no code of the folder
-_ARCHITECTURES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 
 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
@@ -72,11 +71,7 @@ def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
     with reading_model(path):
         model = make()
-    if model.config.model_type not in _ARCHITECTURES:
-        raise ModelError(
-            f"model.path: {path} is a {model.config.model_type} model; expected one of {', '.join(_ARCHITECTURES)}, "
-            "whose logprobs depend only on hidden states and head, without soft caps, scales or windows"
-        )
+    check_family("model.path", path, model.config.model_type)
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch's types do not know this attribute

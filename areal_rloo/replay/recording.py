@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from areal_rloo.config.reading import parse
 from areal_rloo.errors import DataError
 from areal_rloo.learner.batches import Start, list_batches, list_starts, read_start
 from areal_rloo.learner.batches import folder_of as batches_of
@@ -121,10 +120,9 @@ def spans(numbers: dict[int, Any]) -> str:
 
 
 def _differences(one: Start, other: Start) -> list[str]:
-    try:
-        ours, theirs = (dict(_leaves(yaml.safe_load(start.config))) for start in (one, other))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DataError(f"the config of a start in batches is damaged: {' '.join(str(error).split())}") from error
+    ours, theirs = (
+        dict(_leaves(parse(start.config, "config of the recording", is_file=True).tree)) for start in (one, other)
+    )
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
     options = [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in _DECIDING)]
     fields = ("model_path", "device", "num_threads", "software")

@@ -10,6 +10,17 @@
 """
 
 from areal_rloo.tasks.base import Item, Message, Split, Task
-from areal_rloo.tasks.loading import Source, check_data, load_eval, load_train, make_task
+from areal_rloo.tasks.loading import Source, check_data, hub_datasets, load_eval, load_train, make_task
 
-__all__ = ["Item", "Message", "Source", "Split", "Task", "check_data", "load_eval", "load_train", "make_task"]
+__all__ = [
+    "Item",
+    "Message",
+    "Source",
+    "Split",
+    "Task",
+    "check_data",
+    "hub_datasets",
+    "load_eval",
+    "load_train",
+    "make_task",
+]

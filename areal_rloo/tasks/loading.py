@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_function
-from areal_rloo.errors import DataError
+from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_function, source_key
+from areal_rloo.errors import DataError, UserError
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
 from areal_rloo.tasks.math import MathTask
 from areal_rloo.tasks.reasoning_gym import ReasoningGymTask
-from areal_rloo.tasks.rows import RowsTask
+from areal_rloo.tasks.rows import RowsTask, RowTask
 from areal_rloo.tasks.word_problems import Gsm8kTask, SvampTask
 from areal_rloo.telemetry.logs import get_logger
 
@@ -57,15 +58,20 @@ def make_task(source: ConfiguredSource, *, seed: int) -> Task:
         ConfigError: the name is an import path, and the import fails.
     """
     if ":" in source.task:
-        task = import_function("data: task", source.task)(source, seed)
-        if not isinstance(task, Task):
-            got = type(task).__name__
+        make = import_function("data: task", source.task)
+        if not isinstance(make, type) or not issubclass(make, Task):
+            got = type(make).__name__
             raise DataError(f"data: task: expected {source.task} to be a subclass of areal_rloo.tasks.Task, got {got}")
-        return task
+        with _users_code(f"data: {source.label}: {source.task} cannot be made"):
+            return _made(make, source, seed)
     if source.task not in TASKS:
         hint = closest(source.task, TASKS, f"expected one of {', '.join(TASKS)}, or file.py:Class")
         raise DataError(f"data: unknown task '{source.task}'; {hint}")
     return TASKS[source.task](source, seed)
+
+
+def _made(make: Callable[..., Task], source: ConfiguredSource, seed: int) -> Task:
+    return make(source, seed)
 
 
 def load_train(data: DataConfig, *, seed: int) -> list[Source]:
@@ -114,15 +120,42 @@ def check_data(data: DataConfig) -> None:
         DataError: a task or a file is wrong.
         ConfigError: an import path is wrong.
     """
+    _check_sources(data.train_sources, "train")  # first: a missing train file has no test file beside it either
+    _check_sources(eval_sources(data), "eval")
+
+
+def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Give the config key and the name of each dataset that the hub must have."""
     splits: dict[Split, Sequence[ConfiguredSource]] = {"train": data.train_sources, "eval": eval_sources(data)}
     for split, sources in splits.items():
-        for source in sources:
+        for index, source in enumerate(sources):
             task = make_task(source, seed=0)
-            for path in (source.path, source.few_shot.path if source.few_shot is not None else None):
-                if path is not None and not Path(path).is_file():
-                    raise DataError(f"data.{split}: {path}: no such file")
-            if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
+            if source.path is None and isinstance(task, RowTask) and (name := task.dataset(split)) is not None:
+                yield f"{source_key(split, index, len(sources))}.{'hub' if source.hub else 'path'}", name
+
+
+def _check_sources(sources: Sequence[ConfiguredSource], split: Split) -> None:
+    for index, source in enumerate(sources):
+        key = source_key(split, index, len(sources))
+        task = make_task(source, seed=0)
+        examples = source.few_shot.path if source.few_shot is not None else None
+        for name, path in (("path", source.path), ("few_shot.path", examples)):
+            if path is not None and not Path(path).is_file():
+                raise DataError(f"{key}.{name}: {path}: no such file")
+        if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
+            with _users_code(f"{key}: the items of {source.label} cannot be made"):
                 task.items(split)
+
+
+@contextmanager
+def _users_code(words: str) -> Iterator[None]:
+    """Turn any exception of a user's task into a DataError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{words}: {type(error).__name__}: {error}") from error
 
 
 def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) -> EvalSourceConfig:

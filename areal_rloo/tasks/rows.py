@@ -48,12 +48,16 @@ class RowTask(Task):
     def items(self, split: Split) -> Sequence[Item]:
         return [self.item(row, where) for where, row in self._rows(split)]
 
+    def dataset(self, split: Split) -> str | None:
+        """Name the hub dataset of a source without a file; None if there is none."""
+        return self._source.hub or (self.eval_hub if split == "eval" else None) or self.hub
+
     def _rows(self, split: Split) -> Iterator[Located]:
         """Read the source's file, else the source's dataset, else the task's dataset."""
         source, key = self._source, f"data.{split}"
         if source.path is not None:
             return _from_file(source.path, source.fields)
-        name = source.hub or (self.eval_hub if split == "eval" else None) or self.hub
+        name = self.dataset(split)
         if name is None:
             raise DataError(f"{key}: the task {source.task} needs a file or a hub dataset; set {key}.path or {key}.hub")
         hub_split = source.hub_split or ("train" if split == "train" else "test")

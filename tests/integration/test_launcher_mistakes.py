@@ -1,12 +1,17 @@
 """Messages of the local launcher before the start: mistakes in a config, and the plan."""
 
+import http.server
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from support.wrong_configs import BY_HAND
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -76,6 +81,86 @@ def test_a_mistake_prints_one_line_and_exits_with_2(arguments: list[str], words:
     assert ended.stderr.startswith("error: ")
     assert words in ended.stderr
     assert ended.stdout == ""
+
+
+def _launch(folder: Path, *arguments: str, before: tuple[str, ...] = (), **environment: str) -> str:
+    """Run the command in an empty folder; give its single line on standard error, after a look for leftovers."""
+    ended = subprocess.run(
+        [*before, sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended
+    assert ended.stderr.startswith("error: ")
+    assert list(folder.iterdir()) == []
+    return ended.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["start", "dry-run"])
+@pytest.mark.parametrize(("overrides", "words"), BY_HAND[::5])
+def test_a_wrong_config_leaves_nothing_behind(tmp_path: Path, overrides: str, words: str, more: list[str]) -> None:
+    assert words in _launch(tmp_path, *overrides.split(" & "), *more)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_shared_memory_too_small_for_the_weights_is_refused(tmp_path: Path) -> None:
+    small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    line = _launch(tmp_path, before=("unshare", "--mount", "sh", "-c", small, "sh"))
+    assert "shared memory: /dev/shm has 1 MiB of 1 MiB free; two versions of the weights take 2.931 MiB" in line
+
+
+@pytest.mark.parametrize("family", ["gemma2", None])
+def test_a_family_that_cannot_be_trained_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str | None
+) -> None:
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps({"model_type": family}))
+    for key in ("model.path", "model.reference.path"):
+        line = _launch(tmp_path, f"{key}={model}")
+        assert f"{key}: {model} is a {family} model; expected one of qwen2, qwen3, llama" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.path=org/mistyped"], "model.path: org/mistyped: {hub}: HTTP 404; correct model.path"),
+        (["model.path=nowhere/here"], "model.path: nowhere/here: {hub}: HTTP 404; correct model.path"),
+        (["data.train.task=gsm8k", "data.eval=null"], "data.train.path: "),
+    ],
+)
+def test_a_name_that_the_hub_lacks_is_refused_before_a_process_starts(
+    tmp_path: Path, arguments: list[str], words: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        hub = f"http://127.0.0.1:{running.server_port}"
+        try:
+            assert words.format(hub=hub) in _launch(tmp_path, *arguments, **_at_hub(hub, tmp_path_factory))
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    where = _at_hub("http://127.0.0.1:1", tmp_path_factory)
+    assert "model.path: org/name: http://127.0.0.1:1: " in _launch(tmp_path, "model.path=org/name", **where)
+
+
+def _at_hub(url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Give the environment for a hub at this URL, with an empty cache."""
+    online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "no_proxy": "*"}
+    return {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path_factory.mktemp("cache")), **online}
 
 
 def test_a_port_in_use_and_an_unreadable_model_are_named(tmp_path: Path) -> None:

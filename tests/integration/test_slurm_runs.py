@@ -81,7 +81,7 @@ def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[...,
     """`--wait` continues after the requeue."""
     run = submit(
         *(*ON_ONE_NODE, "--wait"),
-        'launcher.slurm.time_limit="2"',
+        "launcher.slurm.time_limit=2",
         "launcher.slurm.warn_before_s=30",
         "launcher.drain_timeout_s=20",
         "learner.num_train_steps=10000",

@@ -1,6 +1,7 @@
 """Checks before a run: everything that would end the run or slow it down, each with a fix.
 
-The quick checks take well under a second together; every launcher makes them. Only the check for SGLang imports torch.
+The quick checks take well under a second together, or a few seconds if the hub must be asked for a model or a dataset;
+every launcher makes them. Only the check for SGLang imports torch.
 The thorough checks start processes and open connections; `__main__` makes both kinds.
 
 - `base`: a finding, and the input of a check.
@@ -36,11 +37,14 @@ QUICK: tuple[Check, ...] = (
 QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     inputs.check_sglang,
     inputs.check_hub_models,
+    inputs.check_hub_datasets,
+    addresses.check_hub,
     addresses.check_ports,
     addresses.check_wire_host,
     software.check_variables,
     devices.check_gpus,
     disk.check_shared_memory,
+    limits.check_processes,
     limits.check_limits,
     limits.check_process_limit,
     limits.check_cores,
@@ -54,7 +58,6 @@ THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
     devices.check_torch,
     inputs.check_sglang_imports,
     addresses.check_host_name,
-    addresses.check_hub,
 )
 
 

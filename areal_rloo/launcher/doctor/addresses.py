@@ -7,12 +7,13 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from areal_rloo.config import Config, is_loopback
 from areal_rloo.errors import ConfigError, DataError, first_line
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wrong
-from areal_rloo.launcher.doctor.inputs import model_paths, offline_variable
+from areal_rloo.launcher.doctor.inputs import missing_datasets, model_paths, offline_variable
 from areal_rloo.models.folder import cached_folder, is_hub_name
 from areal_rloo.rewards import reward_parts
 from areal_rloo.waiting import call_within
@@ -109,18 +110,33 @@ def check_servers(situation: Situation) -> Iterator[Finding]:
 
 
 def check_hub(situation: Situation) -> Iterator[Finding]:
-    """Ask the hub for access to each model not downloaded yet."""
+    """Ask the hub for access to each model and dataset not downloaded yet: a run without them would fail."""
     if offline_variable(situation) is not None:
         return
     base, token = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/"), situation.environment.get("HF_TOKEN")
-    for key, path in model_paths(situation.config):
-        if path == "tiny" or not is_hub_name(path) or cached_folder(path, situation.environment) is not None:
+    for key, path in (*model_paths(situation.config), *_reward_models(situation.config)):
+        cached = cached_folder(path, situation.environment) is not None
+        if path == "tiny" or Path(path).exists() or not is_hub_name(path) or cached:
             continue
         if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, through_proxies=True):
             fix = f"correct {key}, log in with `hf auth login`, or download it elsewhere and name its folder"
             yield wrong(key, f"{path}: {base}: {trouble}", fix)
         else:
             yield ok(key, f"{path}: {base} has it")
+    for key, path in missing_datasets(situation):
+        if trouble := _no_answer(f"{base}/api/datasets/{path}", token=token, through_proxies=True):
+            yield wrong(key, f"{path}: {base}: {trouble}", f"correct it, or set {key} to a local file", DataError)
+        else:
+            yield ok(key, f"{path}: {base} has it")
+
+
+def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
+    try:
+        for part in reward_parts(config.data):
+            if part.config.model is not None:
+                yield f"{part.key}.model", part.config.model
+    except DataError:
+        return  # `check_data_files` reports the error
 
 
 def _no_answer(url: str, *, token: str | None = None, through_proxies: bool = False) -> str:

@@ -90,6 +90,13 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
     return parameters * (4 + moments + weight_bytes(config))
 
 
+def tiny_parameters(config: Config) -> int:
+    """Count the weights of the tiny model, but for its norms and biases: attention, layers, and 258 tokens."""
+    tiny = config.model.tiny
+    keys_and_values = 2 * tiny.num_kv_heads * (tiny.hidden_size // tiny.num_heads)
+    return tiny.hidden_size * (258 + tiny.num_layers * (11 * tiny.hidden_size + keys_and_values))
+
+
 def weight_bytes(config: Config) -> int:
     """Give the bytes of a parameter in a broadcast and in an engine."""
     return 2 if config.model.dtype == "bfloat16" else 4
@@ -138,6 +145,10 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         what += f", and {len(left)} folders of other runs"
         fix += "; the next start removes the folders of dead runs"
     parameters = policy_parameters(situation)
+    tiny = tiny_parameters(config) * weight_bytes(config) if config.model.path == "tiny" else 0
+    if usage.free < 2 * tiny:
+        yield wrong("shared memory", f"{what}; two versions of the weights take {size(2 * tiny)}", fix)
+        return
     if parameters is None:
         enough = usage.free >= _LEAST_SHARED_BYTES
         yield ok("shared memory", what) if enough else unsure("shared memory", what, fix)

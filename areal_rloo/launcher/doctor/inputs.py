@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from areal_rloo.config import Config, import_function
-from areal_rloo.errors import ConfigError, ModelError, UserError
+from areal_rloo.errors import ConfigError, DataError, ModelError, UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.models.folder import (
     cached_folder,
     check_model_folder,
     check_tokenizer,
+    check_trainable,
     check_weights,
     hub_cache,
     num_parameters,
 )
 from areal_rloo.rewards import check_rewards
-from areal_rloo.tasks import check_data
+from areal_rloo.tasks import check_data, hub_datasets
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _SGLANG_IMPORT_S = 180.0
@@ -77,6 +79,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             expected = "a model folder, a hub name (org/name), or tiny"
             folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
             if folder is not None:
+                check_trainable(key, folder)
                 check_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
@@ -94,6 +97,7 @@ def check_hub_models(situation: Situation) -> Iterator[Finding]:
         download = f"run `hf download {path}` where the hub can be reached"
         if cached is not None:
             try:
+                check_trainable(key, cached)
                 check_weights(key, cached)
                 yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
                 continue
@@ -127,7 +131,9 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
         if path is None:
             continue
         try:
-            import_function(key, path)
+            found = import_function(key, path)
+            if key == "rollout.episode.type" and not callable(getattr(found, "run", None)):
+                raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/agents.md")
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
@@ -163,6 +169,33 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     reference = config.model.reference
     if reference is not None and reference.path != "initial":
         yield "model.reference.path", reference.path
+
+
+def check_hub_datasets(situation: Situation) -> Iterator[Finding]:
+    """Check for the library that reads datasets of the hub, and for a permission to download them."""
+    for key, name in missing_datasets(situation):
+        if importlib.util.find_spec("datasets") is None:
+            what = f"null means the hub ({name}), which needs the `datasets` library"
+            yield wrong(key, what, f"set {key} to a local file, or pip install 'areal-rloo[data]'", DataError)
+        elif variable := offline_variable(situation):
+            what = f"{name} is not downloaded, and {variable} is set"
+            yield wrong(key, what, f"unset {variable}, or set {key} to a local file", DataError)
+
+
+def missing_datasets(situation: Situation) -> Iterator[tuple[str, str]]:
+    """Give key and name of each dataset of the hub that is not in the cache of earlier downloads."""
+    environment = situation.environment
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = Path(environment.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
+    data = situation.config.data
+    try:
+        named = list(hub_datasets(data))
+    except UserError:
+        return  # `check_data_files` reports the error
+    for key, name in named:
+        path = name.partition(":")[0]
+        if not (cache / path.replace("/", "___")).is_dir():
+            yield key, path
 
 
 def policy_parameters(situation: Situation) -> int | None:

@@ -9,13 +9,15 @@ from pathlib import Path
 import psutil
 
 from areal_rloo.config import Config
-from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong_or_unsure
+from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.disk import weight_bytes
 from areal_rloo.launcher.doctor.inputs import policy_parameters
 from areal_rloo.launcher.hosts import num_cores
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
+_MANY_TORCH, _TORCH_PER_CORE, _TORCH_BYTES = 64, 16, 150 * 2**20  # processes with torch; the least memory of each
+_MANY_REWARDS, _REWARDS_PER_CORE = 256, 64
 _CGROUP = Path("/sys/fs/cgroup")
 _MUCH_SWAP_BYTES = 2**30
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -106,6 +108,24 @@ def _least_memory(config: Config, parameters: int) -> int:
     if rollout.device == "cpu" and not rollout.server_urls:
         num_bytes += rollout.num_workers * weight_bytes(config)
     return parameters * num_bytes
+
+
+def check_processes(situation: Situation) -> Iterator[Finding]:
+    """Compare the processes of a run on this host alone with its cores and its memory."""
+    config = situation.config
+    num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
+    most = max(_MANY_TORCH, num_cores() * _TORCH_PER_CORE, len(situation.config.rollout.server_urls))
+    total, _ = memory()
+    for key, count in (("learner.num_ranks", num_ranks), ("rollout.num_workers", num_workers)):
+        if count > most:
+            yield wrong(key, f"expected at most {most} processes on {num_cores()} cores, got {count}", f"lower {key}")
+        elif count * _TORCH_BYTES > total:
+            what = f"{count} processes take at least {size(count * _TORCH_BYTES)}, this host has {size(total)}"
+            yield wrong(key, what, f"lower {key}")
+    num_rewards, most = num_workers * config.rollout.num_reward_workers, num_cores() * _REWARDS_PER_CORE
+    if num_rewards > max(_MANY_REWARDS, most):
+        what = f"expected at most {max(_MANY_REWARDS, most)} processes on {num_cores()} cores, got {num_rewards}"
+        yield wrong("rollout.num_reward_workers", f"{what} for all workers", "lower rollout.num_reward_workers")
 
 
 def check_process_limit(situation: Situation) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from areal_rloo.launcher.hosts import described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import Options, begin, check, hold, look, parse, run_main, show_plan
+from areal_rloo.launcher.start import Options, begin, check, hold, leaves_nothing, look, parse, run_main, show_plan
 
 if TYPE_CHECKING:
     from areal_rloo.launcher.ray.cluster import RayCluster
@@ -48,8 +48,9 @@ def main(arguments: Sequence[str]) -> int:
             f"run.folder: expected an absolute path in a Ray job, got {config.run.folder}; the job's working folder is "
             "a copy that goes with it, and all hosts must see the run folder"
         )
-    hold(folder, config, resume=options.resume)
-    look(config, folder, runs_here=False)
+    with leaves_nothing(folder):
+        hold(folder, config, resume=options.resume)
+        look(config, folder, runs_here=False)
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
         request = begin(config, placement, folder, ports=cluster.reserve_ports(2), resume=options.resume)

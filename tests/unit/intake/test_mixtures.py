@@ -113,7 +113,7 @@ def test_a_checkpoint_of_other_data_is_refused() -> None:
         ("[{}, {name: b, weight: -1}]", "data.train[1].weight: expected float > 0.0; the value is -1"),
         ("{path: a, hub: b}", "data.train.hub: expected a path or a hub dataset, got both (a, b)"),
         ("{rewards: [{}]}", "data.train.rewards.0: expected exactly one of task, function, url, model, got none"),
-        ("{rewards: [{url: x}]}", "data.train.rewards.0.url: expected http://... or https://..., got 'x'"),
+        ("{rewards: [{url: x}]}", "data.train.rewards.0.url: expected http://HOST:PORT or https://HOST:PORT, got 'x'"),
         (
             "{rewards: [{task: math, model: m}]}",
             "data.train.rewards.0: expected exactly one of task, function, url, model, got task, model",

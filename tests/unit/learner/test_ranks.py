@@ -144,15 +144,16 @@ def _assert_ranks_train_as_one_process(
 
 
 def _saved(team: Team, config: Config) -> dict[str, Any]:
-    """Train a step and save into the folder named by `run.name`."""
+    """Train a step and save into the folder named by `run.folder`."""
     TrainStep(team, config).step(_groups(), policy_version=2)
-    Path(config.run.name).mkdir()
-    team.save_shards(Path(config.run.name)).result()
+    folder = Path(config.run.folder or "")
+    folder.mkdir()
+    team.save_shards(folder).result()
     return _moments(team)
 
 
 def _loaded(team: Team, config: Config) -> dict[str, Any]:
-    team.own.load(Path(config.run.name), num_optimizer_steps=2)
+    team.own.load(Path(config.run.folder or ""), num_optimizer_steps=2)
     return _moments(team)
 
 
@@ -208,7 +209,7 @@ def test_rank_0_is_told_that_another_rank_could_not_write(tiny_folders: dict[str
 @pytest.mark.slow
 def test_one_process_restores_the_shards_of_four_bit_for_bit(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tiny_folders["qwen2"]
-    options = (f"run.name={tmp_path / 'shards'}", "learner.optimizer={schedule: cosine, learning_rate: 1e-2}")
+    options = (f"run.folder={tmp_path / 'shards'}", "learner.optimizer={schedule: cosine, learning_rate: 1e-2}")
     many = _config(*options, "learner.num_ranks=4")
     (saved,) = on_ranks(4, [Job(folder, many, _saved)], tmp_path / "given")
     alone = Job(folder, _config(*options), _loaded)

@@ -259,7 +259,7 @@ def test_a_custom_task_is_a_class_in_a_file(tmp_path: Path) -> None:
     (loaded,) = load_train(DataConfig(train=source, eval=None), seed=0)
     assert [item.text for item in loaded.items] == ["0", "1", "2"]
     assert loaded.label == loaded.items[0].source == "Mine"
-    with pytest.raises(DataError, match=r"to be a subclass of areal_rloo\.tasks\.Task, got int"):
+    with pytest.raises(DataError, match=r"to be a subclass of areal_rloo\.tasks\.Task, got function"):
         make_task(SourceConfig(task=f"{tmp_path / 'mine.py'}:no_task"), seed=0)
 
 

@@ -18,7 +18,7 @@ def model(tmp_path: Path) -> Path:
     """A model folder in two files of weights, 12 numbers in all."""
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
     (folder / "tokenizer.json").write_text("{}")
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     for name in names:

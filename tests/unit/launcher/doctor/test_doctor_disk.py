@@ -86,6 +86,8 @@ def test_room_for_a_single_checkpoint_is_unsure(huge_model: Path, monkeypatch: p
     situation = Situation()
     (finding,) = check_shared_memory(situation)
     assert (finding.state, "--shm-size" in finding.fix) == ("unsure", True)
+    monkeypatch.setattr("shutil.disk_usage", _usage(2**20))
+    assert "two versions of the weights take 2.931 MiB" in only(check_shared_memory, "wrong").what
 
 
 def test_missing_inodes_and_a_closed_shared_memory_are_reported(

@@ -16,6 +16,7 @@ from areal_rloo.launcher.doctor.addresses import (
 from areal_rloo.launcher.doctor.inputs import (
     check_data_files,
     check_functions,
+    check_hub_datasets,
     check_hub_models,
     check_models,
     check_sglang,
@@ -65,7 +66,7 @@ def test_a_broken_index_is_reported(model: Path, index: str) -> None:
 def test_a_folder_without_weights_is_no_model(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "config.json").write_text("{}")
+    (bare / "config.json").write_text('{"model_type": "llama"}')
     assert "no .safetensors file in it" in only(check_models, "wrong", f"model.path={bare}").what
     checkpoint = tmp_path / "step-000001"
     checkpoint.mkdir()
@@ -108,6 +109,23 @@ def test_a_name_unknown_to_the_hub_is_wrong(server: str, tmp_path: Path) -> None
     assert only(check_hub, "wrong", "model.path=org/absent", **where).what == f"org/absent: {server}: HTTP 404"
     assert only(check_hub, "ok", "model.path=org/there", **where)
     assert found(check_hub, "model.path=org/absent", **where, HF_HUB_OFFLINE="1") == []
+
+
+def test_a_dataset_that_the_hub_lacks_is_wrong(server: str, tmp_path: Path) -> None:
+    where = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path)}
+    for override, name in (("data.train.task=gsm8k", "data.train.path"), ("data.train.hub=org/no", "data.train.hub")):
+        finding = only(check_hub, "wrong", "data.train.task=gsm8k", override, "data.eval=null", **where)
+        assert (finding.name, finding.what.endswith(f"{server}: HTTP 404")) == (name, True)
+    (tmp_path / "datasets" / "openai___gsm8k").mkdir(parents=True)
+    assert found(check_hub, "data.train.task=gsm8k", "data.eval=null", **where) == []
+
+
+def test_a_dataset_that_cannot_be_downloaded_is_wrong(tmp_path: Path) -> None:
+    where = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    finding = only(check_hub_datasets, "wrong", "data.train.task=gsm8k", "data.eval=null", **where)
+    assert finding.name == "data.train.path"
+    assert "HF_HUB_OFFLINE is set" in finding.what or "needs the `datasets` library" in finding.what
+    assert found(check_hub_datasets, **where) == []
 
 
 def test_missing_data_and_functions_are_wrong(tmp_path: Path) -> None:

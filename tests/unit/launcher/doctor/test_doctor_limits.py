@@ -18,6 +18,7 @@ from areal_rloo.launcher.doctor.limits import (
     check_limits,
     check_memory,
     check_process_limit,
+    check_processes,
     cpu_quota,
 )
 
@@ -27,6 +28,18 @@ def _limited(limits: str) -> dict[str, dict[str, str]]:
     command = f"ulimit -S {limits}; exec {sys.executable} -m areal_rloo.launcher.doctor --quick --json"
     done = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=False)
     return {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_more_processes_than_the_host_can_run_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.num_cores", lambda: 2)
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (16 * 2**30, 16 * 2**30))
+    assert found(check_processes, "rollout.num_workers=64", "learner.num_ranks=64") == []
+    assert only(check_processes, "wrong", "rollout.num_workers=65").name == "rollout.num_workers"
+    assert "at most 64 processes on 2 cores" in only(check_processes, "wrong", "learner.num_ranks=65").what
+    few = only(check_processes, "wrong", "rollout.num_reward_workers=257")
+    assert few.name == "rollout.num_reward_workers"
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**30, 2**30))
+    assert "8 processes take at least 1.172 GiB" in only(check_processes, "wrong", "rollout.num_workers=8").what
 
 
 def test_low_limits_are_reported() -> None:

@@ -93,7 +93,13 @@ def test_an_array_has_a_job_and_a_folder_per_seed() -> None:
         ("launcher.slurm.arguments={nodes: 3}", "launcher.slurm.arguments.nodes: not an option here: set launcher.num"),
         ("launcher.slurm.arguments={--array: 0-3}", "set launcher.slurm.num_seeds"),
         ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
-        ("launcher.slurm.time_limit=1:30:00", "expected text in quotes inside the value"),
+        ("launcher.slurm.time_limit=1234567", "launcher.slurm.time_limit: expected minutes"),
+        ('launcher.slurm.partition="gpu\\nrm"', "launcher.slurm.partition: expected a single line, got 'gpu rm'"),
+        ('launcher.slurm.arguments={comment: "a\\nb"}', "launcher.slurm.arguments.comment: expected a single line"),
+        (
+            "launcher.slurm.arguments={a b: 1}",
+            "launcher.slurm.arguments: expected names of options of sbatch, got 'a b'",
+        ),
         ("launcher.slurm.time_limit='6'", "expected more than launcher.slurm.warn_before_s=300 and a minute"),
         ("launcher.slurm.time_limit='5:59'", "got '5:59'; the warning would come at the start of the job"),
         ("launcher.slurm.time_limit='0:06:00'", "got '0:06:00'"),
@@ -112,9 +118,9 @@ def test_options_that_slurm_would_misread_are_refused(override: str, words: str)
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0", "0"])
+@pytest.mark.parametrize("limit", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "1-0", "0", "1:30:00"])
 def test_a_time_limit_longer_than_the_warning_is_accepted(limit: str) -> None:
-    assert f"--time={limit}" in directives(f"launcher.slurm.time_limit='{limit}'")
+    assert f"--time={limit}" in directives(f"launcher.slurm.time_limit={limit}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Give the tree of a config the types of the structs. Each mistake names the place, the key and the value.
+
+tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► structs ─► `validate` ─► limits
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from areal_rloo.config.reading import Plain, bounded
+from areal_rloo.config.schema import Config, validate
+from areal_rloo.config.section import AutoInt
+from areal_rloo.errors import ConfigError, shown
+
+# A subset of the texts in quotes of `dump_config`, so a text stays a text.
+_INTEGER = re.compile(r"[-+]?(0|[1-9]\d*(_\d+)*)")
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_MORE_BOOLS = {"yes": True, "on": True, "no": False, "off": False}  # of a key without texts
+_MOST_DIGITS = 100  # of a number: 17 give every float, and no integer needs as many
+
+SourceOf = Callable[[str], str]  # where the value of a path was written: a file and a line, or an override
+
+
+def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
+    """Make the config of a tree.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has a wrong type, range or meaning.
+    """
+    clean = _Cleaner(source_of).section(tree, Config, "")
+    try:
+        config = msgspec.convert(clean, Config)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        path = path.rstrip("`")
+        value, words = _at(clean, path), f"{message[:1].lower()}{message[1:].replace('`', '')}"
+        choices = _words(hints_of(Config).get(path))
+        if choices and isinstance(value, str):
+            words = f"expected one of {', '.join(choices)}"
+        raise ConfigError(f"{source_of(path)}: {path}: {words}; the value is {_quoted(value)}") from error
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source_of(str(error).partition(':')[0])}: {error}") from error
+    if (too_large := bounded(msgspec.to_builtins(config))) is not None:
+        raise ConfigError(f"{source_of('')}: the config is too large with all overrides: {too_large}; shorten it")
+    return config
+
+
+class _Cleaner:
+    """Walks a tree beside the types: refuses unknown keys (with a suggestion), NaN and infinity, and reads scalars."""
+
+    def __init__(self, source_of: SourceOf) -> None:
+        self._source_of = source_of
+
+    def section(self, node: dict[str, Any], struct: Any, path: str) -> dict[str, Any]:
+        hints = typing.get_type_hints(struct, include_extras=True)
+        clean = {}
+        for key, value in node.items():
+            here = f"{path}.{key}" if path else key
+            if key not in hints:
+                words = f"unknown key '{shown(here)}'; {_suggestion(key, path, hints)}"
+                raise ConfigError(f"{self._source_of(here)}: {words}")
+            hint = hints[key]
+            empty_section = value is None and _struct_in(hint) and type(None) not in _kinds(hint)
+            clean[key] = self.value({} if empty_section else value, hint, here)
+        return clean
+
+    def value(self, node: Any, hint: Any, path: str) -> Any:
+        """Read null as `none` for a Literal with this word, and `auto` as 0 for an `AutoInt`."""
+        struct = _struct_in(hint)
+        if isinstance(node, dict):
+            if struct is not None:
+                return self.section(node, struct, path)
+            inner = _values_of(hint, dict)
+            return {key: self.value(child, inner, f"{path}.{key}") for key, child in node.items()}
+        if isinstance(node, list):
+            inner = struct or _values_of(hint, tuple)
+            return [self.value(child, inner, f"{path}.{index}") for index, child in enumerate(node)]
+        if node == "auto" and hint == AutoInt:
+            return 0
+        if node is None:
+            return "none" if "none" in _words(hint) else None
+        value = _scalar(node, _kinds(hint)) if isinstance(node, Plain) else node
+        if isinstance(value, float) and not math.isfinite(value):
+            words = f"expected a finite number; the value is {shown(str(node))}"
+            raise ConfigError(f"{self._source_of(path)}: {path}: {words}")
+        return value
+
+
+def _scalar(text: Plain, kinds: set[Any]) -> Any:
+    """Read a scalar without quotes as the types of its key say."""
+    if kinds <= {str, type(None)}:
+        return str(text)
+    bools = _BOOLS | _MORE_BOOLS if bool in kinds and str not in kinds else _BOOLS
+    if text in bools:
+        return bools[text]
+    if len(text) <= _MOST_DIGITS and _INTEGER.fullmatch(text):
+        return int(text)
+    if len(text) <= _MOST_DIGITS and _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if _NOT_FINITE.fullmatch(text):
+        return math.nan
+    return str(text)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Return the types that a hint admits; str for a Literal."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _kinds(typing.get_args(hint)[0])
+    if origin in (types.UnionType, typing.Union):
+        return set().union(*(_kinds(option) for option in typing.get_args(hint)))
+    return {str} if origin is Literal else {hint}
+
+
+def _values_of(hint: Any, container: type) -> Any:
+    """Return the type of the values of a dict or tuple in a hint; Any if the hint has none."""
+    for option in _kinds(hint):
+        if typing.get_origin(option) is container:
+            return typing.get_args(option)[1 if container is dict else 0]
+    return Any
+
+
+def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(key, hints, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    elsewhere = next((path for path in hints_of(Config) if path.rpartition(".")[2] == key), None)
+    if elsewhere is not None:
+        return f"did you mean '{elsewhere}'?"
+    return f"expected one of {', '.join(hints)} in {parent or 'the top level'}"
+
+
+def hints_of(struct: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every key of a section and of the sections inside, by path."""
+    hints = {}
+    for key, hint in typing.get_type_hints(struct, include_extras=True).items():
+        hints[prefix + key] = hint
+        inner = _struct_in(hint)
+        if inner is not None:
+            hints |= hints_of(inner, f"{prefix}{key}.")
+    return hints
+
+
+def _struct_in(expected: Any) -> Any:
+    """Return the struct type X of a hint (`X`, `X | None`, `tuple[X, ...]`), or None."""
+    options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    options = (*options, *(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple))
+    return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
+
+
+def _words(expected: Any) -> list[str]:
+    return [str(word) for word in typing.get_args(expected)] if typing.get_origin(expected) is Literal else []
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(tree, list) and key.isdigit():
+            tree = tree[int(key)]
+        elif isinstance(tree, dict) and key in tree:
+            tree = tree[key]
+        else:
+            break
+    return tree
+
+
+def _quoted(value: Any) -> str:
+    return shown(repr(value))
