@@ -5,8 +5,9 @@ recovers (wire/messages.py). So neither end can hold up the other.
 
 A flooding peer costs the learner a bounded share of the loop, memory and log. ZeroMQ takes the messages of the
 connections in turn, so the messages of other peers arrive. Messages above the allowance of a peer (peers.py) are
-discarded unread, and then the loop pauses. A sender of unreadable messages is cut off, and its connection is ended. A
-limited number of unread messages waits in the socket, the others at the peer.
+discarded unread, and then the loop pauses. All messages of a peer that is cut off are discarded; its connection stays,
+because the descriptor of a queued message may be another peer's by now. A limited number of unread messages waits in
+the socket, the others at the peer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
 _ROUND_FRAMES = 2048  # read before other tasks have their turn
 _FLOOD_PAUSE_S = 0.01
-_SHUT_AFTER = 100  # messages of a peer cut off: first the peer gets the reason, and may end by itself
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
@@ -172,7 +172,7 @@ class LearnerChannel:
         self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
-            self._discard(peer, frames)
+            self._counts.update(("refused", "discarded"))
             return
         try:
             message = decode_worker(body, self._limits)
@@ -186,12 +186,6 @@ class LearnerChannel:
             self.send(peer, Refusal(str(error)[:1000], final=is_cut_off))
             if is_cut_off:
                 logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
-
-    def _discard(self, peer: str, frames: Sequence[zmq.Frame]) -> None:
-        self._counts["refused"] += 1
-        self._counts["discarded"] += 1
-        if self._offences.is_cut_off(peer) and self._offences.count(peer) > _SHUT_AFTER:
-            shut(int(frames[-1].get(zmq.SRCFD)), self.address.endpoint)
 
     def _look_at_connection(self, descriptor: int) -> None:
         if is_one_too_many(descriptor):
