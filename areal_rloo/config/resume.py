@@ -173,7 +173,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("learner.optimizer", "schedule warmup_steps", "the schedule goes on at the same optimizer step"),
     **_refused("learner.optimizer", "state_dtype", "the moments in the checkpoint have this type"),
     **_exact("weights", "transport bucket_bytes timeout_s"),
-    **_exact("wire", "host port curve heartbeat_s heartbeat_timeout_s stall_timeout_s max_message_bytes record"),
+    **_exact("wire", "transport host port heartbeat_s heartbeat_timeout_s stall_timeout_s max_message_bytes record"),
     **_allowed("wire", "max_attempts", "attempts so far count"),
     **_exact("checkpoint", "every_n_steps keep partial_rollouts"),
     **_exact("evaluation", "every_n_versions"),

@@ -244,8 +244,8 @@ def _mistakes(config: Config) -> Iterator[str]:
 
 def _wire_host_mistakes(config: Config) -> Iterator[str]:
     host = config.wire.host
-    if host.startswith("[") or "%" in host:
-        yield f"wire.host: expected an address without brackets and without a zone, as in ::1 or fd00::1, got '{host}'"
+    if "%" in host:
+        yield f"wire.host: expected an address without a zone, as in ::1 or fd00::1, got '{host}'"
     elif ":" in host and config.rollout.engine == "sglang" and config.weights.transport != "shared_memory":
         yield (
             f"wire.host: expected an IPv4 address with rollout.engine=sglang, whose servers cannot meet the learner at "
