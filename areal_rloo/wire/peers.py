@@ -22,10 +22,10 @@ T = TypeVar("T")
 MOST_PEERS = 4096
 MOST_OFFENCES = 8  # of a process, before it is cut off
 
-# A worker sends a message for each turn of its event loop with finished samples, and few others. A large message has
-# many samples, and costs as much as several.
-_MESSAGES_PER_S = 1000.0
-_BYTES_PER_MESSAGE = 2**16
+# A worker sends a message for each turn of its event loop with finished samples, and few others. A large message costs
+# as much as several: benchmarks/wire.py reaches 1.6 GB/s.
+_MESSAGES_PER_S = 5000.0
+_BYTES_PER_MESSAGE = 2**20
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
 _FIRST_MESSAGES = 100.0  # of a new peer: a flood cannot get more by new connections

@@ -43,12 +43,12 @@ def test_a_worker_with_thousands_of_samples_loses_no_message(num_bytes: int) -> 
 def test_a_flood_passes_at_the_rate_of_the_allowance() -> None:
     allowances = Allowances()
     num_passed = sum(allowances.admits(CHATTY, 100, number / 50_000) for number in range(100_000))
-    assert 2000 <= num_passed <= 2200
+    assert 10_000 <= num_passed <= 10_200
     assert allowances.admits(WORKER, 100, 2.0)
 
 
 def test_a_message_larger_than_the_whole_allowance_passes() -> None:
     allowances = Allowances()
     assert allowances.admits(WORKER, 2**31, 0.0)
-    assert not allowances.admits(WORKER, 100, 1.0)
+    assert not allowances.admits(WORKER, 100, 0.1)
     assert allowances.admits(WORKER, 100, 60.0)
