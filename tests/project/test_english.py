@@ -9,7 +9,7 @@ from support.english import above_limits, words_of
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = REPO / "areal_rloo"
-DOCUMENTS = [REPO / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+DOCUMENTS = [REPO / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
 
 
 def test_comments_and_docstrings_of_the_package_are_plain() -> None:

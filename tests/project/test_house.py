@@ -53,6 +53,7 @@ DOCUMENTS = [
     REPO / "README.md",
     REPO / "ARCHITECTURE.md",
     REPO / "CONTRIBUTING.md",
+    REPO / "SECURITY.md",
     *sorted((REPO / "docs").glob("*.md")),
 ]
 
