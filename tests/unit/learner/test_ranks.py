@@ -170,8 +170,8 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _saved_again(team: Team, config: Config) -> None:
-    Path(config.run.name).mkdir()
-    team.save_shards(Path(config.run.name)).result()
+    Path(config.run.folder).mkdir()
+    team.save_shards(Path(config.run.folder)).result()
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_another_number_of_ranks_restores_every_tensor_bit_for_bit(
     tiny_folders: dict[str, Path], tmp_path: Path, num: int, replicas: int, later: int
 ) -> None:
     folder, shards, again = tiny_folders["qwen2"], tmp_path / "shards", tmp_path / "again"
-    config = _config(f"run.name={shards}", f"learner.num_ranks={num}", f"learner.num_replicas={replicas}")
+    config = _config(f"run.folder={shards}", f"learner.num_ranks={num}", f"learner.num_replicas={replicas}")
     on_ranks(num, [Job(folder, config, _saved)], tmp_path / "given")
-    config = _config(f"run.name={again}", f"learner.num_ranks={later}")
+    config = _config(f"run.folder={again}", f"learner.num_ranks={later}")
     on_ranks(later, [Job(folder, config, _saved_again, shards=shards)], tmp_path / "given")
     saved, restored = _whole(shards), _whole(again)
     assert any(name.startswith("exp_avg_sq.") for name in saved)
@@ -192,7 +192,7 @@ def test_another_number_of_ranks_restores_every_tensor_bit_for_bit(
 
 
 def _refused(team: Team, config: Config) -> str:
-    folder = Path(config.run.name)
+    folder = Path(config.run.folder)
     (folder / "rank-1-of-2.safetensors").mkdir(parents=True)  # where rank 1 writes
     with pytest.raises(ShardsError) as raised:
         team.save_shards(folder).result()
@@ -201,7 +201,7 @@ def _refused(team: Team, config: Config) -> str:
 
 @pytest.mark.slow
 def test_rank_0_is_told_that_another_rank_could_not_write(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
-    config = _config(f"run.name={tmp_path / 'shards'}", "learner.num_ranks=2")
+    config = _config(f"run.folder={tmp_path / 'shards'}", "learner.num_ranks=2")
     (problem,) = on_ranks(2, [Job(tiny_folders["qwen2"], config, _refused)], tmp_path / "given")
     assert problem.startswith("rank-1-of-2.safetensors: ")
 
