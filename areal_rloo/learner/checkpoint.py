@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config
+from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json, from_msgpack
-from areal_rloo.errors import CheckpointError, DecodeError, ModelError, first_line
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError, first_line
 from areal_rloo.files import flush_to_disk, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
@@ -214,7 +215,8 @@ def read_checkpoint(folder: Path) -> LearnerState:
         with opened_shards(folder / _SHARDS):
             pass  # their headers are in order
         check_weights(_MODEL, folder / _MODEL)
-    except (OSError, ModelError) as error:
+        parse(_content(folder, CONFIG_NAME).decode(), CONFIG_NAME, is_file=True)
+    except (OSError, ModelError, ConfigError, UnicodeDecodeError) as error:
         raise DecodeError(first_line(error)) from error
     return state
 

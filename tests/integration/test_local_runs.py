@@ -235,7 +235,8 @@ def test_a_live_run_is_not_resumed_and_a_dead_launcher_leaves_no_orphan(start: C
     run = start("learner.num_train_steps=10000", "wire.transport=tcp")
     run.wait_for(lambda: len(run.records()) >= 1)
     before = {path: path.read_bytes() for path in (run.folder / "config.yaml", *(run.folder / "keys").iterdir())}
-    again = Run(run.folder, "launcher.drain_timeout_s=1", "--resume")
+    options = ("learner.num_train_steps=10000", "wire.transport=tcp", "launcher.drain_timeout_s=1")
+    again = Run(run.folder, *options, "--resume")
     code, output = again.wait()
     assert again.process.stdout is not None
     again.process.stdout.close()

@@ -112,6 +112,7 @@ def test_a_restored_rank_continues_bit_for_bit(
 def test_options_that_may_change_on_a_resume_fit_the_saved_state(
     tmp_path: Path, tiny_folders: dict[str, Path], override: str
 ) -> None:
+    (tmp_path / "shards").mkdir()
     trained(tiny_folders["qwen2"]).save_shards(tmp_path / "shards").result()
     config = load_config("quickstart.yaml", [override, "learner.num_train_steps=8", "learner.num_minibatches=1"])
     rank = build_rank(config, model_path=str(tiny_folders["qwen2"]), device=CPU)
