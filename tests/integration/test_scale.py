@@ -15,7 +15,7 @@ from support.processes import command_of
 
 from areal_rloo.config import dump_config, load_config
 from areal_rloo.errors import PreflightError
-from areal_rloo.files import lock_file
+from areal_rloo.files import lock_file, write_atomically
 from areal_rloo.launcher.fleet import Answer
 from areal_rloo.launcher.scale import main as scale_main
 
@@ -41,7 +41,7 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     assert _scale(run.folder, "--workers=3").stdout == f"the run in {run.folder} gets 3 rollout workers\n"
     run.wait_for(lambda: run.records()[-1].num_workers == 3)
     (run.folder / "scale-answer.json").write_bytes(b"{")  # a cut answer is none
-    (run.folder / "scale.json").write_bytes(b'{"num_workers": "\xff"}')
+    write_atomically(run.folder / "scale.json", b'{"num_workers": "\xff"}')  # else the launcher may read half of it
     since = len(run.records())
     run.wait_for(lambda: len(run.records()) > since + 5)
     assert _scale(run.folder, "--workers=1").returncode == 0
