@@ -49,6 +49,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 GroupId = Annotated[int, Meta(ge=-(2**43), lt=2**43)]  # seeds are 2**20 apart
 SampleIndex = Annotated[int, Meta(ge=0, lt=2**20)]
 Version = Annotated[int, Meta(ge=0, lt=2**31)]
+EngineVersion = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1: a server that was found has unknown weights
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Name = Annotated[str, Meta(max_length=250)]
 Reason = Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
@@ -128,7 +129,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     worker_id: Name  # stable over restarts of the worker, e.g. `rollout-0`
     incarnation: Name  # differs at every start of the process
     capacity_samples: SampleIndex  # unfinished train samples the worker accepts; evaluation samples come on top
-    policy_version: Version | None  # of the weights in the engine; None while the engine starts
+    policy_version: EngineVersion | None  # of the weights in the engine; None while the engine starts
     learner_id: Name | None  # the learner of the duties; None before the first Welcome
     number: Count
     newest_lease: Count  # highest lease id seen from this learner
@@ -143,7 +144,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     number: Count
     newest_lease: Count  # as in Hello
     duties: bytes  # digest of the duties without a result on the way
-    policy_version: Version | None  # as in Hello
+    policy_version: EngineVersion | None  # as in Hello
     newest_offer: Count  # highest id of an offer of weights seen from this learner
     receiving: bool  # True while a version is being received
     work: Work

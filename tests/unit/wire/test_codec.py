@@ -135,6 +135,15 @@ def test_worker_messages_round_trip(message: msgspec.Struct) -> None:
     assert decode_worker(encode(message), LIMITS) == message  # type: ignore[arg-type]
 
 
+def test_an_engine_with_unknown_weights_is_heard() -> None:
+    """A worker finds an external SGLang server before any version has been loaded."""
+    for message in (
+        Hello("w", "1", 4, -1, "learner", 1, 0, (), Work()),
+        Heartbeat("learner", 2, 0, b"", -1, 0, False, Work()),
+    ):
+        assert decode_worker(encode(message), LIMITS) == message
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -324,7 +333,7 @@ FAILURE = [1, 0, 0, "reward_error", "no", ""]
         *((HELLO, "capacity_samples", value) for value in (-1, 2**20, 2**64 - 1)),
         *((HELLO, "worker_id", value) for value in ("w" * 251, 7)),
         (HELLO, "duties", [[-1, 0, 0]]),
-        *((HEARTBEAT, "policy_version", value) for value in (-1, 2**31)),
+        *((HEARTBEAT, "policy_version", value) for value in (-2, 2**31)),
         *((HEARTBEAT, "work", [value, 0]) for value in (NAN, INFINITY, -1.0, 1e13)),
         *((HEARTBEAT, "work", [0.0, value]) for value in (-1, 2**53 + 1, 2**64 - 1)),
         *((HEARTBEAT, "newest_lease", value) for value in (-1, 2**64 - 1)),
