@@ -2,32 +2,38 @@
 
     python benchmarks/answers.py [--output benchmarks/results/answers.json]
 
-A real intake grants leases to a worker, and gets the answers as frames, a group per message, in a single process and
-without sockets. The intake's time is decoding with every check of the codec, ledger, buffer and encoded replies, but no
-grants of new leases. The checks are those of `intake/lies.py`, on the same messages, timed alone. Results are medians.
+A real intake grants leases to a worker in another process. The answers come over a socket file, a group per message.
+The intake's time is that of its thread: sockets, decoding with every check of the codec, ledger, buffer, a new lease
+for each answer, and replies; but no tokenizer. The checks are those of `intake/lies.py`, on the same messages, timed
+alone; the codec notes the extremes that they need in passes that it makes anyway. Results are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import multiprocessing
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import hardware
 import numpy as np
 
 from areal_rloo.config import load_config
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.weights.offers import Offers
-from areal_rloo.wire.codec import decode_worker, encode
-from areal_rloo.wire.columns import Frame, Limits
-from areal_rloo.wire.messages import Finished, Hello, Lease, Leases, Results, Work
+from areal_rloo.wire.address import Address, SocketFile
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import Drain, Finished, Hello, Lease, Leases, Results, Work
 
 LIMITS = Limits()
 VOCAB_SIZE = 151_936
@@ -57,29 +63,72 @@ def main() -> None:
 def _measure(num_tokens: int) -> tuple[float, float]:
     """Return the intake's seconds per sample, and those of the checks among them."""
     intake = _intake(num_tokens)
-    sent = intake.handle("worker", Hello("w", "1", NUM_SAMPLES, 0, None, 1, 0, (), Work()), 0.0)
-    messages = [_answer(lease, number, num_tokens) for number, lease in enumerate(_leases(sent))]
-    assert len(messages) == NUM_GROUPS
-    started_s = time.perf_counter()
-    for message in messages:
-        for outgoing in intake.handle("worker", decode_worker(message, LIMITS), 0.0):
-            encode(outgoing.message)
-    whole_s = time.perf_counter() - started_s
-    assert intake.statistics().ledger.buffered == NUM_SAMPLES, "all answers are taken"
+    with tempfile.TemporaryDirectory(prefix="answers-") as folder:
+        address = SocketFile.inside(Path(folder))
+        worker = multiprocessing.get_context("spawn").Process(target=_work, args=(address, num_tokens))
+        worker.start()
+        whole_s, messages = asyncio.run(_serve(intake, address))
+        worker.join()
+    assert worker.exitcode == 0
     return whole_s / NUM_SAMPLES, _checks_s(intake, messages) / NUM_SAMPLES
 
 
-def _checks_s(intake: Intake, messages: list[list[Frame]]) -> float:
-    """Return the seconds of the checks alone, on trajectories that were just decoded."""
+async def _serve(intake: Intake, address: Address) -> tuple[float, list[Results]]:
+    """Serve as `IntakeService` does, until the first leases are answered.
+
+    Returns: the seconds of this thread from the first answer on, without its waits; and the answers.
+    """
+    learner = LearnerChannel.bind(address, limits=LIMITS)
+    answers: list[Results] = []
+    started_s = 0.0
+    while len(answers) < NUM_GROUPS:
+        peer, message = await learner.receive()
+        if isinstance(message, Results):
+            started_s = started_s or time.thread_time()
+            answers.append(message)
+        for outgoing in intake.handle(peer, message, time.monotonic()):
+            learner.send(*outgoing)
+    seconds = time.thread_time() - started_s
+    ledger = intake.statistics().ledger
+    assert ledger.buffered == ledger.in_flight == NUM_SAMPLES, "all answers are taken, and as many leases are granted"
+    intake.draining = True
+    learner.send(peer, Drain())
+    await asyncio.sleep(0.1)  # the message leaves
+    learner.close()
+    return seconds, answers
+
+
+def _work(address: Address, num_tokens: int) -> None:
+    asyncio.run(_answer_leases(address, num_tokens))
+
+
+async def _answer_leases(address: Address, num_tokens: int) -> None:
+    """Answer the first leases, a group per message, as a rollout worker whose engine is done with all at once."""
+    worker = WorkerChannel(address, worker_id="w", incarnation="1", limits=LIMITS)
+    await worker.connected(60)
+    worker.send(Hello("w", "1", NUM_SAMPLES, 0, None, 1, 0, (), Work()))
+    leases: list[Lease] = []
+    while len(leases) < NUM_GROUPS:
+        message = await worker.receive()
+        if isinstance(message, Leases):
+            leases.extend(message.leases)
+    for answer in [_answer(lease, number, num_tokens) for number, lease in enumerate(leases)]:
+        assert worker.send(answer)
+        await asyncio.sleep(0)
+    while not isinstance(await worker.receive(), Drain):
+        pass
+    worker.close()
+
+
+def _checks_s(intake: Intake, messages: Sequence[Results]) -> float:
+    """Return the seconds of the checks alone."""
     lies, prompt, grant = intake.lies, Prompt(0, 0, PROMPT, Item("?", "1")), Grant(1, "w", 0)
     total_s = 0.0
-    for message in messages:
-        results = decode_worker(message, LIMITS)
-        assert isinstance(results, Results)
-        started_s = time.perf_counter()
+    for results in messages:
+        started_s = time.thread_time()
         lowest = lies.lowest_plain_version(results, 0)
         found = [lies.in_trajectories(each.trajectories, grant, prompt, 0, lowest) for each in results.finished]
-        total_s += time.perf_counter() - started_s
+        total_s += time.thread_time() - started_s
         assert not any(found), "these answers are no lies"
     return total_s
 
@@ -91,7 +140,7 @@ def _intake(num_tokens: int) -> Intake:
         f"learner.microbatch_tokens={2 * (num_tokens + len(PROMPT))}",
         f"rollout.sampling.max_new_tokens={num_tokens}",
         f"data.max_prompt_tokens={len(PROMPT)}",
-        "algorithm.max_staleness=0",
+        "algorithm.max_staleness=1",
     )
     return Intake(
         load_config("quickstart.yaml", overrides),
@@ -105,12 +154,8 @@ def _intake(num_tokens: int) -> Intake:
     )
 
 
-def _leases(sent: list[Outgoing]) -> list[Lease]:
-    return [lease for _, message in sent if isinstance(message, Leases) for lease in message.leases]
-
-
-def _answer(lease: Lease, number: int, num_tokens: int) -> list[Frame]:
-    """Return the frames of a message with the answers to a lease."""
+def _answer(lease: Lease, number: int, num_tokens: int) -> Results:
+    """Return a message with the answers to a lease."""
     rng = np.random.default_rng(number)
     prompt = np.array(PROMPT, np.int32)
     finished = []
@@ -122,7 +167,7 @@ def _answer(lease: Lease, number: int, num_tokens: int) -> list[Frame]:
             "stop",
         )
         finished.append(Finished(duty.lease_id, (Trajectory(*duty.sample_id, prompt, completion, 1.0),)))
-    return [bytes(frame) for frame in encode(Results("learner", number, tuple(finished)))]
+    return Results("learner", number, tuple(finished))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,27 @@ class PromptStreamState(msgspec.Struct, frozen=True):
     num_filtered: int
 
 
+def describe(source: Source) -> str:
+    """Describe a source, to notice other items on a resume."""
+    places = [(len(source.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
+    looked_at = [source.items[place].text for place in places]
+    digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
+    return f"{source.label} ({len(source.items)} items, {digest:08x})"
+
+
+def check_same_sources(before: Sequence[str], now: Sequence[str]) -> None:
+    """Compare the descriptions of the sources in a checkpoint with those of the present.
+
+    Raises:
+        DataError: they differ.
+    """
+    if list(before) != list(now):
+        raise DataError(
+            f"data.train: the checkpoint was made with {', '.join(before)}; got {', '.join(now)}; resume with the "
+            "config and the data it was made with"
+        )
+
+
 class PromptStream:
     """Shuffled items without end, or `num_epochs` passes through every source."""
 
@@ -67,7 +88,7 @@ class PromptStream:
             _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
             for index, source in enumerate(sources)
         ]
-        self._described = [source.description for source in self._sources]
+        self._described = [describe(source) for source in sources]
         self._tokenize = tokenize
         self._num_epochs = num_epochs
         self._returned: list[tuple[int, int]] = []
@@ -134,11 +155,7 @@ class PromptStream:
         Raises:
             DataError: the checkpoint was made with other sources, or has no count for a source.
         """
-        if state.sources != self._described:
-            raise DataError(
-                f"data.train: the checkpoint was made with {', '.join(state.sources)}; got "
-                f"{', '.join(self._described)}; resume with the config and the data it was made with"
-            )
+        check_same_sources(state.sources, self._described)
         if len(state.taken) != len(self._sources) or min(state.taken, default=0) < 0:
             raise DataError(
                 f"data.train: expected the items taken from each source, got {state.taken} in the checkpoint"
@@ -168,10 +185,6 @@ class _Passes:
 
     def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
         self.items = source.items
-        places = [(len(source.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
-        looked_at = [source.items[place].text for place in places]
-        digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
-        self.description = f"{source.label} ({len(source.items)} items, {digest:08x})"
         self.first = first  # number of the first item among those of all sources
         self.share = Fraction(len(source.items) if source.weight is None else source.weight)
         self.num_taken = 0

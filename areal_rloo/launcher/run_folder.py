@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config, dump_config
-from areal_rloo.decoding import from_json
+from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
+from areal_rloo.intake.prompts import check_same_sources, describe
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
-from areal_rloo.learner.stretches import changes_since, has_intact_config
+from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
+from areal_rloo.tasks import load_train
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -34,6 +36,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         CheckpointError: there is no run to resume.
         PreflightError: the folder holds a run already, and this start is no resume.
         CheckpointError: a resume with this config is refused (`resume_changes`).
+        DataError: the resume would read other prompts.
     """
     if config.run.folder is not None:
         folder = Path(config.run.folder).resolve()
@@ -50,6 +53,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         raise second_run(folder)
     if resume:
         resume_changes(folder, config)
+        _check_prompts(folder, config)
     return folder
 
 
@@ -70,6 +74,30 @@ def resume_changes(folder: Path, config: Config) -> list[str]:
         if has_intact_config(path):  # else damaged: the learner goes on from an older checkpoint
             return [change.line(version) for change in changes_since(path, config)]
     return []
+
+
+class _Sources(msgspec.Struct):
+    sources: list[str]
+
+
+class _State(msgspec.Struct):
+    """The part of a checkpoint's state that describes the sources of the prompts."""
+
+    stream: _Sources
+
+
+def _check_prompts(folder: Path, config: Config) -> None:
+    """Compare the train sources with those of the newest checkpoint, before anything is written.
+
+    Raises:
+        DataError: the prompts are others; the learner would refuse them, too.
+    """
+    if config.data.deduplicate or any(source.path is not None for source in config.data.train_sources):
+        for path in reversed(list_checkpoints(folder_of(folder)).values()):
+            with contextlib.suppress(OSError, DecodeError):  # damaged: the learner goes on from an older checkpoint
+                before = from_msgpack((path / STATE_NAME).read_bytes(), _State).stream.sources
+                check_same_sources(before, [describe(each) for each in load_train(config.data, seed=config.run.seed)])
+                return
 
 
 def has_begun(folder: Path) -> bool:
@@ -98,7 +126,7 @@ def submitted_file(folder: Path) -> Path:
 
 
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
-    """Write the resolved config, the environment, and CURVE keys for a wire over TCP; point runs/latest here.
+    """Write the resolved config, a line about this start, and CURVE keys for a wire over TCP; point runs/latest here.
 
     Removes the summary of an earlier start.
     """
@@ -108,13 +136,16 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
         _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
     environment = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version,
         "platform": platform.platform(),
         "hosts": hosts,
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
-    write_atomically(folder / "environment.json", msgspec.json.format(msgspec.json.encode(environment), indent=2))
+    starts = folder / "environment.jsonl"
+    earlier = starts.read_bytes() if starts.exists() else b""
+    write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)
 
 

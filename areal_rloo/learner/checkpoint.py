@@ -41,7 +41,7 @@ from areal_rloo.learner.checkpoint_folder import (
     version_of,
 )
 from areal_rloo.learner.parallel.files import opened_shards, shard_files
-from areal_rloo.learner.stretches import CONFIG_NAME
+from areal_rloo.learner.stretches import CONFIG_NAME, STATE_NAME
 from areal_rloo.learner.team import Team
 from areal_rloo.models.folder import check_weights
 from areal_rloo.telemetry.logs import get_logger
@@ -53,7 +53,7 @@ from areal_rloo.wire.turns import decode_turns
 logger = get_logger(__name__)
 
 _FORMAT = 8
-_STATE, _SUMS, _SHARDS, _MODEL = "state.msgpack", "checksums.json", "shards", "model"
+_SUMS, _SHARDS, _MODEL = "checksums.json", "shards", "model"
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 
 
@@ -140,7 +140,7 @@ class Checkpoints:
             try:
                 shards.result()
                 write_model(unfinished / _MODEL, team.own.policy.causal, weights, tokenizer=tokenizer)
-                (unfinished / _STATE).write_bytes(msgspec.msgpack.encode(state))
+                (unfinished / STATE_NAME).write_bytes(msgspec.msgpack.encode(state))
                 (unfinished / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
                 _seal(unfinished)
                 finish(target)
@@ -211,7 +211,7 @@ def read_checkpoint(folder: Path) -> LearnerState:
         _check_sums(folder)
         state = read_state(folder)
         if state.policy_version != version_of(folder):
-            raise DecodeError(f"{_STATE} has the state of version {state.policy_version}")
+            raise DecodeError(f"{STATE_NAME} has the state of version {state.policy_version}")
         with opened_shards(folder / _SHARDS):
             pass  # their headers are in order
         check_weights(_MODEL, folder / _MODEL)
@@ -237,18 +237,18 @@ def read_state(folder: Path) -> LearnerState:
         DecodeError: the file is damaged, or no ledger has this state.
         CheckpointError: the checkpoint has another format.
     """
-    encoded = _content(folder, _STATE)
-    found = from_msgpack(encoded, _Format, name=_STATE).format
+    encoded = _content(folder, STATE_NAME)
+    found = from_msgpack(encoded, _Format, name=STATE_NAME).format
     if found != _FORMAT:
         raise CheckpointError(
             f"{folder}: format {found}, this version reads {_FORMAT}; resume with the version that wrote the "
             "checkpoint, or start again with another run.folder"
         )
-    state = from_msgpack(encoded, LearnerState, name=_STATE)
+    state = from_msgpack(encoded, LearnerState, name=STATE_NAME)
     try:
         _check_ledger(state.ledger, by_sample(_trajectories(state)).keys())
     except DecodeError as error:
-        raise DecodeError(f"{_STATE}: {error}") from error
+        raise DecodeError(f"{STATE_NAME}: {error}") from error
     return state
 
 
@@ -319,7 +319,7 @@ def _check_sums(folder: Path) -> None:
     """
     sums, files = from_json(_content(folder, _SUMS), dict[str, str], name=_SUMS), _files(folder)
     shards = (f"{_SHARDS}/{path.name}" for path in shard_files(folder / _SHARDS))
-    for name in (*sums, _STATE, CONFIG_NAME, f"{_MODEL}/config.json", *shards):
+    for name in (*sums, STATE_NAME, CONFIG_NAME, f"{_MODEL}/config.json", *shards):
         if name not in files:
             raise DecodeError(f"{name} is missing")
         if name not in sums:

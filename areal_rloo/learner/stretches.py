@@ -23,7 +23,7 @@ from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
 from areal_rloo.files import write_atomically
 
 _NAME = re.compile(r"step-([0-9]{6,})\.yaml")
-CONFIG_NAME = "config.yaml"  # in a checkpoint
+CONFIG_NAME, STATE_NAME = "config.yaml", "state.msgpack"  # in a checkpoint
 
 
 class Stretch(NamedTuple):

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.folders import listing
@@ -64,6 +65,12 @@ def test_a_run_completes_with_other_groups_and_staleness_up_and_down(start: Call
         (*_, path) = list_batches(batches_of(run.folder))[record.num_train_steps]
         assert len(read_batch(path)) == options["groups_per_step"]
     assert [stretch.version for stretch in read_stretches(run.folder)] == [0, first, second]
+    starts = [json.loads(line) for line in (run.folder / "environment.jsonl").read_text().splitlines()]
+    assert [("--resume" in start["command"], start["packages"]["areal-rloo"] is not None) for start in starts] == [
+        (False, True),
+        (True, True),
+        (True, True),
+    ]
     assert "Options changed on a resume" in (run.folder / "report.html").read_text()
 
     replayed = subprocess.run(
@@ -89,6 +96,24 @@ def test_a_refused_change_leaves_the_folder_untouched(finished: Run, override: s
     assert (code, len(output.splitlines())) == (2, 1), output
     assert output.startswith(words)
     assert listing(finished.folder) == before
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_resume_with_other_prompts_leaves_the_folder_untouched(
+    start: Callable[..., Run], tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n}+1=?", "answer": f"#### {n + 1}"}) + "\n" for n in range(9)))
+    options = ("data.train.task=gsm8k", f"data.train.path={rows}", "data.eval=null", "data.max_prompt_tokens=200")
+    run = start(*options, "learner.num_train_steps=1")
+    code, output = run.wait()
+    assert code == 0, output
+    rows.write_text(rows.read_text().replace("8+1", "8+2", 1))
+    before = listing(run.folder)
+    code, output = Run(run.folder, *options, "learner.num_train_steps=2", "--resume", *more).wait()
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert output.startswith("error: data.train: the checkpoint was made with gsm8k (9 items, ")
+    assert listing(run.folder) == before
 
 
 def test_a_dry_run_of_a_resume_says_what_changes_and_writes_nothing(finished: Run) -> None:

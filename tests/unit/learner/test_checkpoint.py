@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from support.checkpoints import save, stream, trained
@@ -247,18 +246,15 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
 def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
     tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:
-    """Kill the save 50 times (SIGKILL), each after another number of written bytes."""
+    """Kill the save 50 times, each at another byte of a file or between two operations."""
     folder = tiny_folders["qwen2"]
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert save(checkpoints, folder, 1) is not None
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    offsets = np.random.default_rng(0).integers(0, size, 50).tolist()
-    command = [sys.executable, "-m", "support.checkpoints_to_kill", str(tmp_path), str(folder), *map(str, offsets)]
+    assert save(Checkpoints(tmp_path, keep=2), folder, 1) is not None
+    command = [sys.executable, "-m", "support.checkpoints_to_kill", str(tmp_path), str(folder), "50"]
     ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     rows = [line.split() for line in ended.stdout.splitlines()]
     assert len(rows) == 50
-    assert sum(killed == "1" for killed, *_ in rows) >= 40
+    assert sum(killed == "1" for killed, *_ in rows) >= 25, "the others had written all before"
     assert len({size for _, size, *_ in rows}) > 4, "it died at many places"
     assert len({num_files for _, _, num_files, _ in rows}) > 3, "and in several files"
     for killed, size, _, newest in rows:
