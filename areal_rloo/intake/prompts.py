@@ -11,7 +11,6 @@ keeps only the counts t_i. Without weights the shares are the sizes, and all pas
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,9 @@ import numpy as np
 
 from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
-from areal_rloo.tasks import Source
+from areal_rloo.tasks import Source, check_same_sources
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
-
-_PARTS = 32  # of a source, whose ends are looked at to notice other items on a resume
 
 Tokenize = Callable[[Item], tuple[int, ...] | None]
 """Returns the token ids of an item; None for an item to leave out."""
@@ -59,27 +56,6 @@ class PromptStreamState(msgspec.Struct, frozen=True):
     num_filtered: int
 
 
-def describe(source: Source) -> str:
-    """Describe a source, to notice other items on a resume."""
-    places = [(len(source.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
-    looked_at = [source.items[place].text for place in places]
-    digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
-    return f"{source.label} ({len(source.items)} items, {digest:08x})"
-
-
-def check_same_sources(before: Sequence[str], now: Sequence[str]) -> None:
-    """Compare the descriptions of the sources in a checkpoint with those of the present.
-
-    Raises:
-        DataError: they differ.
-    """
-    if list(before) != list(now):
-        raise DataError(
-            f"data.train: the checkpoint was made with {', '.join(before)}; got {', '.join(now)}; resume with the "
-            "config and the data it was made with"
-        )
-
-
 class PromptStream:
     """Shuffled items without end, or `num_epochs` passes through every source."""
 
@@ -88,7 +64,7 @@ class PromptStream:
             _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
             for index, source in enumerate(sources)
         ]
-        self._described = [describe(source) for source in sources]
+        self._described = [source.description for source in sources]
         self._tokenize = tokenize
         self._num_epochs = num_epochs
         self._returned: list[tuple[int, int]] = []

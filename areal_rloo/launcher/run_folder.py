@@ -18,11 +18,10 @@ from areal_rloo.config import Config, dump_config
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
-from areal_rloo.intake.prompts import check_same_sources, describe
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
-from areal_rloo.tasks import load_train
+from areal_rloo.tasks import check_same_sources, load_train
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -96,7 +95,7 @@ def _check_prompts(folder: Path, config: Config) -> None:
         for path in reversed(list_checkpoints(folder_of(folder)).values()):
             with contextlib.suppress(OSError, DecodeError):  # damaged: the learner goes on from an older checkpoint
                 before = from_msgpack((path / STATE_NAME).read_bytes(), _State).stream.sources
-                check_same_sources(before, [describe(each) for each in load_train(config.data, seed=config.run.seed)])
+                check_same_sources(before, [each.description for each in load_train(config.data, seed=config.run.seed)])
                 return
 
 

@@ -10,7 +10,15 @@
 """
 
 from areal_rloo.tasks.base import Item, Message, Split, Task
-from areal_rloo.tasks.loading import Source, check_data, hub_datasets, load_eval, load_train, make_task
+from areal_rloo.tasks.loading import (
+    Source,
+    check_data,
+    check_same_sources,
+    hub_datasets,
+    load_eval,
+    load_train,
+    make_task,
+)
 
 __all__ = [
     "Item",
@@ -19,6 +27,7 @@ __all__ = [
     "Split",
     "Task",
     "check_data",
+    "check_same_sources",
     "hub_datasets",
     "load_eval",
     "load_train",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ TASKS: Mapping[str, Callable[[ConfiguredSource, int], Task]] = {
 }
 
 _READ_BYTES = 64 * 2**20  # rows of larger files are not checked before the start; reading takes about a second
+_PARTS = 32  # of a source, whose ends are looked at to notice other items on a resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,27 @@ class Source:
     items: Sequence[Item]
     weight: float | None = None
     num_duplicates: int = 0
+
+    @property
+    def description(self) -> str:
+        """The number and some of the items: a resume notices others."""
+        places = [(len(self.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
+        looked_at = [self.items[place].text for place in places]
+        digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
+        return f"{self.label} ({len(self.items)} items, {digest:08x})"
+
+
+def check_same_sources(before: Sequence[str], now: Sequence[str]) -> None:
+    """Compare the descriptions of the sources in a checkpoint with those of the present.
+
+    Raises:
+        DataError: they differ.
+    """
+    if list(before) != list(now):
+        raise DataError(
+            f"data.train: the checkpoint was made with {', '.join(before)}; got {', '.join(now)}; resume with the "
+            "config and the data it was made with"
+        )
 
 
 def make_task(source: ConfiguredSource, *, seed: int) -> Task:

@@ -228,8 +228,7 @@ def _soak(work: Path, options: argparse.Namespace) -> int:
         soak.say(f"FOUND: {finding}")
     is_well = trouble is None and verdict.is_clean
     if not is_well:
-        for name, text in run.logs():
-            print(f"--- the end of {name}\n{text}")
+        print(run.ends_of_logs())
     _tell(soak, verdict, trouble, options)
     if not is_well:
         _keep(run)

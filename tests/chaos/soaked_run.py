@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from support.processes import command_of, processes_with, wire_port
+from support.processes import command_of, ends_of_logs, processes_with, wire_port
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
@@ -135,10 +134,9 @@ class SoakedRun:
         records = read_records(self.folder / "metrics.jsonl")
         return max((record.num_train_steps for record in records if isinstance(record, TrainRecord)), default=0)
 
-    def logs(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the end of each log."""
-        for path in (self._output, *sorted((self.folder / "logs").glob("*.log"))):
-            yield path.name, "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+    def ends_of_logs(self) -> str:
+        """Return the end of each log, and of the output."""
+        return ends_of_logs([self._output, *(self.folder / "logs").glob("*.log")])
 
     def accuracies(self) -> dict[int, float]:
         """Return the held-out accuracy by version."""
