@@ -144,6 +144,17 @@ def test_a_prompt_trained_twice_in_an_epoch_is_found(run_folder: Path) -> None:
     assert any("prompts skipped" in finding for finding in verdict.findings)
 
 
+@pytest.mark.parametrize(("reason", "num_doubled"), [("stale", 0), ("reward_crash", 1)])
+def test_only_the_prompt_of_a_stale_group_may_come_again(run_folder: Path, reason: str, num_doubled: int) -> None:
+    def drop(lines: list[Line]) -> list[Line]:
+        group = [line for line in lines if line["group_id"] == lines[0]["group_id"]]
+        return [*lines, *(_set(line, group_id=10**6, dropped=reason) for line in group)]
+
+    _edit(run_folder / FILE_NAME, drop)
+    verdict = judge(run_folder)
+    assert verdict.num_doubled == num_doubled, verdict.findings
+
+
 def test_a_process_left_over_is_found() -> None:
     known = {process.pid for process in psutil.process_iter()}
     command = [sys.executable, "-c", "print(flush=True); input()", "a-word"]

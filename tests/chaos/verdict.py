@@ -18,6 +18,7 @@ from support.processes import command_of
 
 from areal_rloo.config import load_config
 from areal_rloo.intake.ledger import LedgerState
+from areal_rloo.intake.prompts import PromptStreamState
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.learner.checkpoint_folder import folder_of
 from areal_rloo.telemetry.metrics import read_records
@@ -32,6 +33,7 @@ class _State(msgspec.Struct):
 
     policy_version: int
     ledger: LedgerState
+    stream: PromptStreamState
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class _Samples:
 
     trained: Counter[SampleId] = field(default_factory=Counter)
     dropped: Counter[SampleId] = field(default_factory=Counter)
+    stale: set[int] = field(default_factory=set)  # groups with a sample dropped for its age
     prompts: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # by group: source, epoch, item
 
 
@@ -79,7 +82,7 @@ def judge(folder: Path) -> Verdict:
     _judge_samples(samples, state.ledger, config.algorithm.group_size, verdict)
     for source in config.data.train_sources:
         if source.num_prompts is not None:
-            _judge_prompts(samples, state.ledger, source.label, source.num_prompts, verdict)
+            _judge_prompts(samples, state, source.label, source.num_prompts, verdict)
     return verdict
 
 
@@ -111,6 +114,8 @@ def _samples(folder: Path, max_staleness: int, verdict: Verdict) -> _Samples:
         if record.part_index == 0:
             outcomes = samples.trained if record.dropped is None else samples.dropped
             outcomes[record.group_id, record.sample_index] += 1
+        if record.dropped == "stale":
+            samples.stale.add(record.group_id)
         past = 0 if record.dropped else _stale_tokens(record, max_staleness) - record.num_masked_tokens
         if past > 0 or (record.staleness or 0) > max_staleness:
             verdict.num_past_bound += max(1, past)
@@ -150,18 +155,22 @@ def _judge_samples(samples: _Samples, ledger: LedgerState, group_size: int, verd
         )
 
 
-def _judge_prompts(samples: _Samples, ledger: LedgerState, source: str, num_prompts: int, verdict: Verdict) -> None:
-    """Check that an epoch has every prompt at most once, and that no epoch before the last misses a prompt."""
+def _judge_prompts(samples: _Samples, state: _State, source: str, num_prompts: int, verdict: Verdict) -> None:
+    """Check that an epoch has every prompt at most once, and that no epoch before the last misses a prompt.
+
+    The prompt of a group that is dropped whole for its age comes again, in another group.
+    """
     groups = {group: place for group, place in samples.prompts.items() if place[0] == source}
-    groups |= {group.group_id: (source, group.epoch, group.item_index) for group in ledger.groups}
-    num_groups = Counter(groups.values())
+    groups |= {group.group_id: (source, group.epoch, group.item_index) for group in state.ledger.groups}
+    used = {group.group_id for group in state.ledger.groups} | {group for group, _ in samples.trained}
+    num_groups = Counter(place for group, place in groups.items() if group in used or group not in samples.stale)
     if twice := [place for place, count in num_groups.items() if count > 1]:
         verdict.num_doubled += len(twice)
         verdict.findings.append(f"prompts of several groups: {twice[:8]}")
     last = max((epoch for _, epoch, _ in num_groups), default=0)
     expected = {(source, epoch, item) for epoch in range(last) for item in range(num_prompts)}
-    num_unrecorded = ledger.admitted_groups - len(groups)
-    missing = sorted(expected - num_groups.keys())
+    num_unrecorded = state.ledger.admitted_groups - len(groups)
+    missing = sorted(expected - num_groups.keys() - {(source, *place) for place in state.stream.returned})
     if len(missing) > num_unrecorded:
         verdict.num_lost += len(missing) - num_unrecorded
         verdict.findings.append(f"prompts skipped: {missing[:8]}")
