@@ -145,9 +145,7 @@ class Supervisor:
                 return False
             wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
             if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
-                words = f"{name} ended with code {code}; restart in {wait_s:.1f} s"
-                logger.warning("%s", words)
-                self._say(f"{words} (logs/{name}.log says more)")
+                self._say(f"{name} ended with code {code}; restart in {wait_s:.1f} s (logs/{name}.log says more)")
             child.restart_at_s = self._clock() + wait_s
         if self._clock() >= child.restart_at_s:
             self._restart(child, code)
