@@ -6,11 +6,14 @@ is a defect. The functions also check what must hold for good bytes: a decoded m
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -41,11 +44,23 @@ class Target:
     seeds: Callable[[], Sequence[bytes]]
 
 
+@cache
+def work_folder() -> Path:
+    """Make a folder for the files of this process; the folder lives as long as the process."""
+    folder = tempfile.mkdtemp(prefix="areal_rloo-fuzz-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 # -- the wire ----------------------------------------------------------------------------------------------------------
+
+
+_TODAY, _ANY = bytes([0x92, wire.WIRE_VERSION]), b"\x92\x00"  # how a first frame begins; version 0 stands for today's
 
 
 def joined(frames: Sequence[bytes]) -> bytes:
     """Join frames as `_frames` cuts them: the lengths of all but the last, then the frames."""
+    frames = [_ANY + frames[0].removeprefix(_TODAY), *frames[1:]]
     lengths = b"".join(len(frame).to_bytes(2, "little") for frame in frames[:-1])
     return bytes([len(frames) - 1]) + lengths + b"".join(frames)
 
@@ -57,7 +72,8 @@ def _frames(content: bytes) -> list[bytes]:
         length = int.from_bytes(content[1 + 2 * index : 3 + 2 * index], "little")
         frames.append(content[at : at + length])
         at += length
-    return [*frames, content[at:]]
+    first, *rest = *frames, content[at:]
+    return [_TODAY + first[2:] if first.startswith(_ANY) else first, *rest]
 
 
 def _try_worker_message(content: bytes) -> None:
@@ -144,16 +160,15 @@ def _learner_messages() -> list[bytes]:
 
 
 def _try_config(content: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "fuzzed.yaml"
-        path.write_bytes(content)
-        try:
-            config = load_config(str(path))
-        except ConfigError as error:
-            assert "\n" not in str(error), "a mistake is a single line"
-            return
-        path.write_text(dump_config(config))
-        assert load_config(str(path)) == config
+    path = work_folder() / "fuzzed.yaml"
+    path.write_bytes(content)
+    try:
+        config = load_config(str(path))
+    except ConfigError as error:
+        assert "\n" not in str(error), "a mistake is a single line"
+        return
+    path.write_text(dump_config(config))
+    assert load_config(str(path)) == config
 
 
 def _try_answer(content: bytes) -> None:
