@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FOUND = HERE / "found"
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # inputs are many and small
-_LIMITS = ("-rss_limit_mb=1500", "-malloc_limit_mb=256", "-timeout=10", "-max_len=65536")
+_LIMITS = ("-rss_limit_mb=1500", "-malloc_limit_mb=256", "-timeout=10", "-max_len=65536", "-len_control=0")
 
 
 def main() -> int:
@@ -46,9 +46,9 @@ def main() -> int:
         return 2
     if arguments.inside is not None:
         return _fuzz(arguments.inside, arguments.targets)
-    from targets import TARGETS
+    from fuzz.targets import NAMES
 
-    names = arguments.targets or list(TARGETS)
+    names = arguments.targets or NAMES
     began = time.monotonic()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = dict(zip(names, pool.map(lambda name: _run(name, arguments), names), strict=True))
@@ -62,7 +62,7 @@ def main() -> int:
 
 def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fuzz a target in another process: a finding ends the process. Print its output if there is a finding."""
-    from targets import corpus, keep
+    from fuzz.targets import corpus, keep
 
     FOUND.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=IN_MEMORY) as folder:
@@ -116,12 +116,15 @@ def _fuzz(name: str, options: Sequence[str]) -> int:
     import atheris
 
     with atheris.instrument_imports(include=["areal_rloo"]):
-        from targets import TARGETS
+        from fuzz.targets import target
+
+        found = target(name)
     again = shlex.join([sys.executable, __file__, f"--inside={name}", "--"])  # libFuzzer starts this to merge
-    atheris.Setup([again, *options], TARGETS[name].try_bytes)
+    atheris.Setup([again, *options], found.try_bytes)
     atheris.Fuzz()
     return 0
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(HERE.parent)  # else this file hides its folder
     sys.exit(main())
