@@ -100,4 +100,4 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
 
 def _num_masked(step: TrainRecord) -> float:
     share = step.masked_token_share
-    return step.trained_tokens * share / (1 - share) if 0 <= share < 1 else 0.0  # NaN is neither
+    return step.trained_tokens * share / (1 - share) if share < 1 else 0.0

@@ -30,7 +30,6 @@ from areal_rloo.telemetry.metrics import (
     watch,
 )
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
-from areal_rloo.telemetry.summary import summarize_killed
 from areal_rloo.wire.channels import ChannelStatistics
 
 MakeTrainRecord = Callable[..., TrainRecord]
@@ -399,15 +398,3 @@ def test_deeply_nested_numbers_are_refused_or_left_out(tmp_path: Path, depth: in
         assert read_records(path) == []
     except DataError as error:
         assert "of another version" in str(error)
-
-
-@pytest.mark.parametrize("share", [math.nan, -math.inf, 1.0, 7.0])
-def test_a_killed_run_with_a_wrong_share_is_summarized(
-    tmp_path: Path, make_train_record: MakeTrainRecord, share: float
-) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.append(make_train_record(masked_token_share=share))
-    file.close()
-    summary = summarize_killed(tmp_path, warm_start_s=1.0)
-    assert summary is not None
-    assert summary.masked_tokens == 0
