@@ -131,7 +131,7 @@ class RecordTail:
             return None
         try:
             return msgspec.convert(_with_nan(values), Record, str_keys=True)  # type: ignore[no-any-return]
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise DataError(f"{self._path}: a record of another version of areal_rloo: {error}") from error
 
 
