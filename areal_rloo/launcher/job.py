@@ -214,9 +214,10 @@ class Job:
             logger.error("summary.json could not be written: %r", error)
 
     def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
-        """Show new records, and warn when the disk becomes full: logs on a full disk may miss the error."""
+        """Show new records, shorten long logs, and warn when the disk becomes full: logs may then miss the error."""
         try:
             (self._progress.show if shows else self._progress.recall)(tail.read())
+            self._supervisor.shorten_logs()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
             if self._trouble != str(error):

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from areal_rloo.errors import EXIT_RANK_LOST, EXIT_UNSAVED, EXIT_WENT_BACK
+from areal_rloo.launcher.long_logs import MOST_BYTES, shorten
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.learner.checkpoint_folder import (
@@ -202,6 +203,15 @@ class Supervisor:
             child.handle.kill()
         self._children.clear()
         self._starter.close()
+
+    def shorten_logs(self) -> None:
+        """Keep the output of every process bounded: the code of a user may print without end.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        for name in self._children:
+            shorten(self._logs / f"{name}.out", MOST_BYTES)
 
     def last_words(self, name: str) -> str:
         """Give the last line of a process's output; without output, what is wrong with the disk, or an empty string."""

@@ -26,10 +26,10 @@ from areal_rloo.telemetry.metrics import (
     RecordTail,
     read_records,
     relay,
-    serve_metrics,
     watch,
 )
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.wire.channels import ChannelStatistics
 
 MakeTrainRecord = Callable[..., TrainRecord]
