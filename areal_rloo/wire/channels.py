@@ -181,15 +181,15 @@ class LearnerChannel:
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
-        if self._silent and len(frames) > 1:
-            self._silent.discard(int(frames[-1].get(zmq.SRCFD)))
+        if self._silent and (descriptor := _descriptor_of(frames[-1])) is not None:
+            self._silent.discard(descriptor)
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
             self._counts.update(("refused", "discarded"))
             return
         try:
             message = decode_worker(body, self._limits)
-            if isinstance(message, Hello | Heartbeat):
-                self._peers[int(frames[-1].get(zmq.SRCFD))] = peer
+            if isinstance(message, Hello | Heartbeat) and (descriptor := _descriptor_of(frames[-1])) is not None:
+                self._peers[descriptor] = peer
             self._inbox.append((peer, message))
         except (DecodeError, WireVersionError) as error:
             self._counts["refused"] += 1
@@ -255,6 +255,14 @@ class WorkerChannel:
     def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
         self._socket.close(1000)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """Return the descriptor of the connection of a frame; None for a peer of an early ZMTP."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[str]) -> bool:

@@ -9,7 +9,7 @@ from support.local_runs import Run, assert_drained
 from support.processes import ends_of_logs, wire_port
 from support.strangers import lie_until_cut_off, processes_of, scraped, socket_files, tcp_ports, without_keys
 
-from areal_rloo.wire.address import TcpAddress
+from areal_rloo.wire.address import Address, SocketFile, TcpAddress
 from areal_rloo.wire.peers import MOST_OFFENCES
 from areal_rloo.wire.security import load_keys
 
@@ -25,11 +25,14 @@ MAX_ATTEMPTS = 3
 
 
 @pytest.mark.full
-def test_strangers_at_every_socket_change_nothing_and_are_counted(start: Callable[..., Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_strangers_at_every_socket_change_nothing_and_are_counted(
+    start: Callable[..., Run], tmp_path: Path, transport: str
+) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     agent = ("rollout.episode.type=agent", f"rollout.episode.agent={tmp_path / 'agent.py'}:solve")
     run = start(
-        *("learner.num_train_steps=10000", "wire.transport=tcp", f"wire.max_attempts={MAX_ATTEMPTS}"),
+        *("learner.num_train_steps=10000", f"wire.transport={transport}", f"wire.max_attempts={MAX_ATTEMPTS}"),
         "rollout.num_slots=4",  # too few for all samples: the liar gets the others
         *("checkpoint.every_n_steps=10000", "evaluation.every_n_versions=10000"),
         *agent,
@@ -39,10 +42,16 @@ def test_strangers_at_every_socket_change_nothing_and_are_counted(start: Callabl
     (learner,) = run.children("areal_rloo.learner")
     ports, files = tcp_ports(processes), socket_files(processes)
     keys = load_keys(run.folder / "keys", end="worker")
-    wire = ("127.0.0.1", wire_port(learner) or 0)
+    address: Address
+    if transport == "tcp":
+        wire = ("127.0.0.1", wire_port(learner) or 0)
+        address = TcpAddress(*wire, keys)
+    else:
+        (wire,) = files
+        address = SocketFile(wire)
     assert wire in {*ports, *files}
     assert len({*ports, *files}) >= 3
-    num_lies = lie_until_cut_off(TcpAddress(*wire, keys))
+    num_lies = lie_until_cut_off(address)
     num_strangers = {where: without_keys(where, keys) for where in (*ports, *files)}
     by_port = {port: scraped(port) for port in ports}
     of_learner = by_port.pop(next(port for port, counts in by_port.items() if "areal_rloo_loss" in counts))
