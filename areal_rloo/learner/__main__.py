@@ -104,7 +104,9 @@ def main() -> int:
     config = load_config(str(arguments.run_folder / "config.yaml"))
     name = "learner" if arguments.rank == 0 else f"learner-{arguments.rank}"
     setup_logs(name, level=config.telemetry.log_level, file=arguments.run_folder / "logs" / f"{name}.log")
-    return run_to_exit_code(lambda: _run(config, arguments))
+    code = run_to_exit_code(lambda: _run(config, arguments))
+    _ignore_drain_signals()  # Python restores the defaults when it ends; a signal would then replace the exit code
+    return code
 
 
 def _run(config: Config, arguments: Arguments) -> int:
@@ -124,8 +126,7 @@ def _run(config: Config, arguments: Arguments) -> int:
         with watchdog:
             _lead(learner, arguments)
     else:
-        for number in _DRAIN_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and needs all ranks for the last checkpoint
+        _ignore_drain_signals()  # rank 0 drains, and needs all ranks for the last checkpoint
         try:
             checkpoint = ranks.take().decode()
             follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
@@ -363,6 +364,11 @@ def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:
 
     for number in _DRAIN_SIGNALS:
         signal.signal(number, handle)
+
+
+def _ignore_drain_signals() -> None:
+    for number in _DRAIN_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _parse() -> Arguments:
