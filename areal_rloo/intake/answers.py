@@ -12,7 +12,7 @@ from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
-from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
 
 
@@ -64,12 +64,6 @@ class Answers:
         worker = sender.worker
         if worker is not None and message.last and message.call_id == worker.owes_partials:
             worker.owes_partials = None
-
-    def refuse_long_rows(self) -> None:
-        """Drop the samples of a checkpoint that no row holds: the run before may have had longer rows."""
-        for group_id, group in list(self.leasing.ledger.groups.items()):
-            for sample_index, sample in list(group.samples.items()):
-                self._refuse_if_too_long((group_id, sample_index), sample.trajectories)
 
     def _finish(
         self,
@@ -149,8 +143,8 @@ class Answers:
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
-        num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
-        if num_tokens - 1 <= self.max_row_tokens:  # the last token of a row predicts nothing
+        num_tokens = longest_row(trajectories) + 1
+        if num_tokens - 1 <= self.max_row_tokens:
             return False
         detail = (
             f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
