@@ -95,7 +95,7 @@ class Answers:
         return in_vain
 
     def _fail(self, sender: Sender, failed: Failed) -> None:
-        """Drop a failed sample, unless another lease can still finish the sample.
+        """Drop a failed sample, unless another lease can still finish the sample, or it began from a partial rollout.
 
         Raises:
             UserError: too many completions got no reward.
@@ -103,11 +103,15 @@ class Answers:
         duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
         if sender.worker is not None:
             sender.worker.release(duty)
-        sample, _ = self._lease_of(sender, duty)
-        if sample is None:
+        sample, grant = self._lease_of(sender, duty)
+        if sample is None or grant is None:
             return
         if not sample.is_newest(duty.lease_id):
             self.num_repeated += 1
+            return
+        if grant.continues and not failed.reason.startswith("reward_"):
+            sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
+            self.leasing.lose([duty], is_attempt=True)
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
         self.leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)

@@ -36,6 +36,7 @@ class Grant(NamedTuple):
     lease_id: int
     worker_id: str
     min_version: int  # lowest policy version that a token of the answer may have
+    continues: bool = False  # from a partial rollout, perhaps of another worker
 
 
 @dataclass(slots=True)

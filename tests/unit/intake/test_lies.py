@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -202,7 +203,19 @@ def test_a_worker_adopts_no_duty_of_another(intake: Intake) -> None:
     assert _refused(intake) == {"not_the_holder": 2}
 
 
+def _poisoned(*, token: int = 3, logprob: float = -1.0, versions: Sequence[tuple[int, int]] = ((0, 2),)) -> bytes:
+    """A partial rollout of two tokens that no encoder makes."""
+    tokens, logprobs = np.full(2, token, "<i4"), np.full(2, logprob, "<f4")
+    return msgspec.msgpack.encode([[b"", tokens.tobytes(), logprobs.tobytes(), versions, "abort"]])
+
+
 PARTIALS = [
+    ("unreadable", _poisoned(logprob=5.0)),
+    ("unreadable", _poisoned(logprob=-1e38)),
+    ("unreadable", _poisoned(logprob=float("nan"))),
+    ("unreadable", _poisoned(token=-1)),
+    ("unreadable", _poisoned(versions=((-1, 1), (0, 1)))),
+    ("unreadable", _poisoned(versions=((0, 1), (0, 1)))),
     ("unreadable", b"\x91" * 1000),
     ("versions", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), versions=(3, 3)).completion)])),
     ("vocabulary", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=(VOCAB_SIZE, 1)).completion)])),
