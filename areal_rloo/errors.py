@@ -74,7 +74,13 @@ class CheckpointError(UserError):
 
 
 class DecodeError(ArealRlooError):
-    """Bytes of a file, a process, or a peer are not a valid value; the text names the field and the reason."""
+    """Bytes of a file, a process, or a peer are not a valid value; the text names the field and the reason.
+
+    The text is a single line, because parts of the bytes may be in it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_in_one_line(text))
 
 
 class WireVersionError(ArealRlooError):

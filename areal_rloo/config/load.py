@@ -57,10 +57,11 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         tree["algorithm"] = expand(algorithm or {})
 
     def source_of(key: str) -> str:
+        key = ".".join(_parts(key))
         related = (given for given in sources if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."))
         if key and (given := next(related, None)) is not None:
             return sources[given]
-        places = (".".join(parts[:length]) for parts in [_parts(key)] for length in range(len(parts), 0, -1))
+        places = (".".join(parts[:length]) for parts in [key.split(".")] for length in range(len(parts), 0, -1))
         line = next((parsed.lines[place] for place in places if place in parsed.lines), None)
         return str(path) if line is None else f"{path}:{line}"
 

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
+
+import msgspec
 
 from areal_rloo.config import WireConfig
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.messages import Duty, Heartbeat, Hello, LearnerMessage, Lease, Work, digest
 from areal_rloo.wire.peers import MOST_PEERS
+
+# A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
+# a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
+MOST_WORKERS = 1024
+
+
+class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start of the learner."""
+
+    metrics_prefix: ClassVar[str] = "fleet_"
+
+    refused_workers: Annotated[int, Metric("Hellos refused because too many workers are there", kind="counter")]
 
 
 class Outgoing(NamedTuple):
@@ -87,6 +102,7 @@ class Fleet:
         self._by_peer: dict[str, Worker] = {}
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
+        self._num_refused = 0
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
@@ -118,10 +134,14 @@ class Fleet:
         self._forget_departed()
         return worker
 
-    @property
-    def is_full(self) -> bool:
-        """True if no more workers can join."""
-        return len(self.alive) >= MOST_PEERS
+    def refuses(self, peer: str) -> bool:
+        """Return True, and count, if the process at a peer cannot join because too many workers are there."""
+        refused = len(self.alive) >= MOST_WORKERS and peer not in self._by_peer
+        self._num_refused += refused
+        return refused
+
+    def statistics(self) -> FleetStatistics:
+        return FleetStatistics(refused_workers=self._num_refused)
 
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]

@@ -102,8 +102,8 @@ class Intake:
             return [Outgoing(peer, _END)] if isinstance(message, wire.Hello | wire.Heartbeat) else []
         if isinstance(message, wire.Hello):
             replies = self._welcome(peer, message, now_s)
-        elif isinstance(message, wire.Heartbeat):
-            replies = self._answer_heartbeat(peer, message, now_s)
+        elif isinstance(message, wire.Heartbeat):  # no grants: the next tick is soon, and grants look at all workers
+            return self._answer_heartbeat(peer, message, now_s)
         elif message.learner_id != self.learner_id:
             replies = []  # addressed to an earlier learner: the ids mean other samples now
         else:
@@ -270,7 +270,7 @@ class Intake:
                 logger.warning("tell an earlier process of %s to end", hello.worker_id)
                 return [Outgoing(peer, wire.Drain())]
             self._remove(before)
-        if self.fleet.is_full and self.fleet.at(peer) is None:
+        if self.fleet.refuses(peer):
             logger.error("%s is refused: there are %d workers already", hello.worker_id, len(self.fleet.alive))
             return [Outgoing(peer, wire.Refusal(f"there are {len(self.fleet.alive)} workers already"))]
         worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
+from areal_rloo.wire.messages import Count, GroupId, Name, SampleIndex, Version
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_LEASES = 16  # of a sample, remembered to recognize late results
@@ -133,31 +135,34 @@ class Drop:
 class SavedSample(msgspec.Struct, frozen=True):
     """A live sample in a checkpoint. The caller encodes the trajectories of buffered samples."""
 
-    sample_index: int
-    num_attempts: int  # without the lease that was running: the end of a learner is no failure of the sample
+    sample_index: SampleIndex
+    num_attempts: Count  # without the lease that was running: the end of a learner is no failure of the sample
     buffered: bool
     partial: bytes
+
+
+Deadline = Annotated[int, Meta(ge=0, lt=2**62)]  # a version plus any `max_staleness`
 
 
 class SavedGroup(msgspec.Struct, frozen=True):
     """A live group in a checkpoint."""
 
-    group_id: int
-    epoch: int
-    item_index: int
-    admission_version: int
-    deadline: int
-    samples: list[SavedSample]
+    group_id: GroupId
+    epoch: Count
+    item_index: Count
+    admission_version: Version
+    deadline: Deadline
+    samples: Annotated[list[SavedSample], Meta(min_length=1)]
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger in a checkpoint."""
+    """The ledger in a checkpoint. The numbers have the limits of the wire, over which they go again."""
 
-    admitted_groups: int  # the next group id, too
-    dropped_groups: int
-    admitted: int
-    trained: int
-    dropped: dict[str, int]
+    admitted_groups: GroupId  # the next group id, too
+    dropped_groups: Count
+    admitted: Count
+    trained: Count
+    dropped: dict[Name, Count]
     groups: list[SavedGroup]
 
 
@@ -299,7 +304,7 @@ def _saved(sample_index: int, sample: Sample) -> SavedSample:
 
 def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:
     """Map each sample to the trajectories of the sample, in order."""
-    samples: dict[SampleId, tuple[Trajectory, ...]] = {}
+    samples: dict[SampleId, list[Trajectory]] = {}
     for trajectory in trajectories:
-        samples[trajectory.sample_id] = (*samples.get(trajectory.sample_id, ()), trajectory)
-    return samples
+        samples.setdefault(trajectory.sample_id, []).append(trajectory)
+    return {sample_id: tuple(made) for sample_id, made in samples.items()}

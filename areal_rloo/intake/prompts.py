@@ -25,6 +25,7 @@ from areal_rloo.errors import DataError
 from areal_rloo.tasks import Source, check_same_sources
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
+from areal_rloo.wire.messages import Count
 
 Tokenize = Callable[[Item], tuple[int, ...] | None]
 """Returns the token ids of an item; None for an item to leave out."""
@@ -51,9 +52,9 @@ class PromptStreamState(msgspec.Struct, frozen=True):
     """The position of a stream in a checkpoint. `returned` holds (epoch, item_index) pairs."""
 
     sources: list[str]  # their descriptions, to notice other sources on a resume
-    taken: list[int]  # items handed out or skipped, by source
-    returned: list[tuple[int, int]]
-    num_filtered: int
+    taken: list[Count]  # items handed out or skipped, by source
+    returned: list[tuple[Count, Count]]
+    num_filtered: Count
 
 
 class PromptStream:
@@ -106,9 +107,7 @@ class PromptStream:
         Raises:
             DataError: there is no such item, or the prompt is too long under the current config.
         """
-        num_items = sum(len(source.items) for source in self._sources)
-        if not 0 <= item_index < num_items:
-            raise DataError(f"data.train: expected items 0 to {num_items - 1}, got {item_index} in the checkpoint")
+        self._check_index(item_index)
         prompt = self._tokenized(epoch, item_index)
         if prompt is None:
             raise DataError(
@@ -129,16 +128,23 @@ class PromptStream:
         """Continue from a checkpoint.
 
         Raises:
-            DataError: the checkpoint was made with other sources, or has no count for a source.
+            DataError: the checkpoint was made with other sources, has no count for a source, or names an unknown item.
         """
         check_same_sources(state.sources, self._described)
-        if len(state.taken) != len(self._sources) or min(state.taken, default=0) < 0:
+        if len(state.taken) != len(self._sources):
             raise DataError(
                 f"data.train: expected the items taken from each source, got {state.taken} in the checkpoint"
             )
+        for _, item_index in state.returned:
+            self._check_index(item_index)
         for source, taken in zip(self._sources, state.taken, strict=True):
             source.num_taken = taken
         self._returned, self.num_filtered = list(state.returned), state.num_filtered
+
+    def _check_index(self, item_index: int) -> None:
+        num_items = sum(len(source.items) for source in self._sources)
+        if not 0 <= item_index < num_items:
+            raise DataError(f"data.train: expected items 0 to {num_items - 1}, got {item_index} in the checkpoint")
 
     def _ended(self) -> bool:
         num = self._num_epochs

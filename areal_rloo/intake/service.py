@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.fleet import Fleet, Outgoing
 from areal_rloo.intake.intake import Intake, IntakeStatistics
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
@@ -211,6 +211,11 @@ class IntakeService:
     def lies(self) -> Lies:
         """The answers refused so far; they live on the loop."""
         return self._intake.lies
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers; they live on the loop."""
+        return self._intake.fleet
 
     @property
     def history(self) -> History:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from areal_rloo.decoding import from_json
-from areal_rloo.errors import DataError, DecodeError, PreflightError, UserError
+from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.placement import Placement
@@ -210,13 +210,14 @@ class Job:
         try:
             if not path.exists() and (summary := summarize_killed(self._folder, warm_start_s=warm_start_s)) is not None:
                 summary.write(path)
-        except (DataError, OSError) as error:
-            logger.error("summary.json could not be written: %s", error)
+        except Exception as error:  # noqa: BLE001 - the run has ended, whatever the records or the disk say
+            logger.error("summary.json could not be written: %r", error)
 
     def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
-        """Show new records, and warn when the disk becomes full: logs on a full disk may miss the error."""
+        """Show new records, shorten long logs, and warn when the disk becomes full: logs may then miss the error."""
         try:
             (self._progress.show if shows else self._progress.recall)(tail.read())
+            self._supervisor.shorten_logs()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
             if self._trouble != str(error):

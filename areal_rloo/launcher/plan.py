@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: of the process, the log, and the step or actor in a cluster.
         memory_bytes: share of the host's memory; 0 if unknown.
         environment: variables on top of the launcher's.
+        withheld: variables of the launcher that the process does not get.
         command: run in the launcher's working folder.
         max_restarts: of this process alone; ranks of the learner restart together instead.
     """
@@ -52,8 +54,13 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     memory_bytes: int
     environment: dict[str, str]
+    withheld: tuple[str, ...] = ()
     command: tuple[str, ...]
     max_restarts: int = 0
+
+    def environment_from(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Make the environment of the process from that of the launcher."""
+        return {name: value for name, value in variables.items() if name not in self.withheld} | self.environment
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +163,7 @@ def _rollout_worker(config: Config, index: int, seat: Seat, arguments: tuple[str
 def _spec(
     config: Config, seat: Seat, *, name: str, role: str, module: str, arguments: tuple[str, ...], max_restarts: int = 0
 ) -> ProcessSpec:
-    threads = str(seat.num_threads)
+    threads, key = str(seat.num_threads), config.rollout.sglang.api_key_env
     environment = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -174,6 +181,7 @@ def _spec(
         num_threads=seat.num_threads,
         memory_bytes=seat.memory_bytes,
         environment=environment,
+        withheld=() if module == "areal_rloo.rollout" or key is None else (key,),
         command=(sys.executable, "-m", module, *arguments),
         max_restarts=max_restarts,
     )

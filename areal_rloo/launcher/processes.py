@@ -102,7 +102,7 @@ class LocalStarter:
 
     def start(self, spec: ProcessSpec, log: Path) -> LocalProcess:
         with log.open("ab") as output:
-            process = LocalProcess(spec.command, {**os.environ, **spec.environment}, output)
+            process = LocalProcess(spec.command, spec.environment_from(os.environ), output)
         self._guard.watch(process.pid)
         return process
 
@@ -120,6 +120,7 @@ class Tail:
     def read(self) -> str:
         try:
             with self._path.open("rb") as file:
+                self._position = min(self._position, file.seek(0, os.SEEK_END))  # the file may be shortened
                 file.seek(self._position)
                 fresh = file.read()
         except OSError:  # missing, or on a network file system that fails for a moment

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from areal_rloo.config import Config, dump_config
+from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.decoding import from_json, from_msgpack
-from areal_rloo.errors import CheckpointError, DecodeError, PreflightError
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
@@ -29,10 +29,10 @@ _SUBMITTED = "submitted-{}.yaml"
 
 
 def choose_folder(config: Config, *, resume: bool) -> Path:
-    """Take `run.folder`, else runs/<name>-<time>; for a resume, else the newest run.
+    """Take `run.folder`, else runs/<name>-<time>; for a resume, else the newest run, if its name is the same.
 
     Raises:
-        CheckpointError: there is no run to resume.
+        CheckpointError: there is no run to resume, or the newest run has another name.
         PreflightError: the folder holds a run already, and this start is no resume.
         CheckpointError: a resume with this config is refused (`resume_changes`).
         DataError: the resume would read other prompts.
@@ -41,6 +41,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = Path(config.run.folder).resolve()
     elif resume:
         folder = _LATEST.resolve()
+        _check_name(folder, config.run.name)
     else:
         folder = (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         if folder.exists():  # a run of the same second
@@ -54,6 +55,17 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         resume_changes(folder, config)
         _check_prompts(folder, config)
     return folder
+
+
+def _check_name(folder: Path, name: str) -> None:
+    """Make sure that the newest run is of this experiment."""
+    with contextlib.suppress(ConfigError):  # no run, or one of another version of areal_rloo: refused later
+        latest = load_config(str(folder / "config.yaml")).run.name
+        if latest != name:
+            raise CheckpointError(
+                f"--resume: the newest run, {folder}, has run.name={latest}, and the config has run.name={name}; set "
+                "run.folder to the folder of the run to go on with"
+            )
 
 
 def resume_changes(folder: Path, config: Config) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from areal_rloo.errors import EXIT_RANK_LOST, EXIT_UNSAVED, EXIT_WENT_BACK
+from areal_rloo.launcher.long_logs import MOST_BYTES, shorten
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.learner.checkpoint_folder import (
@@ -145,9 +146,7 @@ class Supervisor:
                 return False
             wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
             if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
-                words = f"{name} ended with code {code}; restart in {wait_s:.1f} s"
-                logger.warning("%s", words)
-                self._say(f"{words} (logs/{name}.log says more)")
+                self._say(f"{name} ended with code {code}; restart in {wait_s:.1f} s (logs/{name}.log says more)")
             child.restart_at_s = self._clock() + wait_s
         if self._clock() >= child.restart_at_s:
             self._restart(child, code)
@@ -204,6 +203,15 @@ class Supervisor:
             child.handle.kill()
         self._children.clear()
         self._starter.close()
+
+    def shorten_logs(self) -> None:
+        """Keep the output of every process bounded: the code of a user may print without end.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        for name in self._children:
+            shorten(self._logs / f"{name}.out", MOST_BYTES)
 
     def last_words(self, name: str) -> str:
         """Give the last line of a process's output; without output, what is wrong with the disk, or an empty string."""

@@ -25,6 +25,7 @@ from areal_rloo.config import Config, dump_config, import_entry, import_function
 from areal_rloo.errors import EXIT_RANK_LOST, DataError
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import LieStatistics
@@ -51,9 +52,10 @@ from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, watch
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
@@ -211,6 +213,7 @@ def _serve_metrics(
 ) -> None:
     watch(registry, ChannelStatistics, service.channel.statistics)
     watch(registry, LieStatistics, lambda: service.call(service.lies.statistics, timeout_s=_SCRAPE_S))
+    watch(registry, FleetStatistics, lambda: service.call(service.fleet.statistics, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
     port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)

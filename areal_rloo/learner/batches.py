@@ -18,16 +18,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import write_atomically
+from areal_rloo.intake.ledger import Deadline
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.messages import Count, GroupId
 
 logger = get_logger(__name__)
 
@@ -50,18 +54,18 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 class _GroupHeader(msgspec.Struct, frozen=True, array_like=True):
     """A group without the trajectories."""
 
-    group_id: int
-    deadline: int
+    group_id: GroupId
+    deadline: Deadline
     source: str
-    epoch: int
-    item_index: int
-    num_trajectories: int
+    epoch: Count
+    item_index: Count
+    num_trajectories: Annotated[int, Meta(ge=1)]
 
 
 class _Batch(msgspec.Struct, frozen=True):
     """The groups of a batch in order, and their trajectories in order."""
 
-    groups: tuple[_GroupHeader, ...]
+    groups: Annotated[tuple[_GroupHeader, ...], Meta(min_length=1)]
     headers: tuple[TrajectoryHeader, ...]
     columns: tuple[bytes, ...]
 
@@ -179,8 +183,12 @@ def read_batch(path: Path) -> list[Group]:
     except DecodeError as error:
         raise DataError(f"{path}: a batch of another version of areal_rloo: {error}") from error
     num = sum(group.num_trajectories for group in batch.groups)
-    if num != len(batch.headers) or min((group.num_trajectories for group in batch.groups), default=1) < 1:
-        raise DataError(f"{path}: expected {num} trajectories, as the groups say, got {len(batch.headers)}")
+    if num != len(decoded):
+        raise DataError(f"{path}: expected {num} trajectories, as the groups say, got {len(decoded)}")
+    of_groups = (group.group_id for group in batch.groups for _ in range(group.num_trajectories))
+    for trajectory, group_id in zip(decoded, of_groups, strict=True):
+        if trajectory.group_id != group_id:
+            raise DataError(f"{path}: expected a trajectory of group {group_id}, got one of {trajectory.group_id}")
     return [
         Group(
             group.group_id,

@@ -16,17 +16,18 @@ import shutil
 from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from huggingface_hub import save_torch_state_dict
+from msgspec import Meta
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config
 from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json, from_msgpack
-from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError, first_line
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
 from areal_rloo.files import flush_to_disk, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
@@ -47,7 +48,7 @@ from areal_rloo.models.folder import check_weights
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
-from areal_rloo.wire.messages import History
+from areal_rloo.wire.messages import Count, History, Version
 from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
@@ -55,20 +56,21 @@ logger = get_logger(__name__)
 _FORMAT = 8
 _SUMS, _SHARDS, _MODEL = "checksums.json", "shards", "model"
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
+_Sum = Annotated[float, Meta(ge=-1e12, le=1e12)]  # rounding may make a small sum negative
 
 
 class Totals(msgspec.Struct):
     """Sums over the whole run, kept across restarts."""
 
-    trained_tokens: int = 0
-    masked_tokens: int = 0
-    generated_tokens: int = 0
-    staleness_tokens: dict[int, int] = msgspec.field(default_factory=dict)
-    skipped_steps: int = 0
-    failed_checkpoints: int = 0
-    wall_s: float = 0.0
-    learner_idle_s: float = 0.0
-    rollout_idle_s: float = 0.0
+    trained_tokens: Count = 0
+    masked_tokens: Count = 0
+    generated_tokens: Count = 0
+    staleness_tokens: dict[int, Count] = msgspec.field(default_factory=dict)
+    skipped_steps: Count = 0
+    failed_checkpoints: Count = 0
+    wall_s: _Sum = 0.0
+    learner_idle_s: _Sum = 0.0
+    rollout_idle_s: _Sum = 0.0
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -80,15 +82,15 @@ class _Format(msgspec.Struct, frozen=True):
 class LearnerState(_Format, frozen=True):
     """The state except weights and optimizer. Buffered trajectories are stored in the encoding of the wire."""
 
-    policy_version: int
+    policy_version: Version
     history: History  # the learners that led to these weights
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
     columns: tuple[bytes, ...]
     stream: PromptStreamState
     totals: Totals
-    kl_coefficient: float
-    num_optimizer_steps: int
+    kl_coefficient: Annotated[float, Meta(ge=0, le=1e300)]
+    num_optimizer_steps: Count
 
 
 def capture(ledger: Ledger, stream: PromptStream) -> dict[str, Any]:
@@ -215,9 +217,9 @@ def read_checkpoint(folder: Path) -> LearnerState:
         with opened_shards(folder / _SHARDS):
             pass  # their headers are in order
         check_weights(_MODEL, folder / _MODEL)
-        parse(_content(folder, CONFIG_NAME).decode(), CONFIG_NAME, is_file=True)
-    except (OSError, ModelError, ConfigError, UnicodeDecodeError) as error:
-        raise DecodeError(first_line(error)) from error
+        parse(_text(folder, CONFIG_NAME), CONFIG_NAME, is_file=True)
+    except (OSError, ModelError, ConfigError) as error:
+        raise DecodeError(str(error)) from error
     return state
 
 
@@ -277,9 +279,9 @@ def _check_ledger(ledger: LedgerState, buffered: Set[SampleId]) -> None:
     different = min(buffered ^ {sample_id for sample_id, is_buffered in seen.items() if is_buffered}, default=None)
     if different is not None:
         raise DecodeError(f"sample {different}: expected trajectories if, and only if, the sample is buffered")
-    counts = (ledger.admitted, ledger.trained, *ledger.dropped.values())
-    if min(counts) < 0 or ledger.admitted != sum(counts[1:]) + len(seen):
-        raise DecodeError(f"ledger: {ledger.admitted} admitted samples, {sum(counts[1:])} done and {len(seen)} live")
+    num_done = ledger.trained + sum(ledger.dropped.values())
+    if ledger.admitted != num_done + len(seen):
+        raise DecodeError(f"ledger: {ledger.admitted} admitted samples, {num_done} done and {len(seen)} live")
 
 
 def write_model(
@@ -340,6 +342,13 @@ def _content(folder: Path, name: str) -> bytes:
     if not path.is_file():
         raise DecodeError(f"{name} is missing")
     return path.read_bytes()
+
+
+def _text(folder: Path, name: str) -> str:
+    try:
+        return _content(folder, name).decode()
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"{name}: {error}") from error
 
 
 def _digest(path: Path) -> str:

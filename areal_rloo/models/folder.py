@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
@@ -91,10 +92,7 @@ def check_tokenizer(key: str, folder: Path) -> None:
 def num_parameters(folder: Path) -> int:
     """Count the parameters in the weight files of a folder; raises ModelError as `check_weights`."""
     return sum(
-        math.prod(tensor["shape"])
-        for file in _weight_files("model", folder)
-        for name, tensor in _header("model", file).items()
-        if name != "__metadata__"
+        math.prod(tensor.shape) for file in _weight_files("model", folder) for tensor in _header("model", file).values()
     )
 
 
@@ -141,7 +139,7 @@ def weight_files(index: Path) -> list[str]:
 def _weight_files(key: str, folder: Path) -> Iterator[Path]:
     index = folder / _INDEX
     if not index.is_file():
-        found = sorted(folder.glob("*.safetensors"))
+        found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())  # a pipe would hang
         pickled = next((path.name for path in sorted(folder.iterdir()) if path.suffix in _PICKLED), None)
         if not found and pickled is not None:
             raise ModelError(
@@ -154,9 +152,9 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
         return
     try:
         names = weight_files(index)
+        missing = [name for name in names if not (folder / name).is_file()]
     except (OSError, DecodeError) as error:
         raise ModelError(f"{key}: {index} cannot be read: {error}; download the model again") from error
-    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(
             f"{key}: {folder}: {len(missing)} of its {len(names)} files of weights are missing, the first is "
@@ -165,8 +163,19 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
     yield from (folder / name for name in names)
 
 
-def _header(key: str, file: Path) -> dict[str, Any]:
-    """Read the header of a weight file; refuse a file shorter than the header says."""
+_Natural = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """A tensor in the header of a weight file."""
+
+    dtype: str
+    shape: Annotated[tuple[_Natural, ...], Meta(max_length=64)]
+    data_offsets: tuple[_Natural, _Natural]
+
+
+def _header(key: str, file: Path) -> dict[str, _Tensor]:
+    """Read the tensors in the header of a weight file; refuse a file shorter than the header says."""
     try:
         with file.open("rb") as opened:
             head = opened.read(8)
@@ -177,11 +186,13 @@ def _header(key: str, file: Path) -> dict[str, Any]:
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > _MOST_HEADER_BYTES:
                 raise ValueError("the header is not that of a .safetensors file")
-            header: dict[str, Any] = from_json(opened.read(length), dict[str, Any])
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            entries = from_json(opened.read(length), dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        header = {name: from_json(bytes(entry), _Tensor, name=name) for name, entry in entries.items()}
+        ends = [tensor.data_offsets[1] for tensor in header.values()]
         num_bytes, expected = file.stat().st_size, 8 + length + max(ends, default=0)
         if num_bytes < expected:
             raise ValueError(f"{num_bytes} of {expected} bytes are present")
-    except (OSError, DecodeError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, DecodeError, ValueError) as error:
         raise ModelError(f"{key}: {file} is not whole: {error}; download the model again") from error
     return header

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.engines.sglang import SGLangStatistics
+from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.scrapes import ScrapeStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.weights.broadcast import BroadcastStatistics
 from areal_rloo.weights.receive import ReceiveStatistics
@@ -23,12 +25,14 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each train step (learner, metrics.jsonl)", TrainRecord),
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
     ("Refused answers (learner)", LieStatistics),
+    ("Refused workers (learner)", FleetStatistics),
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),
     ("SGLang server (rollout worker)", SGLangStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
+    ("Scrapes (learner and rollout worker)", ScrapeStatistics),
     ("Watchdog (learner and rollout worker)", WatchdogStatistics),
     ("Results on the wire (rollout worker)", ProtocolStatistics),
 )

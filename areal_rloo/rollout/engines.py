@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
@@ -105,6 +106,8 @@ async def running_engine(
         log=logs / f"{worker_id}.sglang.log",
     )
     async with engine as server:
+        if (key := rollout.sglang.api_key_env) is not None:
+            os.environ.pop(key, None)  # the engine has read the key; the processes for rewards do not inherit it
         yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
 
 

@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+
+logger = get_logger(__name__)
 
 _PLAIN_EVERY_S = 2.0
 
@@ -57,7 +60,8 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a line that stays; a quiet run prints the line on standard error."""
+        """Print a line that stays, also in the log; a quiet run prints the line on standard error."""
+        logger.warning("%s", text)
         if self._console.quiet:
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line

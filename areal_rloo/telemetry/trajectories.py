@@ -72,6 +72,8 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if length != self.num_tokens:
                 raise ValueError(f"{name}: expected {self.num_tokens} tokens as in pieces, got {length}")
+        if min(*self.spans, *(count for _, count in self.versions), 0, 0) < 0:
+            raise ValueError("versions and spans: expected counts of at least 0")
 
     @property
     def num_tokens(self) -> int:
@@ -151,7 +153,7 @@ def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:
             parts = values.get("reward_parts", {}).items()
             values["reward_parts"] = {name: math.nan if value is None else value for name, value in parts}
         return msgspec.convert(values, TrajectoryRecord)
-    except (msgspec.ValidationError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}:{number}: a record of another version of areal_rloo: {error}") from error
 
 

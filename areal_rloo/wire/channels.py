@@ -55,6 +55,7 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))] = 0
     discarded: Annotated[int, Metric("Messages refused unread: of a flood, or of a peer cut off", kind="counter")] = 0
     cut_off: Annotated[int, Metric("Peers cut off after unreadable messages", kind="counter")] = 0
+    refused_connections: Annotated[int, Metric("Connections without a message: no keys, say", kind="counter")] = 0
     excess_connections: Annotated[int, Metric("Connections ended: too few open files", kind="counter")] = 0
     unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
 
@@ -78,6 +79,7 @@ class LearnerChannel:
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
         self._counts: Counter[str] = Counter()
         self._peers: dict[int, str] = {}  # by the descriptor of their connection
+        self._silent: set[int] = set()  # descriptors of the connections without a message so far
         self._offences, self._allowances = Offences(), Allowances()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
@@ -116,10 +118,18 @@ class LearnerChannel:
         """Return the next peer whose connection has ended. End connections beyond the limit of descriptors."""
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
+            descriptor = event["value"]
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._look_at_connection(event["value"])
-            elif (peer := self._peers.pop(event["value"], None)) is not None:
-                return peer
+                self._silent.add(descriptor)
+                self._look_at_connection(descriptor)
+            else:
+                if (peer := self._peers.pop(descriptor, None)) is not None:  # this event may be read after the message
+                    self._silent.discard(descriptor)
+                    return peer
+                if descriptor in self._silent:
+                    self._silent.discard(descriptor)
+                    self._counts["refused_connections"] += 1
+                    logger.warning("a connection ended before its first message: a stranger, or a peer with other keys")
             await asyncio.sleep(0)  # reading a queued event does not suspend
 
     def send(self, peer: str, message: LearnerMessage) -> bool:
@@ -171,6 +181,8 @@ class LearnerChannel:
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
+        if self._silent and len(frames) > 1:
+            self._silent.discard(int(frames[-1].get(zmq.SRCFD)))
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
             self._counts.update(("refused", "discarded"))
             return

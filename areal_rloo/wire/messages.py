@@ -77,7 +77,7 @@ def digest(duties: Iterable[Duty]) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(sorted(duties)), digest_size=8).digest()
 
 
-History = tuple[tuple[str, int], ...]
+History = tuple[tuple[Name, Version], ...]
 """Pairs of a learner id and the version that this learner began with, the present learner last."""
 
 

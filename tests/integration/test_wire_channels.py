@@ -300,3 +300,30 @@ def test_an_unreadable_message_is_answered_with_the_reason(ends: Ends) -> None:
 async def _ignored_for_ever(learner: LearnerChannel) -> None:
     while True:
         await learner.receive()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:", b"\xff" + bytes(1000)])
+def test_connections_without_a_message_are_counted_and_others_are_not(ends: Ends, sent: bytes) -> None:
+    async def scenario(learner: LearnerChannel, address: Address) -> None:
+        noticing = asyncio.create_task(learner.disconnected())
+        worker = await _worker(address, "1")
+        worker.send(Hello("w", "1", 4, 0, None, 1, 0, (), Work()))
+        peer, _ = await learner.receive()
+        for number in range(1, 4):
+            await asyncio.to_thread(_send_bytes, address, sent)
+            while learner.statistics().refused_connections < number:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.01)
+        worker.close()
+        assert await noticing == peer
+        assert learner.statistics().refused_connections == 3
+
+    ends.run(scenario, limits=LIMITS)
+
+
+def _send_bytes(address: Address, sent: bytes) -> None:
+    is_file = isinstance(address, SocketFile)
+    where = str(address.path) if isinstance(address, SocketFile) else (address.host, address.port)
+    family = socket.AF_UNIX if is_file else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    with socket.socket(family) as stranger:
+        stranger.connect(where)
+        stranger.sendall(sent)

@@ -76,3 +76,12 @@ def test_the_table_of_memory_equals_the_result_file_and_is_flat() -> None:
             *(_largest(case["processes"], kind) for kind in kinds),
         ]
         assert all(row["flat"] for row in case["processes"].values())
+
+
+def test_the_table_of_fuzzing_equals_the_result_file_without_findings() -> None:
+    targets = _result("fuzz.json")["targets"]
+    columns = ("seconds", "cpu_seconds", "inputs", "branches", "peak_rss_mib")
+    assert _table("The longest search of each boundary") == [
+        [name, *(f"{row[key]:,}" for key in columns)] for name, row in targets.items()
+    ]
+    assert not any(row["findings"] for row in targets.values())

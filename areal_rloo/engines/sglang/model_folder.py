@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,6 +39,13 @@ class ModelFacts:
     num_bytes: int
 
 
+class _Sizes(msgspec.Struct):
+    """The part of config.json that counts here."""
+
+    vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
+    max_position_embeddings: Annotated[int, Meta(ge=1, le=2**53)] | None = None
+
+
 def read_model(folder: Path) -> ModelFacts:
     """Read config.json and the headers of the weights.
 
@@ -45,8 +55,8 @@ def read_model(folder: Path) -> ModelFacts:
     try:
         config = json.loads((folder / "config.json").read_bytes())  # may have NaN and Infinity
         config = config.get("text_config", config)
-        vocab_size = int(config["vocab_size"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        sizes = msgspec.convert(config, _Sizes)
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise ModelError(f"model.path: {folder} has no config.json with a vocab_size: {error!r}") from error
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
@@ -56,9 +66,8 @@ def read_model(folder: Path) -> ModelFacts:
                 shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model.path: {file} is not whole: {error}; download the model again") from error
-    return ModelFacts(
-        vocab_size, config.get("max_position_embeddings"), shapes, sum(file.stat().st_size for file in files)
-    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    return ModelFacts(sizes.vocab_size, sizes.max_position_embeddings, shapes, num_bytes)
 
 
 def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> None:

@@ -193,11 +193,14 @@ class ExternalServer(_Server):
     def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None, url: str) -> None:
         super().__init__(config, plan, capabilities)
         self._url = url
+        self._api_key: str | None = None
         self._was_open = False
 
     async def open(self) -> Connection:
         """Wait until the server answers; raises the errors of `ManagedServer.open`."""
-        client = ServerClient(self._url, api_key=find_api_key(self._config))
+        if not self._was_open:  # later, the variable is gone (rollout/engines.py)
+            self._api_key = find_api_key(self._config)
+        client = ServerClient(self._url, api_key=self._api_key)
         key, label = f"rollout.sglang.urls: {self._url}", self._until_it_answers(client)
         connection = await self._connected(client, label, key=key, pause=self._config.pause)
         self._was_open = True

@@ -126,7 +126,7 @@ class Owner:
     def _started(self, command: OwnedCommand) -> LocalProcess:
         spec = command.spec
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}
-        environment |= {**command.variables, **spec.environment}
+        environment = spec.environment_from({**environment, **command.variables})
         if spec.gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))  # Ray chose them
         folder = command.folder if command.folder is not None and command.folder.is_dir() else None

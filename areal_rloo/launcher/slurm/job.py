@@ -204,7 +204,8 @@ def step_command(spec: ProcessSpec, launcher: LauncherConfig, folder: Path) -> t
     words = tuple(f"{name}={value}" for name, value in variables.items())
     container = launcher.container
     python = spec.command[0] if container.runtime == "none" else "python3"  # an image has no copy of this Python
-    task = ("env", *words, *((python, *choose) if choose else ()), python, *spec.command[1:])
+    withheld = tuple(f"--unset={name}" for name in spec.withheld)
+    task = ("env", *withheld, *words, *((python, *choose) if choose else ()), python, *spec.command[1:])
     mounts = (f"{folder}:{folder}", f"{Path.cwd()}:{Path.cwd()}", *container.mounts)
     options: tuple[str, ...] = ()
     if container.runtime == "pyxis":

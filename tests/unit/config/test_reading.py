@@ -90,3 +90,8 @@ def test_a_message_is_a_single_short_line_whatever_is_in_it(tmp_path: Path) -> N
     assert message.isprintable()
     assert message.endswith("run.seed: expected int, got str; the value is 'x'")
     assert len(refusal("quickstart.yaml", "run.seed=" + "a\n" * 40_000)) < 1000
+
+
+def test_a_wrong_item_of_an_override_is_not_blamed_on_the_file() -> None:
+    override = "learner.optimizer.betas=[0.9, 1.5]"
+    assert refusal("quickstart.yaml", override).startswith(f"override '{override}': learner.optimizer.betas[1]: ")

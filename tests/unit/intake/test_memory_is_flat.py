@@ -7,6 +7,7 @@ import numpy as np
 from support.intakes import LEARNER, make_intake, make_offers
 from support.workers import make_protocol
 
+from areal_rloo.intake.fleet import MOST_WORKERS
 from areal_rloo.intake.intake import Intake
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.trajectory import Completion, Trajectory
@@ -105,10 +106,16 @@ def test_workers_that_come_and_go_without_end_are_forgotten() -> None:
 
 
 def test_more_workers_than_the_limit_are_refused_and_the_others_go_on() -> None:
+    """A crowd with other names keeps out no process that replaces an earlier process, and every refusal is counted."""
     intake = make_intake(make_offers())
-    for number in range(MOST_PEERS + 5):
+    intake.handle("honest", Hello("honest", "1", 8, 0, None, 1, 0, (), Work()), 0.0)
+    for number in range(MOST_WORKERS + 4):
         replies = intake.handle(f"peer-{number}", Hello(f"w-{number}", "1", 0, 0, None, 1, 0, (), Work()), 0.0)
     assert [type(reply.message) for reply in replies] == [wire.Refusal]
-    assert len(intake.fleet.alive) == MOST_PEERS
+    assert len(intake.fleet.alive) == MOST_WORKERS
+    assert intake.fleet.statistics().refused_workers == 5
     replies = intake.handle("peer-0", Hello("w-0", "1", 0, 0, None, 2, 0, (), Work()), 1.0)
     assert isinstance(replies[0].message, wire.Welcome)
+    replies = intake.handle("honest again", Hello("honest", "2", 8, 0, None, 1, 0, (), Work()), 1.0)
+    assert [type(reply.message) for reply in replies] == [wire.Welcome, wire.Leases]
+    assert intake.fleet.statistics().refused_workers == 5

@@ -106,6 +106,27 @@ def test_groups_that_claim_other_trajectories_are_refused(tmp_path: Path, change
         read_batch(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [((0, 0), 7), ((0, 0), 2**63), ((0, 1), -1), ((0, 3), 2**60), ((0, 4), -1)],
+    ids=["another group", "huge id", "deadline", "epoch", "item"],
+)
+def test_numbers_that_no_learner_records_are_refused(tmp_path: Path, place: tuple[int, int], value: int) -> None:
+    content = msgspec.msgpack.decode(encode_batch(ragged_groups())[16:])
+    content["groups"][place[0]][place[1]] = value
+    body = msgspec.msgpack.encode(content)
+    path = tmp_path / "step-000001-0.msgpack"
+    path.write_bytes(hashlib.blake2b(body, digest_size=16).digest() + body)
+    with pytest.raises(DataError, match=r"step-000001-0.msgpack"):
+        read_batch(path)
+
+
+def test_a_batch_without_groups_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step-000001-0.msgpack").write_bytes(encode_batch([]))
+    with pytest.raises(DataError, match=r"step-000001-0.msgpack"):
+        read_batch(tmp_path / "step-000001-0.msgpack")
+
+
 def test_a_batch_takes_the_documented_bytes() -> None:
     batch = [long_group(5000)]
     num_prompt_tokens, num_tokens = 2, 2 * 4999

@@ -1,13 +1,16 @@
 """Damage and change every file of a real checkpoint: no code runs, and a resume goes on from the checkpoint before."""
 
 import json
+import math
 import os
 import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +18,9 @@ from hypothesis import strategies as st
 from support.checkpoints import save, stream
 
 from areal_rloo.config import load_config
-from areal_rloo.errors import UserError
+from areal_rloo.errors import DataError, DecodeError, UserError
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, _seal, restore_ledger
+from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, _seal, read_checkpoint, restore_ledger
 from areal_rloo.learner.rank import LearnerRank
 
 SHARD = "shards/rank-0-of-1.safetensors"
@@ -179,6 +182,96 @@ def test_a_file_changed_on_purpose_gives_a_state_or_a_line(
         assert "\n" not in str(error)
     else:
         assert resumed == f"step-{state.policy_version:06d}"
+
+
+def changed_state(**fields: object) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.update(fields)
+
+
+def changed_ledger(**fields: object) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["ledger"].update(fields)
+
+
+def without_samples(state: dict[str, Any]) -> None:
+    state["ledger"]["groups"][0]["samples"] = []
+    state["ledger"]["admitted"] -= 2
+
+
+def group_beyond_the_wire(state: dict[str, Any]) -> None:
+    state["ledger"]["groups"][0]["group_id"] = 2**50
+    state["ledger"]["admitted_groups"] = 2**50 + 1
+
+
+def attempts_beyond_the_wire(state: dict[str, Any]) -> None:
+    state["ledger"]["groups"][0]["samples"][0]["num_attempts"] = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_state(num_optimizer_steps=-(2**63)),
+        changed_state(num_optimizer_steps=2**64 - 1),
+        changed_state(kl_coefficient=math.nan),
+        changed_state(kl_coefficient=-1.0),
+        changed_state(totals={"wall_s": math.inf}),
+        changed_state(totals={"generated_tokens": 2**64 - 1}),
+        changed_state(totals={"staleness_tokens": {0: -1}}),
+        changed_state(history=[["learner", -1]]),
+        changed_ledger(admitted=2**64 - 1, trained=2**64 - 5),
+        changed_ledger(dropped_groups=-1),
+        group_beyond_the_wire,
+        attempts_beyond_the_wire,
+        without_samples,
+    ],
+)
+def test_numbers_that_no_learner_counts_are_refused(
+    saved: Path,
+    folder: Path,
+    change: Callable[[dict[str, Any]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint = fresh(saved, folder)
+    state = msgspec.msgpack.decode((checkpoint / "state.msgpack").read_bytes(), strict=False)
+    change(state)
+    (checkpoint / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+    reseal(checkpoint)
+    newest = Checkpoints(folder, keep=2).load_newest()
+    assert newest is not None
+    assert newest[0].name == "step-000001"
+    (line,) = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
+    assert "state.msgpack" in line
+
+
+@pytest.mark.parametrize("returned", [[[0, 9]], [[0, -1]], [[-1, 0]]])
+def test_a_returned_prompt_that_does_not_exist_is_refused_at_once(
+    saved: Path, folder: Path, returned: list[list[int]]
+) -> None:
+    checkpoint = fresh(saved, folder)
+    state = msgspec.msgpack.decode((checkpoint / "state.msgpack").read_bytes())
+    state["stream"]["returned"] = returned
+    (checkpoint / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+    reseal(checkpoint)
+    newest = Checkpoints(folder, keep=2).load_newest()
+    assert newest is not None
+    if newest[0] == checkpoint:
+        with pytest.raises(DataError, match="expected items 0 to 8, got"):
+            restore_ledger(newest[1], stream())
+
+
+def test_a_config_in_another_encoding_is_named(saved: Path, folder: Path) -> None:
+    checkpoint = fresh(saved, folder)
+    (checkpoint / "config.yaml").write_bytes(b"\xff")
+    reseal(checkpoint)
+    with pytest.raises(DecodeError, match=r"config\.yaml"):
+        read_checkpoint(checkpoint)
+
+
+def test_a_name_with_a_line_break_gives_a_single_line(saved: Path, folder: Path) -> None:
+    checkpoint = fresh(saved, folder)
+    (checkpoint / "checksums.json").write_bytes(b'{"state\\n.msgpack": ""}')
+    with pytest.raises(DecodeError) as caught:
+        read_checkpoint(checkpoint)
+    assert str(caught.value).isprintable()
 
 
 def _claims() -> Iterator[tuple[str, bytes]]:

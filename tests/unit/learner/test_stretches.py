@@ -86,6 +86,15 @@ def test_a_refused_change_is_one_line_and_writes_nothing(folder: Path, override:
     assert listing(folder) == before
 
 
+def test_the_newest_run_goes_on_only_under_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "runs").mkdir()
+    (folder / "runs" / "latest").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    assert choose_folder(config_with(), resume=True) == folder
+    with pytest.raises(CheckpointError, match=r"the newest run, .*, has run\.name=quickstart, and the config"):
+        choose_folder(config_with("run.name=other"), resume=True)
+
+
 def test_allowed_changes_are_said_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_with("learner.optimizer.learning_rate=5e-5", "learner.num_train_steps=200")
     request = begin(config, PLACEMENT, folder, ports=(1, 2), resume=True)

@@ -1,12 +1,14 @@
 """Damaged files of a model: an error names the file."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from areal_rloo.engines.sglang.model_folder import read_model
 from areal_rloo.errors import DecodeError, ModelError
-from areal_rloo.models.folder import cached_folder, weight_files
+from areal_rloo.models.folder import cached_folder, check_weights, num_parameters, weight_files
 
 
 @pytest.mark.parametrize("index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": []}', b"[" * 9000, b"\xff", b"{}"])
@@ -16,7 +18,13 @@ def test_a_damaged_index_is_refused(tmp_path: Path, index: bytes) -> None:
         weight_files(tmp_path / "index.json")
 
 
-@pytest.mark.parametrize("config", [b"[]", b'{"vocab_size": null}', b"[" * 9000, b"\xff", b'{"text_config": 5}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(b"[]", b'{"vocab_size": null}', b"[" * 9000, b"\xff", b'{"text_config": 5}', b'{"vocab_size": Infinity}'),
+        *(b'{"vocab_size": "5"}', b'{"vocab_size": 5, "max_position_embeddings": "9"}'),
+    ],
+)
 def test_a_damaged_config_is_refused_before_a_server_starts(tmp_path: Path, config: bytes) -> None:
     (tmp_path / "config.json").write_bytes(config)
     with pytest.raises(ModelError, match=r"has no config\.json with a vocab_size"):
@@ -40,3 +48,37 @@ def test_a_damaged_name_in_the_cache_is_no_downloaded_model(tmp_path: Path) -> N
     refs.mkdir(parents=True)
     (refs / "main").write_bytes(b"\xff\xfe")
     assert cached_folder("a/b", {"HF_HUB_CACHE": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"data_offsets": [0, 0], "dtype": "F32"},
+        {"data_offsets": [0, 0], "dtype": "F32", "shape": ["a"]},
+        {"data_offsets": [0, 0], "dtype": "F32", "shape": [-1]},
+        {"data_offsets": [0, 0], "dtype": "F32", "shape": [10**15] * 1000},
+        {"data_offsets": [0, -1], "dtype": "F32", "shape": []},
+        {"data_offsets": [], "dtype": "F32", "shape": []},
+        5,
+    ],
+)
+def test_a_header_without_sizes_is_refused(tmp_path: Path, tensor: object) -> None:
+    header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"a\.safetensors is not whole"):
+        check_weights("model.path", tmp_path)
+    with pytest.raises(ModelError, match=r"a\.safetensors is not whole"):
+        num_parameters(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a/" * 3000, "\ud800"])
+def test_an_index_of_impossible_names_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json|download the model again"):
+        check_weights("model.path", tmp_path)
+
+
+def test_a_pipe_among_the_weights_is_no_weight_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no \.safetensors file"):
+        check_weights("model.path", tmp_path)

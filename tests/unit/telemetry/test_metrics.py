@@ -26,10 +26,10 @@ from areal_rloo.telemetry.metrics import (
     RecordTail,
     read_records,
     relay,
-    serve_metrics,
     watch,
 )
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
+from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.wire.channels import ChannelStatistics
 
 MakeTrainRecord = Callable[..., TrainRecord]
@@ -388,3 +388,13 @@ def test_mismatch_keeps_its_last_value_and_a_nan_loss_is_shown(
     loss = registry.get_sample_value(f"{PREFIX}loss")
     assert loss is not None
     assert math.isnan(loss)
+
+
+@pytest.mark.parametrize("depth", [100, 300, 500, 700, 900])
+def test_deeply_nested_numbers_are_refused_or_left_out(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"train","a":' + b'{"a":' * depth + b"null" + b"}" * depth + b"}\n")
+    try:
+        assert read_records(path) == []
+    except DataError as error:
+        assert "of another version" in str(error)

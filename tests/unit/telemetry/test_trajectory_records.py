@@ -189,3 +189,14 @@ def test_every_token_has_a_version_and_an_author(make_trajectory: MakeTrajectory
     assert [token.by_policy for token in tokens] == [True, False, False, True]
     assert [token.advantage for token in tokens] == [0.5, 0, 0, 1]
     assert record.completion == "abcd"
+
+
+@pytest.mark.parametrize("changes", [{"versions": [[3, 9], [4, -4]]}, {"spans": [9, -4]}])
+def test_counts_below_zero_are_refused(
+    tmp_path: Path, changes: dict[str, Any], make_trajectory: MakeTrajectory
+) -> None:
+    line = msgspec.json.decode(msgspec.json.encode(make_trajectory()))
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(msgspec.json.encode(line | changes) + b"\n")
+    with pytest.raises(DataError, match=r"trajectories\.jsonl:1"):
+        list(read_trajectories(path))

@@ -1,0 +1,125 @@
+"""Serve the metrics of a process at /metrics, on a thread for each request.
+
+Any user of the host can connect, and all connections share the process's descriptors with the run. So a connection has
+a time limit, and the oldest is ended if there are too many. A refused request is counted, and in no log.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+from collections.abc import Callable
+from socketserver import ThreadingMixIn
+from typing import Annotated, Any, ClassVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import msgspec
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from areal_rloo.telemetry.metric import Metric
+from areal_rloo.telemetry.metrics import watch
+
+MOST_CONNECTIONS = 32
+_TIMEOUT_S = 10.0  # of a wait for the bytes of a request
+
+
+class ScrapeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start of the process."""
+
+    metrics_prefix: ClassVar[str] = "scrape_"
+
+    refused: Annotated[int, Metric("Connections to /metrics without a readable request in time", kind="counter")]
+
+
+def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+    """Serve /metrics; give the port (0 asks for a free port) and a function to end the service."""
+    server = _Server6((address, port), Handler) if ":" in address else _Server((address, port), Handler)
+    watch(registry, ScrapeStatistics, server.statistics)
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_port), stop
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._num_refused = 0
+        super().__init__(address, handler)
+
+    def statistics(self) -> ScrapeStatistics:
+        return ScrapeStatistics(refused=self._num_refused)
+
+    def count_refused(self, request: socket.socket) -> None:
+        """Count a connection, unless it was counted when it was ended as the oldest."""
+        with self._lock:
+            self._num_refused += request in self._open
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection."""
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self._num_refused += 1
+                _shut(oldest)  # the thread of the connection ends
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, at the end of the thread or without a thread."""
+        with self._lock:  # the descriptor must not be another's when a later connection ends the oldest
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Count a failed or slow connection; the base class would print a traceback."""
+        del client_address
+        self.count_refused(request)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class Handler(WSGIRequestHandler):
+    """Reads a request, and counts an unreadable request."""
+
+    server: _Server
+    timeout = _TIMEOUT_S
+    _is_readable = False
+
+    def handle(self) -> None:
+        """Answer the request; an error goes to `handle_error`."""
+        super().handle()
+        if not self._is_readable:
+            self.server.count_refused(self.connection)
+
+    def get_environ(self) -> dict[str, Any]:
+        """Give the application a readable request."""
+        self._is_readable = True
+        return super().get_environ()
+
+    def log_message(self, *arguments: Any) -> None:
+        """Log nothing: requests are counted."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Discard the traceback of a client without interest in the answer; `_Safe` logs errors of our own."""
+        return io.StringIO()
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
