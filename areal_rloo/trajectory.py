@@ -122,7 +122,7 @@ class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 def longest_row(trajectories: Iterable[Trajectory]) -> int:
-    """Return the tokens that a row of the learner needs for the longest; the last token of a row predicts nothing."""
+    """Return the tokens of the longest as a row of the learner; the last token of a row predicts nothing."""
     return max((trajectory.num_tokens - 1 for trajectory in trajectories), default=0)
 
 

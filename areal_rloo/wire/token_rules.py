@@ -1,7 +1,7 @@
 """The rules for sampled tokens, each written once: for trajectories on the wire, partial rollouts, and checkpoints.
 
-`columns.py` applies them to whole batches, and `turns.py` to the turns of a partial rollout. So a worker can send every
-token that it continues.
+`columns.py` applies them to whole batches, and `turns.py` to the turns of a partial rollout. So a worker can send all
+tokens of a partial rollout again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Broken(NamedTuple):
 
 
 def broken_by_tokens(tokens: npt.NDArray[np.int32]) -> Broken | None:
-    """Return the rule that token ids break; None if they keep all."""
+    """Find a broken rule of token ids; None if they keep all."""
     if not len(tokens) or tokens.min() >= 0:
         return None
     return Broken("tokens: expected ids of at least 0", tokens < 0)
 
 
 def broken_by_logprobs(logprobs: npt.NDArray[np.float32]) -> Broken | None:
-    """Return the rule that behaviour logprobs break; None if they keep all."""
+    """Find a broken rule of behaviour logprobs; None if they keep all."""
     if not len(logprobs) or (logprobs.min() >= _LEAST_LOGPROB and logprobs.max() <= _LOGPROB_ROUNDING):
         return None
     wrong = ~((logprobs >= _LEAST_LOGPROB) & (logprobs <= _LOGPROB_ROUNDING))  # NaN, too
