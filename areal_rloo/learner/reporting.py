@@ -27,6 +27,7 @@ from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.summary import Summary
 from areal_rloo.trajectory import Group
+from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS
 
 logger = get_logger(__name__)
 
@@ -106,8 +107,9 @@ class Reporter:
         """Bring the totals up to this moment."""
         if self._first_step is not None:
             idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.num_workers
-            self.totals.rollout_idle_s = self._before.rollout_idle_s + idle_s
-        self.totals.generated_tokens = self._before.generated_tokens + statistics.generated_tokens
+            self.totals.rollout_idle_s = min(self._before.rollout_idle_s + idle_s, MOST_SECONDS)
+        num_generated = self._before.generated_tokens + statistics.generated_tokens  # as the workers say
+        self.totals.generated_tokens = min(num_generated, MOST_COUNT)
         self.count_failed_checkpoints()
         self.update_clock()
 

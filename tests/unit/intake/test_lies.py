@@ -268,6 +268,36 @@ def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObje
         assert lies.in_trajectories(each.trajectories, grant, prompt, newest, lowest) == slow
 
 
+def _heartbeat(work: Work) -> wire.Heartbeat:
+    return wire.Heartbeat(LEARNER, 2, 0, wire.digest([]), 0, 0, False, work)
+
+
+def test_counts_of_workers_never_go_backwards(intake: Intake) -> None:
+    intake.handle("w", Hello("w", "1", 0, 0, None, 1, 0, (), Work(5.0, 100)), 0.0)
+    for work in (Work(8.0, 300), Work(0.0, 0), Work(6.0, 250), Work(8.0, 300)):
+        intake.handle("w", _heartbeat(work), 0.0)
+        assert (intake.statistics().rollout_idle_s, intake.statistics().generated_tokens) == (3.0, 200)
+
+
+def test_counts_that_do_not_grow_are_no_progress(intake: Intake) -> None:
+    intake.handle("w", _hello(), 0.0)
+    for now_s, num_tokens in enumerate((0, 7, 0, 7, 2**53, 7), start=1):
+        intake.handle("w", _heartbeat(Work(0.0, num_tokens)), float(now_s))
+    assert intake.fleet.alive["w"].progress_s == 2.0
+
+
+def test_claims_of_many_workers_fit_a_checkpoint(intake: Intake) -> None:
+    for number in range(1100):
+        peer, most = f"{number:04x}", Work(1e12, 2**53)
+        intake.handle(peer, Hello(peer, "1", 0, None, None, 1, 0, (), Work()), 0.0)
+        for tenth in range(1, 11):
+            intake.handle(peer, _heartbeat(Work(1e6 * tenth, 10**12 * tenth)), 0.0)
+        intake.handle(peer, wire.Goodbye(LEARNER, most), 0.0)
+    statistics = intake.statistics()
+    assert statistics.generated_tokens == 2**53  # the most that the state of a checkpoint can have
+    assert 0 < statistics.rollout_idle_s <= 1e12
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
