@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from areal_rloo.errors import RewardError
@@ -12,8 +12,11 @@ from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
+
+_MOST_REASONS = 64  # of failures, over the whole run
 
 
 class Sender(NamedTuple):
@@ -34,6 +37,10 @@ class Answers:
     lies: Lies
     max_row_tokens: int  # that the learner can train on
     num_repeated: int = 0  # answers that came too late, or twice
+    _reasons: Words = field(init=False)  # of failures: a user's episode may have reasons of its own
+
+    def __post_init__(self) -> None:
+        self._reasons = Words(_MOST_REASONS, known=self.leasing.ledger.counts().dropped)
 
     def take_results(self, sender: Sender, results: Results, policy_version: int) -> list[tuple[Worker, Duty]]:
         """Record finished and failed duties. The results of a worker taken for dead are welcome, too.
@@ -114,7 +121,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
-        self.leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
+        self.leasing.drop(duty.sample_id, self._reasons.label(failed.reason), detail=failed.detail + completion)
         self.failures.failed(RewardError(failed.reason, failed.detail))
 
     def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:

@@ -53,7 +53,7 @@ Version = Annotated[int, Meta(ge=0, lt=2**31)]
 EngineVersion = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1: a server that was found has unknown weights
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, Meta(max_length=250)]
-Reason = Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
+Reason = Annotated[str, Meta(pattern=r"^[a-z_]{1,40}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
 
 

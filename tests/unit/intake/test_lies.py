@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
 
 from areal_rloo.config import load_config
+from areal_rloo.errors import DecodeError
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Grant
+from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
@@ -296,6 +297,30 @@ def test_claims_of_many_workers_fit_a_checkpoint(intake: Intake) -> None:
     statistics = intake.statistics()
     assert statistics.generated_tokens == 2**53  # the most that the state of a checkpoint can have
     assert 0 < statistics.rollout_idle_s <= 1e12
+
+
+def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
+    options = (*ONE_GROUP, "rollout.max_reward_failure_share=0.9")
+    letters = [f"{a}{b}" for a in "abcdefghij" for b in "abcdefghij"]
+    ledger = make_intake(make_offers(), *options).ledger
+    for run in ("first", "second"):
+        intake = make_intake(make_offers(), *options, ledger=ledger)
+        duties = _duties(intake.handle("w", _hello(), 0.0))
+        for word in letters:
+            failed = Failed(*duties[0], f"{run}_{word}", "no", "")
+            duties = _duties(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
+        groups = intake.ledger.groups
+        ledger = Ledger.restored(intake.ledger.state(), {name: group.prompt for name, group in groups.items()}, {})
+    counts = ledger.counts()
+    assert counts.balanced
+    assert counts.dropped["first_aa"] == 1
+    assert (counts.dropped["group_too_small"], counts.dropped["other"], len(counts.dropped)) == (200, 136, 66)
+
+
+def test_a_reason_with_a_line_break_is_unreadable() -> None:
+    for reason in ("bad\n", "bad\nworse", ""):
+        with pytest.raises(DecodeError, match="regex"):
+            _results(failed=[Failed(1, 0, 0, reason, "no", "")])
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
