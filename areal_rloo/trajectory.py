@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -117,6 +119,11 @@ class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
     def num_tokens(self) -> int:
         """Prompt and completion tokens together."""
         return len(self.prompt_tokens) + len(self.completion.tokens)
+
+
+def longest_row(trajectories: Iterable[Trajectory]) -> int:
+    """Return the tokens of the longest as a row of the learner; the last token of a row predicts nothing."""
+    return max((trajectory.num_tokens - 1 for trajectory in trajectories), default=0)
 
 
 class Group(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -89,6 +89,7 @@ _ARRIVAL = "samples arrive in another order"
 _BUFFERED = "also for buffered samples"
 _LATER = "samples generated so far stay as they are"
 _FITTED = "groups that do not fit the staleness bound are dropped, and their prompts come again"
+_ROWS = "groups longer than a row are dropped, their prompts come again; other numbers are the same up to rounding"
 _SCORED = "samples scored so far keep their reward"
 _EVALUATED = "accuracies before and after cannot be compared"
 _LIVE_PROMPTS = "the prompts under way would become other prompts"
@@ -136,7 +137,8 @@ _RULES: dict[str, Rule] = {
     **_allowed("rollout.episode", "agent_timeout_s timeout_s", "slower episodes are dropped"),
     **_allowed("rollout.episode.python", "cpu_s wall_s memory_bytes", _LATER),
     **_allowed("rollout.sampling", "temperature", "the learner's logprobs are at this temperature"),
-    **_allowed("rollout.sampling", "top_p top_k max_new_tokens min_new_tokens", _LATER),
+    **_allowed("rollout.sampling", "top_p top_k min_new_tokens", _LATER),
+    **_allowed("rollout.sampling", "max_new_tokens", "finished samples stay; longer unfinished turns begin anew"),
     **_exact("rollout.sampling", "allow_truncated"),
     **_allowed("rollout.embedded", "cache_tokens prefill_chunk_tokens", _ARRIVAL),
     **_allowed("rollout.sglang", "arguments python urls pause", "behaviour logprobs may differ in the last digits"),
@@ -160,7 +162,8 @@ _RULES: dict[str, Rule] = {
     **_allowed("algorithm.kl", "placement estimator", _BUFFERED),
     **_allowed("algorithm.kl", "adaptive", "the coefficient goes on from the last value if it is adaptive now"),
     **_allowed("algorithm.kl.adaptive", "target horizon", "the coefficient goes on from the last value"),
-    **_allowed("learner", "device num_ranks num_replicas num_threads microbatch_tokens", _ROUNDING),
+    **_allowed("learner", "device num_ranks num_replicas num_threads", _ROUNDING),
+    **_allowed("learner", "microbatch_tokens", _ROWS),
     **_allowed("learner", "gradient_checkpointing offload compile kernels", _ROUNDING),
     **_allowed("learner", "num_train_steps", "a linear or cosine schedule ends at this step"),
     **_allowed("learner", "groups_per_step", _FITTED),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from areal_rloo.errors import RewardError
@@ -12,8 +12,11 @@ from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
-from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.telemetry.words import Words
+from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
+
+_MOST_REASONS = 64  # of failures, over the whole run
 
 
 class Sender(NamedTuple):
@@ -34,6 +37,10 @@ class Answers:
     lies: Lies
     max_row_tokens: int  # that the learner can train on
     num_repeated: int = 0  # answers that came too late, or twice
+    _reasons: Words = field(init=False)  # of failures: a user's episode may have reasons of its own
+
+    def __post_init__(self) -> None:
+        self._reasons = Words(_MOST_REASONS, known=self.leasing.ledger.counts().dropped)
 
     def take_results(self, sender: Sender, results: Results, policy_version: int) -> list[tuple[Worker, Duty]]:
         """Record finished and failed duties. The results of a worker taken for dead are welcome, too.
@@ -65,12 +72,6 @@ class Answers:
         if worker is not None and message.last and message.call_id == worker.owes_partials:
             worker.owes_partials = None
 
-    def refuse_long_rows(self) -> None:
-        """Drop the samples of a checkpoint that no row holds: the run before may have had longer rows."""
-        for group_id, group in list(self.leasing.ledger.groups.items()):
-            for sample_index, sample in list(group.samples.items()):
-                self._refuse_if_too_long((group_id, sample_index), sample.trajectories)
-
     def _finish(
         self,
         sender: Sender,
@@ -101,7 +102,7 @@ class Answers:
         return in_vain
 
     def _fail(self, sender: Sender, failed: Failed) -> None:
-        """Drop a failed sample, unless another lease can still finish the sample.
+        """Drop a failed sample, unless another lease can still finish the sample, or it began from a partial rollout.
 
         Raises:
             UserError: too many completions got no reward.
@@ -109,14 +110,18 @@ class Answers:
         duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
         if sender.worker is not None:
             sender.worker.release(duty)
-        sample, _ = self._lease_of(sender, duty)
-        if sample is None:
+        sample, grant = self._lease_of(sender, duty)
+        if sample is None or grant is None:
             return
         if not sample.is_newest(duty.lease_id):
             self.num_repeated += 1
             return
+        if grant.continues and not failed.reason.startswith("reward_"):
+            sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
+            self.leasing.lose([duty], is_attempt=True)
+            return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
-        self.leasing.drop(duty.sample_id, failed.reason, detail=failed.detail + completion)
+        self.leasing.drop(duty.sample_id, self._reasons.label(failed.reason), detail=failed.detail + completion)
         self.failures.failed(RewardError(failed.reason, failed.detail))
 
     def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:
@@ -149,8 +154,8 @@ class Answers:
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
-        num_tokens = max((trajectory.num_tokens for trajectory in trajectories), default=0)
-        if num_tokens - 1 <= self.max_row_tokens:  # the last token of a row predicts nothing
+        num_tokens = longest_row(trajectories) + 1
+        if num_tokens - 1 <= self.max_row_tokens:
             return False
         detail = (
             f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "

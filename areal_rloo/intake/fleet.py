@@ -10,12 +10,23 @@ import msgspec
 
 from areal_rloo.config import WireConfig
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.wire.messages import Duty, Heartbeat, Hello, LearnerMessage, Lease, Work, digest
+from areal_rloo.wire.messages import (
+    MOST_COUNT,
+    MOST_SECONDS,
+    Duty,
+    Heartbeat,
+    Hello,
+    LearnerMessage,
+    Lease,
+    Work,
+    digest,
+)
 from areal_rloo.wire.peers import MOST_PEERS
 
 # A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
 # a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
 MOST_WORKERS = 1024
+_MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
 
 class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +102,16 @@ class _Met:
 
     worker_id: str
     first: Work
-    last: Work
+    last: Work  # never below `first`, whatever the process sends
+
+    def record(self, work: Work) -> bool:
+        """Record the growth of the counts; return True if tokens were generated. Ignore an impossible jump."""
+        num_tokens, idle_s = self.last.generated_tokens, self.last.idle_s
+        if 0 <= work.idle_s - idle_s <= _MOST_IDLE_S:
+            idle_s = work.idle_s
+        has_progress = 0 < work.generated_tokens - num_tokens <= _MOST_TOKENS
+        self.last = Work(idle_s, work.generated_tokens if has_progress else num_tokens)
+        return has_progress
 
 
 class Fleet:
@@ -130,7 +150,7 @@ class Fleet:
             )
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
         worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, hello.policy_version, None
-        self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).last = hello.work
+        self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).record(hello.work)
         self._forget_departed()
         return worker
 
@@ -148,17 +168,16 @@ class Fleet:
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
-        if heartbeat.work.generated_tokens != self._met[worker.peer].last.generated_tokens:
+        if self._met[worker.peer].record(heartbeat.work):
             worker.progress_s, worker.stalled = now_s, False
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
         worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, heartbeat.policy_version, None
-        self.record_work(worker.peer, heartbeat.work)
 
     def record_work(self, peer: str, work: Work) -> None:
         """Record the counts of a process; ignore those of a stranger."""
         if peer in self._met:
-            self._met[peer].last = work
+            self._met[peer].record(work)
 
     def work(self) -> Work:
         """Add up the work of all workers for this learner, departed workers included."""
@@ -177,4 +196,4 @@ def _added(work: Work, processes: Iterable[_Met]) -> Work:
     for met in processes:
         idle_s += met.last.idle_s - met.first.idle_s
         generated_tokens += met.last.generated_tokens - met.first.generated_tokens
-    return Work(idle_s, generated_tokens)
+    return Work(min(idle_s, MOST_SECONDS), min(generated_tokens, MOST_COUNT))

@@ -89,7 +89,6 @@ class Intake:
             lies=Lies(config, vocab_size=vocab_size),
             max_row_tokens=config.learner.microbatch_tokens,
         )
-        self._answers.refuse_long_rows()
 
     # -- messages of the workers ---------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class Leasing:
         first = self.sample((group_id, indices[0]))
         partial = b"" if first is None else first.partial
         lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
-        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version))
+        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version), bool(partial))
         for duty in lease.duties:
             sample = self.sample(duty.sample_id)
             assert sample is not None, f"sample {duty.sample_id} has an outcome already"

@@ -26,9 +26,10 @@ from msgspec import Meta
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
-from areal_rloo.wire.messages import Count, GroupId, Name, SampleIndex, Version
+from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
+_MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
 _MOST_LEASES = 16  # of a sample, remembered to recognize late results
 
 
@@ -38,6 +39,7 @@ class Grant(NamedTuple):
     lease_id: int
     worker_id: str
     min_version: int  # lowest policy version that a token of the answer may have
+    continues: bool = False  # from a partial rollout, perhaps of another worker
 
 
 @dataclass(slots=True)
@@ -161,7 +163,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     dropped_groups: Count
     admitted: Count
     trained: Count
-    dropped: dict[Name, Count]
+    dropped: Annotated[dict[Reason, Count], Meta(max_length=_MOST_REASONS)]
     groups: list[SavedGroup]
 
 

@@ -22,6 +22,7 @@ from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.messages import Duty, Results
 from areal_rloo.wire.peers import MOST_OFFENCES, Offences
@@ -71,6 +72,7 @@ class Lies:
         self._most_tokens = config.context_tokens
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
+        self._names = Words(_MOST_NAMES)
         self._peers = Offences()
 
     def about_lease(
@@ -148,9 +150,8 @@ class Lies:
 
     def count(self, lie: Lie, *, peer: str, worker_id: str, duty: Duty) -> None:
         """Count a lie of a peer that has said Hello as this worker."""
-        name = worker_id if worker_id in self._workers or len(self._workers) < _MOST_NAMES else "others"
         self._reasons[lie] += 1
-        self._workers[name] += 1
+        self._workers[self._names.label(worker_id)] += 1
         number = self._peers.count(peer)
         if number <= MOST_OFFENCES:
             logger.error(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,7 +83,7 @@ class LearnerState(_Format, frozen=True):
     """The state except weights and optimizer. Buffered trajectories are stored in the encoding of the wire."""
 
     policy_version: Version
-    history: History  # the learners that led to these weights
+    history: Annotated[History, Meta(min_length=1)]  # the learners that led to these weights
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
     columns: tuple[bytes, ...]
@@ -248,7 +248,9 @@ def read_state(folder: Path) -> LearnerState:
         )
     state = from_msgpack(encoded, LearnerState, name=STATE_NAME)
     try:
-        _check_ledger(state.ledger, by_sample(_trajectories(state)).keys())
+        trajectories = _trajectories(state)
+        _check_ledger(state.ledger, by_sample(trajectories).keys())
+        _check_versions(state, trajectories)
     except DecodeError as error:
         raise DecodeError(f"{STATE_NAME}: {error}") from error
     return state
@@ -275,13 +277,35 @@ def _check_ledger(ledger: LedgerState, buffered: Set[SampleId]) -> None:
             if sample_id in seen:
                 raise DecodeError(f"sample {sample_id} is there twice")
             seen[sample_id] = sample.buffered
-            decode_turns(sample.partial)
     different = min(buffered ^ {sample_id for sample_id, is_buffered in seen.items() if is_buffered}, default=None)
     if different is not None:
         raise DecodeError(f"sample {different}: expected trajectories if, and only if, the sample is buffered")
     num_done = ledger.trained + sum(ledger.dropped.values())
     if ledger.admitted != num_done + len(seen):
         raise DecodeError(f"ledger: {ledger.admitted} admitted samples, {num_done} done and {len(seen)} live")
+
+
+def _check_versions(state: LearnerState, trajectories: Iterable[Trajectory]) -> None:
+    """Check partial rollouts, and that no version is newer than the state.
+
+    Raises:
+        DecodeError: names the group, the sample, or the history.
+    """
+    newest, begun = state.policy_version, [version for _, version in state.history]
+    if begun != sorted(begun) or begun[-1] > newest:
+        raise DecodeError(f"history: expected versions up to {newest} in order, got {begun}")
+    for group in state.ledger.groups:
+        if not group.admission_version <= min(newest, group.deadline):
+            raise DecodeError(
+                f"group {group.group_id}: expected an admission version up to {newest} and the deadline "
+                f"{group.deadline}, got {group.admission_version}"
+            )
+    partials = [decode_turns(sample.partial) for group in state.ledger.groups for sample in group.samples]
+    sampled = [trajectory.completion for trajectory in trajectories]
+    sampled += [turn.completion for turns in partials for turn in turns]
+    highest = max((int(completion.versions.max(initial=0)) for completion in sampled), default=0)
+    if highest > newest:
+        raise DecodeError(f"samples: expected tokens of versions up to {newest}, got {highest}")
 
 
 def write_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,14 @@ from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
 from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.summary import Summary
+from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Group
+from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS
 
 logger = get_logger(__name__)
 
 _TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "generated_tokens")
+_MOST_PARTS = 200  # labels of reward parts: workers send them
 
 
 @dataclass(kw_only=True)
@@ -48,6 +51,7 @@ class Reporter:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
+        self._parts = Words(_MOST_PARTS)
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -95,7 +99,7 @@ class Reporter:
             filtered_prompts=statistics.filtered_prompts,
             truncated_prompts=statistics.truncated_prompts,
             ledger=statistics.ledger,
-            **batch_numbers(batch),
+            **batch_numbers(batch, label=self._parts.label),
             **result.numbers,
             **{**result.measured, "times_s": {**result.measured["times_s"], **times}},
         )
@@ -106,8 +110,9 @@ class Reporter:
         """Bring the totals up to this moment."""
         if self._first_step is not None:
             idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.num_workers
-            self.totals.rollout_idle_s = self._before.rollout_idle_s + idle_s
-        self.totals.generated_tokens = self._before.generated_tokens + statistics.generated_tokens
+            self.totals.rollout_idle_s = min(self._before.rollout_idle_s + idle_s, MOST_SECONDS)
+        num_generated = self._before.generated_tokens + statistics.generated_tokens  # as the workers say
+        self.totals.generated_tokens = min(num_generated, MOST_COUNT)
         self.count_failed_checkpoints()
         self.update_clock()
 
@@ -166,8 +171,11 @@ def _log_error(written: Future[None]) -> None:
         logger.error("an evaluation is missing from metrics.jsonl", exc_info=error)
 
 
-def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
-    """Give the rewards before shaping, the lengths and the endings of a batch, by field of TrainRecord."""
+def batch_numbers(batch: Sequence[Group], *, label: Callable[[str], str] = str) -> dict[str, Any]:
+    """Give the rewards before shaping, the lengths and the endings of a batch, by field of TrainRecord.
+
+    `label`: takes the name of a reward part.
+    """
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     samples = [sample for group in batch for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
@@ -180,7 +188,7 @@ def batch_numbers(batch: Sequence[Group]) -> dict[str, Any]:
         "reward_lower_decile": float(lower),
         "reward_median": float(median),
         "reward_upper_decile": float(upper),
-        "reward_parts": _means((name, value) for sample in samples for name, value in sample.reward_parts.items()),
+        "reward_parts": _means((label(name), x) for each in samples for name, x in each.reward_parts.items()),
         "reward_by_source": _means((group.source, sample.reward) for group in batch for sample in group.samples),
         "zero_variance_group_share": sum(equal) / len(equal),
         "completion_tokens_mean": float(lengths.mean()),

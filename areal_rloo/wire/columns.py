@@ -5,9 +5,10 @@
     version_runs  int32    pairs: a policy version, and how many completion tokens in a row it sampled
     rewards       float32  rewards of single tokens, for the trajectories that have them
 
-The rules of a valid trajectory are the `_check_*` functions here, each written once. `decode_columns` applies them to
-the batch of a peer, most of them to a whole column, so a trajectory costs a few microseconds. `check_trajectories`
-applies them to trajectories that are not encoded: a rollout worker calls it, because an episode may be the user's code.
+The rules of a valid trajectory are the `_check_*` functions here and those of `token_rules.py`, each written once.
+`decode_columns` applies them to the batch of a peer, most of them to a whole column, so a trajectory costs a few
+microseconds. `check_trajectories` applies them to trajectories that are not encoded: a rollout worker calls it, because
+an episode may be the user's code.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from msgspec import Meta
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import MOST_REWARD, Completion, FinishReason, Trajectory, is_reward
+from areal_rloo.wire.token_rules import (
+    Broken,
+    broken_by_logprobs,
+    broken_by_tokens,
+    check_version_runs,
+    first_wrong,
+)
 
 Frame = bytes | memoryview
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 _FINISH_REASONS = frozenset(get_args(FinishReason))
-_LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by the float32 rounding of a log-softmax
-_LEAST_LOGPROB = -1e6  # no token of a lower probability is ever sampled, and sums stay finite in float32
 _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-_HIGHEST_INT32 = 2**31 - 1
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 
 
@@ -286,46 +291,34 @@ def _check_num_trajectories(num: int, limits: Limits) -> None:
 
 def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> int:
     """Return the highest id."""
-    highest = int(tokens.view(np.uint32).max())  # a negative id is higher than all others
-    if highest > _HIGHEST_INT32:
-        raise _refused("tokens: expected ids of at least 0", tokens, tokens < 0, headers, sizes)
-    return highest
+    if (broken := broken_by_tokens(tokens)) is not None:
+        raise _refused(broken, tokens, headers, sizes)
+    return int(tokens.max())
 
 
 def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:
-    if not (logprobs.min() >= _LEAST_LOGPROB and logprobs.max() <= _LOGPROB_ROUNDING):  # NaN fails both
-        wrong = ~((logprobs >= _LEAST_LOGPROB) & (logprobs <= _LOGPROB_ROUNDING))
-        rule = f"behaviour_logprobs: expected values from {_LEAST_LOGPROB:g} to 0"
-        raise _refused(rule, logprobs, wrong, headers, sizes)
+    if (broken := broken_by_logprobs(logprobs)) is not None:
+        raise _refused(broken, logprobs, headers, sizes)
 
 
 def _check_token_rewards(rewards: Float32Array, headers: Headers, sizes: list[int]) -> None:
     if len(rewards) and not np.abs(rewards).max() <= MOST_REWARD:  # NaN, too
         wrong = ~(np.abs(rewards) <= MOST_REWARD)
-        raise _refused(f"token_rewards: expected numbers up to {MOST_REWARD:g} in size", rewards, wrong, headers, sizes)
+        broken = Broken(f"token_rewards: expected numbers up to {MOST_REWARD:g} in size", wrong)
+        raise _refused(broken, rewards, headers, sizes)
 
 
-def _refused(
-    rule: str, values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], headers: Headers, sizes: list[int]
-) -> DecodeError:
+def _refused(broken: Broken, values: npt.NDArray[Any], headers: Headers, sizes: list[int]) -> DecodeError:
     """Name the rule, the first wrong value of a column, and its trajectory."""
-    at = int(wrong.argmax())
-    header = headers[int(np.cumsum(sizes).searchsorted(at, side="right"))]
-    return DecodeError(f"{_name(header)}: {rule}, got {values[at]}")
+    header = headers[int(np.cumsum(sizes).searchsorted(int(broken.wrong.argmax()), side="right"))]
+    return DecodeError(f"{_name(header)}: {first_wrong(broken, values)}")
 
 
 def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader) -> None:
-    total, before = 0, -1
-    for version, count in runs:
-        if count <= 0:
-            raise DecodeError(f"{_name(header)}: version_runs: expected counts above 0, got {count}")
-        if version < 0:
-            raise DecodeError(f"{_name(header)}: version_runs: expected versions of at least 0, got {version}")
-        if version <= before:
-            raise DecodeError(f"{_name(header)}: version_runs: expected versions that only grow")
-        total, before = total + count, version
-    if total != header.num_tokens:
-        raise DecodeError(f"{_name(header)}: version_runs: expected counts for {header.num_tokens} tokens, got {total}")
+    try:
+        check_version_runs(runs, header.num_tokens)
+    except ValueError as error:
+        raise DecodeError(f"{_name(header)}: {error}") from error
 
 
 def _check_header(header: TrajectoryHeader, limits: Limits) -> None:

@@ -45,14 +45,15 @@ from areal_rloo.wire.columns import Extremes
 WIRE_VERSION = 7
 
 # The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+MOST_COUNT, MOST_SECONDS = 2**53, 1e12
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 GroupId = Annotated[int, Meta(ge=-(2**43), lt=2**43)]  # seeds are 2**20 apart
 SampleIndex = Annotated[int, Meta(ge=0, lt=2**20)]
 Version = Annotated[int, Meta(ge=0, lt=2**31)]
 EngineVersion = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1: a server that was found has unknown weights
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, Meta(max_length=250)]
-Reason = Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
+Reason = Annotated[str, Meta(pattern=r"^[a-z_]{1,40}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
 
 

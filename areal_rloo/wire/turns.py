@@ -16,6 +16,7 @@ from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
+from areal_rloo.wire.token_rules import broken_by_logprobs, broken_by_tokens, check_version_runs, first_wrong
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
@@ -46,7 +47,7 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
     """Decode turns.
 
     Raises:
-        DecodeError: the bytes are not those of `encode_turns`, or the arrays of a turn do not fit together.
+        DecodeError: the bytes are not those of `encode_turns`, or the tokens of a turn break a rule of `token_rules`.
     """
     if not partial:
         return ()
@@ -66,10 +67,12 @@ def _encoded(turn: RecordedTurn) -> _Encoded:
 
 def _decoded(each: _Encoded) -> RecordedTurn:
     tokens, logprobs = np.frombuffer(each.tokens, _INT32), np.frombuffer(each.logprobs, _FLOAT32)
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"expected a logprob for each of {len(tokens)} tokens, got {len(logprobs)}")
+    for broken, values in ((broken_by_tokens(tokens), tokens), (broken_by_logprobs(logprobs), logprobs)):
+        if broken is not None:
+            raise ValueError(first_wrong(broken, values))
+    check_version_runs(each.version_runs, len(tokens))
     versions, counts = [version for version, _ in each.version_runs], [count for _, count in each.version_runs]
-    if not len(tokens) == len(logprobs) == sum(counts) or min([*counts, 1]) < 1 or versions != sorted(versions):
-        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs, and versions {each.version_runs}")
-    if not np.isfinite(logprobs).all() or min(tokens, default=0) < 0:
-        raise ValueError("a logprob is not finite, or a token is negative")
     runs = np.repeat(np.array(versions, dtype=np.int32), counts)
     return RecordedTurn(each.prompt, Completion(tokens, logprobs, runs, each.finish_reason))

@@ -17,7 +17,6 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.rollout.protocol import Orders, WorkerProtocol
-from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.manifest import gather
@@ -207,19 +206,3 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
     assert [[t.sample_index for t in group.trajectories] for group in batch] == [[0, 2, 3]] * 2
     assert statistics.ledger.dropped["too_long"] >= 2
     assert f"sample ({batch[0].group_id}, 1) has 202 tokens, more than learner.microbatch_tokens=200" in caplog.text
-
-
-def test_a_restored_trajectory_longer_than_a_row_is_dropped(tmp_path: Path) -> None:
-    ledger = Ledger()
-    stream = PromptStream([Source("all", [Item("1+1=?", "2")] * 8)], lambda _: (1, 2), seed=0, num_epochs=None)
-    prompt = stream.take()
-    assert prompt is not None
-    group = ledger.admit(prompt, group_size=3, admission_version=0, deadline=1)
-    for index, num in enumerate((5, 500, 6)):
-        trajectory = Trajectory(0, index, np.array([1, 2], np.int32), _completion(num), float(index))
-        group.samples[index].finish([trajectory])
-    assert group.complete
-    intake = _intake(tmp_path, "learner.microbatch_tokens=200", ledger=ledger, stream=stream)
-    intake.close()
-    assert sorted(group.samples) == [0, 2]
-    assert ledger.counts().dropped == {"too_long": 1}

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from areal_rloo.algorithm.staleness import within_bound
-from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, WireConfig
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, RolloutConfig, SamplingConfig, WireConfig
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
@@ -36,10 +36,15 @@ def make_config(
     group_size: int = 3,
     groups_per_step: int = 2,
     num_train_steps: int = NUM_STEPS,
+    max_new_tokens: int = 40,
+    microbatch_tokens: int = 40,
 ) -> Config:
     algorithm = AlgorithmConfig(group_size=group_size, max_staleness=max_staleness, stale_tokens=stale_tokens)
-    learner = LearnerConfig(groups_per_step=groups_per_step, num_train_steps=num_train_steps)
-    return Config(algorithm=algorithm, learner=learner, wire=WireConfig(max_attempts=3))
+    learner = LearnerConfig(
+        groups_per_step=groups_per_step, num_train_steps=num_train_steps, microbatch_tokens=microbatch_tokens
+    )
+    rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    return Config(algorithm=algorithm, learner=learner, rollout=rollout, wire=WireConfig(max_attempts=3))
 
 
 class Simulation:
@@ -117,7 +122,9 @@ class Simulation:
         if not started:
             return
         duty = started[pick % len(started)]
-        versions = np.array(self.held[worker_id].pop(duty), dtype=np.int32)
+        most = self.config.rollout.sampling.max_new_tokens
+        versions = np.array(self.held[worker_id].pop(duty), dtype=np.int32)[:most]
+        versions = np.pad(versions, (0, max(0, pick * most // 11 - len(versions))), mode="edge")
         tokens = np.zeros(len(versions), dtype=np.int32)
         completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
         self.workers.alive[worker_id].release(duty)
@@ -160,6 +167,7 @@ class Simulation:
                 fresh = within_bound(versions, policy_version=self.version, max_staleness=eta)
                 assert (self.version - versions[fresh] <= eta).all()
                 num_fresh += int(fresh.sum())
+                assert trajectory.num_tokens - 1 <= self.config.learner.microbatch_tokens
                 if policy != "mask" or eta == 0:
                     assert fresh.all(), f"version {self.version} trains on {versions} under {policy}, eta {eta}"
         assert num_fresh > 0, f"the step at version {self.version} trains on nothing"

@@ -2,19 +2,29 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.intakes import LEARNER, make_intake, make_offers
 from support.staleness_schedules import NUM_STEPS, Simulation, make_config
+
+from areal_rloo.config import load_config
+from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.refit import refit
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire import messages as wire
 
 _OPTIONS = st.fixed_dictionaries(
     {
+        "max_new_tokens": st.sampled_from([4, 40]),
+        "microbatch_tokens": st.sampled_from([4, 12, 40]),
         "max_staleness": st.integers(0, 3),
         "stale_tokens": st.sampled_from(["mask", "drop", "wait"]),
         "group_size": st.integers(2, 4),
         "groups_per_step": st.integers(1, 5),
     }
-)
+).filter(lambda options: options["max_new_tokens"] <= options["microbatch_tokens"])
 _ACTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 11)), max_size=80)
 
 
@@ -90,3 +100,48 @@ def test_prompts_of_dropped_groups_come_again_first() -> None:
     assert len(dropped) == 3
     assert len(trained) == 6  # the prompts of the six groups admitted first
     assert simulation.stream.state().taken == [6]
+
+
+_TWO_GROUPS = (
+    "learner.groups_per_step=2",
+    "learner.num_minibatches=1",
+    "algorithm.group_size=2",
+    "algorithm.max_staleness=1",
+    "data.max_prompt_tokens=64",
+)
+
+
+def _finished(duty: wire.Duty, num_tokens: int) -> wire.Finished:
+    logprobs, versions = np.full(num_tokens, -1, np.float32), np.zeros(num_tokens, np.int32)
+    completion = Completion(np.full(num_tokens, 3, np.int32), logprobs, versions, "stop")
+    prompt, reward = np.array([1, 2], np.int32), float(duty.sample_index)
+    return wire.Finished(duty.lease_id, (Trajectory(*duty.sample_id, prompt, completion, reward),))
+
+
+@pytest.mark.parametrize("long", [{0, 1}, {0}])  # samples of each group that are longer than a row of the resume
+def test_groups_longer_than_a_row_are_dropped_and_come_again(long: set[int]) -> None:
+    before = (*_TWO_GROUPS, "rollout.sampling.max_new_tokens=448", "learner.microbatch_tokens=512")
+    now = (*_TWO_GROUPS, "rollout.sampling.max_new_tokens=64", "learner.microbatch_tokens=128")
+    first = make_intake(make_offers(), *before)
+    sent = first.handle("aa", wire.Hello("w", "1", 4, 0, None, 1, 0, (), wire.Work()), 0.0)
+    leases = [lease for each in sent if isinstance(each.message, wire.Leases) for lease in each.message.leases]
+    duties = [duty for lease in leases for duty in lease.duties]
+    finished = tuple(_finished(duty, 300 if duty.sample_index in long else 127) for duty in duties)
+    first.handle("aa", wire.Results(LEARNER, 2, finished), 0.0)
+    groups = first.ledger.groups
+    buffered = by_sample(t for group in groups.values() for s in group.samples.values() for t in s.trajectories)
+    assert len(buffered) == 4
+    ledger = Ledger.restored(first.ledger.state(), {name: group.prompt for name, group in groups.items()}, buffered)
+
+    given_back: list[tuple[int, int]] = []
+    configs = [load_config("quickstart.yaml", options) for options in (before, now)]
+    num_dropped = refit(
+        ledger,
+        before=configs[0],
+        now=configs[1],
+        policy_version=0,
+        give_back=lambda epoch, item_index: given_back.append((epoch, item_index)),
+    )
+    counts = make_intake(make_offers(), *now, ledger=ledger).ledger.counts()
+    assert (num_dropped, counts.buffered, counts.dropped) == (2, 0, {"options_changed": 4})
+    assert given_back == [(group.prompt.epoch, group.prompt.item_index) for group in groups.values()][:2]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
 
 from areal_rloo.config import load_config
+from areal_rloo.errors import DecodeError
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Grant
+from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
@@ -202,7 +204,19 @@ def test_a_worker_adopts_no_duty_of_another(intake: Intake) -> None:
     assert _refused(intake) == {"not_the_holder": 2}
 
 
+def _poisoned(*, token: int = 3, logprob: float = -1.0, versions: Sequence[tuple[int, int]] = ((0, 2),)) -> bytes:
+    """A partial rollout of two tokens that no encoder makes."""
+    tokens, logprobs = np.full(2, token, "<i4"), np.full(2, logprob, "<f4")
+    return msgspec.msgpack.encode([[b"", tokens.tobytes(), logprobs.tobytes(), versions, "abort"]])
+
+
 PARTIALS = [
+    ("unreadable", _poisoned(logprob=5.0)),
+    ("unreadable", _poisoned(logprob=-1e38)),
+    ("unreadable", _poisoned(logprob=float("nan"))),
+    ("unreadable", _poisoned(token=-1)),
+    ("unreadable", _poisoned(versions=((-1, 1), (0, 1)))),
+    ("unreadable", _poisoned(versions=((0, 1), (0, 1)))),
     ("unreadable", b"\x91" * 1000),
     ("versions", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), versions=(3, 3)).completion)])),
     ("vocabulary", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=(VOCAB_SIZE, 1)).completion)])),
@@ -253,6 +267,60 @@ def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObje
     for each in results.finished:
         slow = lies.in_trajectories(each.trajectories, grant, prompt, newest)
         assert lies.in_trajectories(each.trajectories, grant, prompt, newest, lowest) == slow
+
+
+def _heartbeat(work: Work) -> wire.Heartbeat:
+    return wire.Heartbeat(LEARNER, 2, 0, wire.digest([]), 0, 0, False, work)
+
+
+def test_counts_of_workers_never_go_backwards(intake: Intake) -> None:
+    intake.handle("w", Hello("w", "1", 0, 0, None, 1, 0, (), Work(5.0, 100)), 0.0)
+    for work in (Work(8.0, 300), Work(0.0, 0), Work(6.0, 250), Work(8.0, 300)):
+        intake.handle("w", _heartbeat(work), 0.0)
+        assert (intake.statistics().rollout_idle_s, intake.statistics().generated_tokens) == (3.0, 200)
+
+
+def test_counts_that_do_not_grow_are_no_progress(intake: Intake) -> None:
+    intake.handle("w", _hello(), 0.0)
+    for now_s, num_tokens in enumerate((0, 7, 0, 7, 2**53, 7), start=1):
+        intake.handle("w", _heartbeat(Work(0.0, num_tokens)), float(now_s))
+    assert intake.fleet.alive["w"].progress_s == 2.0
+
+
+def test_claims_of_many_workers_fit_a_checkpoint(intake: Intake) -> None:
+    for number in range(1100):
+        peer, most = f"{number:04x}", Work(1e12, 2**53)
+        intake.handle(peer, Hello(peer, "1", 0, None, None, 1, 0, (), Work()), 0.0)
+        for tenth in range(1, 11):
+            intake.handle(peer, _heartbeat(Work(1e6 * tenth, 10**12 * tenth)), 0.0)
+        intake.handle(peer, wire.Goodbye(LEARNER, most), 0.0)
+    statistics = intake.statistics()
+    assert statistics.generated_tokens == 2**53  # the most that the state of a checkpoint can have
+    assert 0 < statistics.rollout_idle_s <= 1e12
+
+
+def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
+    options = (*ONE_GROUP, "rollout.max_reward_failure_share=0.9")
+    letters = [f"{a}{b}" for a in "abcdefghij" for b in "abcdefghij"]
+    ledger = make_intake(make_offers(), *options).ledger
+    for run in ("first", "second"):
+        intake = make_intake(make_offers(), *options, ledger=ledger)
+        duties = _duties(intake.handle("w", _hello(), 0.0))
+        for word in letters:
+            failed = Failed(*duties[0], f"{run}_{word}", "no", "")
+            duties = _duties(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
+        groups = intake.ledger.groups
+        ledger = Ledger.restored(intake.ledger.state(), {name: group.prompt for name, group in groups.items()}, {})
+    counts = ledger.counts()
+    assert counts.balanced
+    assert counts.dropped["first_aa"] == 1
+    assert (counts.dropped["group_too_small"], counts.dropped["other"], len(counts.dropped)) == (200, 136, 66)
+
+
+def test_a_reason_with_a_line_break_is_unreadable() -> None:
+    for reason in ("bad\n", "bad\nworse", ""):
+        with pytest.raises(DecodeError, match="regex"):
+            _results(failed=[Failed(1, 0, 0, reason, "no", "")])
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.messages import (
     Duty,
+    Failed,
     Finished,
     Goodbye,
     Hello,
@@ -145,3 +146,28 @@ def test_only_workers_that_fail_use_up_the_attempts_of_a_sample(intake: Intake, 
         intake.handle(f"peer{number}", _partials(*duties), float(number))
         intake.handle(f"peer{number}", Goodbye(LEARNER, Work(), failed), float(number))
     assert intake.ledger.counts().dropped == ({"max_attempts": 2} if failed else {})
+
+
+def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake) -> None:
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    intake.handle("peer", _partials(duties[0]), 0.0)
+    intake.handle("peer", Goodbye(LEARNER, Work()), 0.0)
+    first, _ = _leased(intake.handle("other peer", _hello("other"), 0.0))
+    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "episode_error", "no", ""),))
+    (again,) = _leased(intake.handle("other peer", failed, 0.0))
+    assert (first.partial, again.partial) == (TURNS, b"")
+    assert again.sample_indices == first.sample_indices
+    assert intake.statistics().ledger.dropped == {}
+    failed = Results(LEARNER, 3, (), (Failed(*again.duties[0], "episode_error", "no", ""),))
+    intake.handle("other peer", failed, 0.0)
+    assert intake.statistics().ledger.dropped == {"episode_error": 1}
+
+
+def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) -> None:
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    intake.handle("peer", _partials(duties[0]), 0.0)
+    intake.handle("peer", Goodbye(LEARNER, Work()), 0.0)
+    first, _ = _leased(intake.handle("other peer", _hello("other"), 0.0))
+    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "reward_error", "no", ""),))
+    assert _leased(intake.handle("other peer", failed, 0.0)) == []
+    assert intake.statistics().ledger.dropped == {"reward_error": 1}

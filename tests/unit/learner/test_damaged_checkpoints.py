@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,8 @@ from areal_rloo.errors import DataError, DecodeError, UserError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, _seal, read_checkpoint, restore_ledger
 from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.trajectory import Completion
+from areal_rloo.wire.turns import RecordedTurn, encode_turns
 
 SHARD = "shards/rank-0-of-1.safetensors"
 Damage = Callable[[Path, random.Random], None]
@@ -206,6 +209,29 @@ def attempts_beyond_the_wire(state: dict[str, Any]) -> None:
     state["ledger"]["groups"][0]["samples"][0]["num_attempts"] = 2**64 - 1
 
 
+def admitted_after(version: int, **fields: int) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["ledger"]["groups"][0].update(fields | {"admission_version": version})
+
+
+def with_tokens_of_version(version: int) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        runs = np.frombuffer(state["columns"][2], "<i4").reshape(-1, 2).copy()
+        runs[-1, 0] = version
+        state["columns"][2] = runs.tobytes()
+
+    return change
+
+
+def with_a_partial_of_version(version: int) -> Callable[[dict[str, Any]], None]:
+    one = Completion(np.array([1]), np.array([-1.0]), np.array([version]), "abort")
+
+    def change(state: dict[str, Any]) -> None:
+        samples = [sample for group in state["ledger"]["groups"] for sample in group["samples"]]
+        samples[-1]["partial"] = encode_turns([RecordedTurn(b"", one)])
+
+    return change
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -217,6 +243,15 @@ def attempts_beyond_the_wire(state: dict[str, Any]) -> None:
         changed_state(totals={"generated_tokens": 2**64 - 1}),
         changed_state(totals={"staleness_tokens": {0: -1}}),
         changed_state(history=[["learner", -1]]),
+        changed_state(history=[]),
+        changed_state(history=[["learner", 10**9]]),
+        changed_state(history=[["learner", 1], ["another", 0]]),
+        changed_ledger(dropped={"a\nb": 0}),
+        changed_ledger(dropped={f"reason_{'a' * number}": 0 for number in range(33)} | {"a" * 41: 0}),
+        admitted_after(10**9),
+        admitted_after(1, deadline=0),
+        with_tokens_of_version(10**9),
+        with_a_partial_of_version(10**9),
         changed_ledger(admitted=2**64 - 1, trained=2**64 - 5),
         changed_ledger(dropped_groups=-1),
         group_beyond_the_wire,

@@ -3,10 +3,12 @@
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from support.train_steps import ragged_groups, spied_step, step_config
 
+from areal_rloo.decoding import from_msgpack
 from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints, Totals
 from areal_rloo.learner.reporting import Reporter
@@ -50,3 +52,30 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     # Both rates of a record are over the same seconds.
     ratios = [record.generated_tokens_per_s / record.trained_tokens_per_s for record in records]
     assert ratios == pytest.approx([150 / result.masks.num_tokens, 250 / result.masks.num_tokens])
+
+
+def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_counts: LedgerCounts) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    reporter = Reporter(
+        file=file,
+        metrics=LearnerMetrics(CollectorRegistry()),
+        evaluations=[],
+        totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12),
+        checkpoints=Checkpoints(tmp_path, keep=1),
+        num_workers=1,
+    )
+    reporter.start_clock()
+    reporter.update_totals(
+        IntakeStatistics(
+            ledger=ledger_counts,
+            num_workers=1,
+            rollout_idle_s=1e12,
+            generated_tokens=2**53,
+            repeated_results=0,
+            filtered_prompts=0,
+            truncated_prompts=0,
+        )
+    )
+    reporter.close()
+    file.close()
+    assert from_msgpack(msgspec.msgpack.encode(reporter.totals), Totals) == reporter.totals

@@ -11,6 +11,7 @@ from support.train_steps import ragged_groups, spied_step, step_config
 from areal_rloo.learner.advantages import Masks
 from areal_rloo.learner.reporting import batch_numbers
 from areal_rloo.telemetry.records import TrainRecord
+from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
 
@@ -63,3 +64,13 @@ def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict
     }
     assert given | of_the_loop == {field.name for field in msgspec.structs.fields(TrainRecord)}
     assert not given & of_the_loop
+
+
+def test_names_of_reward_parts_are_limited_over_a_run() -> None:
+    words = Words(2)
+    for number in range(5):
+        (trajectory,) = _group(0, 1.0).trajectories
+        parts = {f"part {number}": float(number), "common": 2.0}
+        group = Group(0, 1, (msgspec.structs.replace(trajectory, reward_parts=parts),))
+        numbers = batch_numbers([group], label=words.label)
+    assert numbers["reward_parts"] == {"other": 4.0, "common": 2.0}

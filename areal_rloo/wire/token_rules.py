@@ -1,0 +1,62 @@
+"""The rules for sampled tokens, each written once: for trajectories on the wire, partial rollouts, and checkpoints.
+
+`columns.py` applies them to whole batches, and `turns.py` to the turns of a partial rollout. So a worker can send all
+tokens of a partial rollout again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by the float32 rounding of a log-softmax
+_LEAST_LOGPROB = -1e6  # no token of a lower probability is ever sampled, and sums stay finite in float32
+
+
+class Broken(NamedTuple):
+    """A rule, and which values break the rule."""
+
+    rule: str
+    wrong: npt.NDArray[np.bool_]
+
+
+def broken_by_tokens(tokens: npt.NDArray[np.int32]) -> Broken | None:
+    """Find a broken rule of token ids; None if they keep all."""
+    if not len(tokens) or tokens.min() >= 0:
+        return None
+    return Broken("tokens: expected ids of at least 0", tokens < 0)
+
+
+def broken_by_logprobs(logprobs: npt.NDArray[np.float32]) -> Broken | None:
+    """Find a broken rule of behaviour logprobs; None if they keep all."""
+    if not len(logprobs) or (logprobs.min() >= _LEAST_LOGPROB and logprobs.max() <= _LOGPROB_ROUNDING):
+        return None
+    wrong = ~((logprobs >= _LEAST_LOGPROB) & (logprobs <= _LOGPROB_ROUNDING))  # NaN, too
+    return Broken(f"behaviour_logprobs: expected values from {_LEAST_LOGPROB:g} to 0", wrong)
+
+
+def check_version_runs(runs: Iterable[Sequence[int]], num_tokens: int) -> None:
+    """Check pairs of a version, and how many tokens in a row the version sampled.
+
+    Raises:
+        ValueError: names the rule, the expected and the actual value.
+    """
+    total, before = 0, -1
+    for version, count in runs:
+        if count <= 0:
+            raise ValueError(f"version_runs: expected counts above 0, got {count}")
+        if version < 0:
+            raise ValueError(f"version_runs: expected versions of at least 0, got {version}")
+        if version <= before:
+            raise ValueError("version_runs: expected versions that only grow")
+        total, before = total + count, version
+    if total != num_tokens:
+        raise ValueError(f"version_runs: expected counts for {num_tokens} tokens, got {total}")
+
+
+def first_wrong(broken: Broken, values: npt.NDArray[Any]) -> str:
+    """Name the rule and the first wrong value."""
+    return f"{broken.rule}, got {values[int(broken.wrong.argmax())]}"
