@@ -56,6 +56,11 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     return folder
 
 
+def make_run_folder(folder: Path) -> None:
+    """Make the run folder, closed to other users whatever the umask; a folder that exists keeps the mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def resume_changes(folder: Path, config: Config) -> list[str]:
     """Describe each option that a resume changes, in a line. Writes nothing.
 
