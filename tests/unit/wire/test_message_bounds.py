@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import inspect
 
 from areal_rloo.errors import DecodeError
-from areal_rloo.trajectory import Item
+from areal_rloo.trajectory import Completion, Item
 from areal_rloo.wire.codec import WorkerHeader, decode_worker
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import WIRE_VERSION, LearnerMessage
+from areal_rloo.wire.turns import EncodedTurns, RecordedTurn, decode_turns, encode_turns
 
 OF_DATA = Item  # the learner's rows, of any size: a worker trusts the learner
 
@@ -48,7 +50,9 @@ def unbounded(kind: Any, path: str = "") -> Iterator[str]:
         yield from unbounded(part, f"{of_struct}{name}")
 
 
-@pytest.mark.parametrize("kind", [WorkerHeader, LearnerMessage], ids=["of a worker", "of the learner"])
+@pytest.mark.parametrize(
+    "kind", [WorkerHeader, LearnerMessage, EncodedTurns], ids=["of a worker", "of the learner", "turns in a partial"]
+)
 def test_every_collection_and_text_of_a_message_has_a_bound(kind: Any) -> None:
     assert list(unbounded(inspect.type_info(kind))) == []
 
@@ -104,3 +108,10 @@ def test_a_message_beyond_a_bound_takes_no_memory(message: dict[str, object]) ->
         tracemalloc.stop()
     assert peak_bytes < 2 * len(frames[0])
     assert len(str(refused.value)) < 1000
+
+
+def test_a_sample_with_more_turns_than_a_message_takes_begins_anew() -> None:
+    one = np.ones(1, dtype=np.int32)
+    turn = RecordedTurn(b"prompt", Completion(one, -one.astype(np.float32), one, "stop"))
+    assert len(decode_turns(encode_turns([turn] * 2**13))) == 2**13
+    assert encode_turns([turn] * (2**13 + 1)) == b""
