@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -154,24 +155,52 @@ class ScratchFolder:
 
 def _remove_scratch(folder: Path) -> None:
     """Remove a scratch folder, the lock last: as long as anything is left, `remove_abandoned` finds the folder."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != _LOCK:
-                path.unlink(missing_ok=True)
-        if all(path.name == _LOCK for path in folder.iterdir()):
-            (folder / _LOCK).unlink(missing_ok=True)
-            folder.rmdir()
+    with contextlib.suppress(OSError), _scratch_opened(folder) as inside:
+        _remove_from(inside, folder)
+
+
+def _remove_from(inside: int, folder: Path) -> None:
+    for name in os.listdir(inside):
+        if stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=inside)
+        elif name != _LOCK:
+            os.unlink(name, dir_fd=inside)
+    if os.listdir(inside) == [_LOCK]:
+        os.unlink(_LOCK, dir_fd=inside)
+        folder.rmdir()  # not a link
 
 
 def remove_abandoned(*parents: Path) -> None:
     """Remove the scratch folders of dead processes of this user; without parents, all of this host."""
     for parent in set(parents or (_MEMORY, Path(tempfile.gettempdir()))):
         for folder in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):  # removed meanwhile
-                if folder.stat().st_uid != os.getuid() or not (folder / _LOCK).exists():
-                    continue
-                if (lock := lock_file(folder / _LOCK)) is not None:  # else the process lives
-                    _remove_scratch(folder)
-                    lock.release()
+            with (
+                contextlib.suppress(OSError),  # removed meanwhile
+                _scratch_opened(folder) as inside,
+                _opened(_LOCK, os.O_RDWR | os.O_NONBLOCK, inside) as lock,
+            ):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the process lives
+                _remove_from(inside, folder)
+
+
+@contextlib.contextmanager
+def _scratch_opened(folder: Path) -> Iterator[int]:
+    """Open a scratch folder of this user. The name is in a folder where every user makes names, so it proves nothing.
+
+    Raises:
+        OSError: the name is a link or not a folder, or the folder is another user's or open to others.
+    """
+    with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "not a scratch folder of this user", str(folder))
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

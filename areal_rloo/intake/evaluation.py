@@ -20,11 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from areal_rloo.errors import DataError
 from areal_rloo.intake.ledger import Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.trajectory import SampleId, Trajectory
+from areal_rloo.wire.messages import MOST_DUTIES
 
+_MOST_SAMPLES = MOST_DUTIES // 2  # a worker holds train samples, too
 _RIGHT = 1.0 - 1e-9  # least reward of a right sample; a weighted sum may miss 1 by rounding
 
 
@@ -65,6 +68,17 @@ class Evaluation:
     """The held-out sets, and the running evaluation."""
 
     def __init__(self, sets: Sequence[EvalSet], on_record: Callable[[EvalRecord], None]) -> None:
+        """Check the number of samples: a single worker may have to hold all of them.
+
+        Raises:
+            DataError: the sets have more samples than a worker can report to the learner.
+        """
+        num_samples = sum(len(chosen.prompts) * chosen.num_samples for chosen in sets)
+        if num_samples > _MOST_SAMPLES:
+            raise DataError(
+                f"data.eval: expected at most {_MOST_SAMPLES} samples in all sets together, got {num_samples}; set a "
+                "lower num_samples, or choose fewer items"
+            )
         self._sets = [chosen for chosen in sets if chosen.prompts]
         self._on_record = on_record
         self._next_group = -1

@@ -140,6 +140,8 @@ class IntakeService:
         }
         for name, work in works.items():
             self._thread.begin(work, self._ended, name=name)
+        if self.channel.admission is not None:
+            self._thread.call(self.channel.admission.task.add_done_callback, self._ended)
 
     def take_batch(self) -> list[Group] | None:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""

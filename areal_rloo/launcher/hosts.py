@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -146,12 +147,17 @@ class ClaimedGpus:
         """Lock all free GPUs of the host, until `keep` or `close`; give the host with these GPUs only.
 
         Another run waits here until `keep` or the timeout, because this run may release some of the GPUs.
+
+        Raises:
+            PreflightError: the name of the folder for the locks is a link or a file.
         """
         if not host.gpu_ids:
             return host
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir()
             self._folder.chmod(0o1777)  # for all users, whatever the umask
+        if not stat.S_ISDIR(self._folder.lstat().st_mode):  # another user may choose where a link leads to
+            raise PreflightError(f"{self._folder}: expected a folder, for the locks of GPUs; remove this file or link")
         self._turn = self._locked(".turn", timeout_s=timeout_s)
         for gpu_id in host.gpu_ids:
             if gpu_id not in self._locks and (lock := self._locked(gpu_id)) is not None:

@@ -68,6 +68,11 @@ def _check_name(folder: Path, name: str) -> None:
             )
 
 
+def make_run_folder(folder: Path) -> None:
+    """Make the run folder, closed to other users whatever the umask; a folder that exists keeps the mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def resume_changes(folder: Path, config: Config) -> list[str]:
     """Describe each option that a resume changes, in a line. Writes nothing.
 

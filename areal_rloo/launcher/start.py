@@ -25,6 +25,7 @@ from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
     has_results,
+    make_run_folder,
     newest_checkpoint,
     resume_changes,
     second_run,
@@ -166,7 +167,7 @@ def hold(
         PreflightError: another launcher or learner uses the folder, and did not end in time.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder)
     except OSError as error:
         raise PreflightError(f"run.folder: {folder} cannot be written: {error}; choose another") from error
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)

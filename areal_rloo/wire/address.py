@@ -9,6 +9,7 @@ launcher writes an address as text, for the command lines of the processes; the 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import os
@@ -29,6 +30,14 @@ from areal_rloo.wire.security import CurveKeys, load_keys
 
 _FILE_NAME = "learner"
 _IPC, _TCP = "ipc://", "tcp://"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Admits workers to a TCP port. If the task ends, no other worker can connect, so the owner looks at the task."""
+
+    authenticator: AsyncioAuthenticator
+    task: asyncio.Task[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +149,37 @@ def connect(socket: zmq.asyncio.Socket, address: Address) -> None:
 
 def bind(
     socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, address: Address
-) -> tuple[Address, AsyncioAuthenticator | None]:
-    """Bind the learner's end; return the address with the port taken, and the authenticator of TCP to stop at the end.
+) -> tuple[Address, Admission | None]:
+    """Bind the learner's end; return the address with the port taken, and the admission of TCP to stop at the end.
 
     Raises:
         PreflightError: the address is taken, or is not of this host.
     """
-    authenticator = _admit_workers(context, socket, address.keys) if isinstance(address, TcpAddress) else None
+    admission = _admit_workers(context, socket, address.keys) if isinstance(address, TcpAddress) else None
     try:
         # The socket file of a killed learner is replaced; the lock of the run folder keeps a second learner out.
         socket.bind(address.endpoint)
     except zmq.ZMQError as error:
-        if authenticator is not None:
-            authenticator.stop()
+        if admission is not None:
+            admission.authenticator.stop()
         raise PreflightError(f"the wire: cannot bind {_advised(address, error)}") from error
     if isinstance(address, TcpAddress):
         port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         address = dataclasses.replace(address, port=port)
-    return address, authenticator
+    return address, admission
 
 
-def _admit_workers(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> AsyncioAuthenticator:
+def _admit_workers(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> Admission:
     """Admit the key of this run's workers alone, before the socket is bound."""
     authenticator = AsyncioAuthenticator(context)
+    before = asyncio.all_tasks()
     authenticator.start()
+    (task,) = asyncio.all_tasks() - before  # pyzmq names no public way to the task
+    task.set_name("the admission of workers")
     admitted = SimpleNamespace(callback=lambda domain, key: key == keys.peer_public)
     authenticator.configure_curve_callback("*", admitted)
     socket.curve_server = True
-    return authenticator
+    return Admission(authenticator, task)
 
 
 def _advised(address: Address, error: zmq.ZMQError) -> str:

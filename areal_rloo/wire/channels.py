@@ -21,13 +21,12 @@ from typing import Annotated, ClassVar, cast
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.wire.address import Address, bind, connect, make_socket
+from areal_rloo.wire.address import Address, Admission, bind, connect, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
@@ -67,13 +66,12 @@ class LearnerChannel:
         self,
         context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
-        authenticator: AsyncioAuthenticator | None,
+        admission: Admission | None,
         address: Address,
         limits: Limits,
     ) -> None:
         self._context, self._socket = context, socket
-        self._authenticator = authenticator
-        self.address = address
+        self.address, self.admission = address, admission
         self._limits = limits
         self._max_leases_bytes = min(_LEASES_BYTES, limits.max_message_bytes // 2)
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
@@ -98,11 +96,11 @@ class LearnerChannel:
             socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
             socket.router_mandatory = 1
             socket.router_handover = 1
-            bound, authenticator = bind(socket, context, address)
+            bound, admission = bind(socket, context, address)
         except BaseException:
             context.destroy(0)
             raise
-        return cls(context, socket, authenticator, bound, limits)
+        return cls(context, socket, admission, bound, limits)
 
     async def receive(self) -> tuple[str, WorkerMessage]:
         """Return the next message and the sender. Unreadable messages are counted, logged and answered."""
@@ -152,8 +150,8 @@ class LearnerChannel:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self.admission is not None:
+            self.admission.authenticator.stop()
         self._context.destroy(0)
 
     def _read_round(self) -> bool:

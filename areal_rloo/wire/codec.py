@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import DecodeError, WireVersionError
+from areal_rloo.errors import DecodeError, WireVersionError, shown
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.columns import MOST_TRAJECTORIES, Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import (
+    MOST_DUTIES,
     WIRE_VERSION,
     Count,
     Failed,
@@ -28,16 +30,18 @@ from areal_rloo.wire.messages import (
     WorkerMessage,
 )
 
+_IN_A_BATCH = Meta(max_length=MOST_TRAJECTORIES)
+
 
 class _ResultsHeader(msgspec.Struct, frozen=True, tag="results"):
     learner_id: Name
     number: Count
-    leases: tuple[tuple[Count, Count], ...]  # of each finished duty: the lease id, and the number of trajectories
-    trajectories: tuple[TrajectoryHeader, ...]
-    failed: tuple[Failed, ...]
+    leases: Annotated[tuple[tuple[Count, Count], ...], _IN_A_BATCH]  # finished duties: lease id, number of trajectories
+    trajectories: Annotated[tuple[TrajectoryHeader, ...], _IN_A_BATCH]
+    failed: Annotated[tuple[Failed, ...], Meta(max_length=MOST_DUTIES)]
 
 
-_WorkerHeader = PlainWorkerMessage | _ResultsHeader
+WorkerHeader = PlainWorkerMessage | _ResultsHeader
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -58,7 +62,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
         WireVersionError: the worker speaks another wire version.
         DecodeError: anything else is wrong; names the field and the reason. No bytes raise any other exception.
     """
-    header = _header(frames, limits, _WorkerHeader)
+    header = _header(frames, limits, WorkerHeader)
     if isinstance(header, _ResultsHeader):
         trajectories, extremes = decode_columns(header.trajectories, frames[1:], limits)
         finished = _by_duty(header.leases, trajectories)
@@ -78,7 +82,9 @@ def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajector
         DecodeError: a duty has no trajectory, or trajectories of two samples, or the numbers do not add up.
     """
     if min((num for _, num in leases), default=1) < 1 or sum(num for _, num in leases) != len(trajectories):
-        raise DecodeError(f"results: expected {len(trajectories)} trajectories, at least 1 for each duty, got {leases}")
+        raise DecodeError(
+            f"results: expected {len(trajectories)} trajectories, at least 1 for each duty, got {shown(leases)}"
+        )
     rest = iter(trajectories)
     finished = tuple(Finished(lease_id, tuple(islice(rest, num))) for lease_id, num in leases)
     for lease_id, made in finished:

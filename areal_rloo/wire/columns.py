@@ -24,7 +24,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import DecodeError
+from areal_rloo.errors import DecodeError, shown
 from areal_rloo.trajectory import MOST_REWARD, Completion, FinishReason, Trajectory, is_reward
 from areal_rloo.wire.token_rules import (
     Broken,
@@ -44,13 +44,17 @@ _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 
 
+MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
+_MOST_SPANS = 2**13  # of a trajectory: 4096 turns
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of a message: bytes in all frames, trajectories in a batch, tokens in a trajectory."""
 
     max_message_bytes: int = 256 * 2**20
-    max_trajectories: int = 4096
-    max_tokens: int = 2**24
+    max_trajectories: int = MOST_TRAJECTORIES
+    max_tokens: int = MOST_TOKENS
 
 
 RewardParts = Annotated[dict[Annotated[str, Meta(max_length=200)], float], Meta(max_length=100)]
@@ -62,11 +66,11 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group_id: int
     sample_index: int
     reward: float
-    finish_reason: str
+    finish_reason: Annotated[str, Meta(max_length=20)]
     num_prompt_tokens: int
     num_tokens: int
     num_version_runs: int
-    spans: tuple[int, ...] = ()
+    spans: Annotated[tuple[int, ...], Meta(max_length=_MOST_SPANS)] = ()
     reward_parts: RewardParts = {}
     has_token_rewards: bool = False
     answer: Annotated[str, Meta(max_length=100_000)] | None = None
@@ -341,7 +345,7 @@ def _check_header(header: TrajectoryHeader, limits: Limits) -> None:
     if header.spans and (min(header.spans) <= 0 or sum(header.spans) != header.num_tokens):
         raise DecodeError(
             f"{_name(header)}: spans: expected numbers above 0 that add up to {header.num_tokens} tokens, got "
-            f"{header.spans}"
+            f"{shown(header.spans)}"
         )
 
 

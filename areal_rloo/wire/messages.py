@@ -40,7 +40,7 @@ import msgspec
 from msgspec import Meta
 
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
-from areal_rloo.wire.columns import Extremes
+from areal_rloo.wire.columns import MOST_TOKENS, Extremes
 
 WIRE_VERSION = 7
 
@@ -55,6 +55,12 @@ Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, Meta(max_length=250)]
 Reason = Annotated[str, Meta(pattern=r"^[a-z_]{1,40}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
+
+# A duty of 4 bytes takes up to 180 bytes of memory, and msgspec reads all values before our other checks. So each
+# collection has a bound far above an honest peer's. Bytes need none: they take no more memory than in the message.
+MOST_DUTIES = 2**18  # of a worker: an evaluation leases all samples together
+SampleIndices = Annotated[tuple[SampleIndex, ...], Meta(max_length=MOST_DUTIES)]
+Digest = Annotated[bytes, Meta(max_length=64)]
 
 
 class Duty(NamedTuple):
@@ -73,12 +79,15 @@ class Duty(NamedTuple):
         return purpose_of(self.group_id)
 
 
+Duties = Annotated[tuple[Duty, ...], Meta(max_length=MOST_DUTIES)]
+
+
 def digest(duties: Iterable[Duty]) -> bytes:
     """Return a digest of a set of duties, equal on every machine."""
     return hashlib.blake2b(msgspec.msgpack.encode(sorted(duties)), digest_size=8).digest()
 
 
-History = tuple[tuple[Name, Version], ...]
+History = Annotated[tuple[tuple[Name, Version], ...], Meta(max_length=2**16)]  # a pair for each start of a learner
 """Pairs of a learner id and the version that this learner began with, the present learner last."""
 
 
@@ -101,8 +110,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     lease_id: Count  # grows with every lease of a learner
     group_id: GroupId
-    sample_indices: tuple[SampleIndex, ...]  # all at first, the missing ones after a loss
-    prompt_tokens: tuple[int, ...]
+    sample_indices: SampleIndices  # all at first, the missing ones after a loss
+    prompt_tokens: Annotated[tuple[int, ...], Meta(max_length=MOST_TOKENS)]
     item: Item  # as rewards need it
     min_version: Version  # oldest policy version that may start the generation
     seed: int  # sample i has seed + i
@@ -134,7 +143,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     learner_id: Name | None  # the learner of the duties; None before the first Welcome
     number: Count
     newest_lease: Count  # highest lease id seen from this learner
-    duties: tuple[Duty, ...]  # running or unacknowledged
+    duties: Duties  # running or unacknowledged
     work: Work
 
 
@@ -144,7 +153,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     learner_id: Name | None  # as in Hello
     number: Count
     newest_lease: Count  # as in Hello
-    duties: bytes  # digest of the duties without a result on the way
+    duties: Digest  # of the duties without a result on the way
     policy_version: EngineVersion | None  # as in Hello
     newest_offer: Count  # highest id of an offer of weights seen from this learner
     receiving: bool  # True while a version is being received
@@ -199,7 +208,7 @@ class Partials(msgspec.Struct, frozen=True, tag="partials"):
 
     learner_id: Name
     call_id: Count  # 0 before a Goodbye
-    partials: tuple[Partial, ...]
+    partials: Annotated[tuple[Partial, ...], Meta(max_length=MOST_DUTIES)]
     last: bool
 
 
@@ -252,7 +261,7 @@ class Leases(msgspec.Struct, frozen=True, tag="leases"):
     """Learner to worker: start all of these together."""
 
     learner_id: Name
-    leases: tuple[Lease, ...]
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=MOST_DUTIES)]
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
@@ -300,7 +309,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Learner to worker: cancel these duties."""
 
     learner_id: Name
-    duties: tuple[Duty, ...]
+    duties: Duties
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

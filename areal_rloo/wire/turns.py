@@ -7,10 +7,11 @@ too, and holds their versions and tokens against the lease (`intake/lies.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
@@ -18,6 +19,7 @@ from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
 from areal_rloo.wire.token_rules import broken_by_logprobs, broken_by_tokens, check_version_runs, first_wrong
 
+_MOST_TURNS, _MOST_VERSIONS = 2**13, 2**12  # of a sample, and of a turn
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -32,13 +34,17 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
     prompt: bytes
     tokens: bytes
     logprobs: bytes
-    version_runs: tuple[tuple[int, int], ...]  # a version, and how many tokens in a row it sampled
+    # a version, and how many tokens in a row it sampled
+    version_runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=_MOST_VERSIONS)]
     finish_reason: FinishReason
 
 
+EncodedTurns = Annotated[tuple[_Encoded, ...], Meta(max_length=_MOST_TURNS)]
+
+
 def encode_turns(turns: Sequence[RecordedTurn]) -> bytes:
-    """Encode turns; turns without any token are no bytes."""
-    if not any(len(turn.completion.tokens) for turn in turns):
+    """Encode turns. Turns without any token, and too many turns, are no bytes: the sample begins anew."""
+    if len(turns) > _MOST_TURNS or not any(len(turn.completion.tokens) for turn in turns):
         return b""
     return msgspec.msgpack.encode([_encoded(turn) for turn in turns])
 
@@ -52,7 +58,7 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
     if not partial:
         return ()
     try:
-        return tuple(_decoded(each) for each in from_msgpack(partial, tuple[_Encoded, ...]))
+        return tuple(_decoded(each) for each in from_msgpack(partial, EncodedTurns))
     except (DecodeError, ValueError, OverflowError) as error:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error
 

@@ -91,14 +91,55 @@ def test_scratch_folders_of_dead_processes_alone_are_removed(tmp_path: Path) -> 
     assert not living.path.exists()
 
 
-def test_folders_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "areal_rloo-test-of-the-dead"
-    folder.mkdir()
+def _abandoned(folder: Path) -> Path:
+    """Make the scratch folder of a dead process, with a file inside."""
+    folder.mkdir(mode=0o700)
     (folder / "lock").touch()
-    other = os.getuid() + 1
-    monkeypatch.setattr("os.getuid", lambda: other)
+    (folder / "file").touch()
+    return folder
+
+
+def test_folders_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _abandoned(tmp_path / "areal_rloo-test-of-the-dead")
+    other = os.geteuid() + 1
+    monkeypatch.setattr("os.geteuid", lambda: other)
     remove_abandoned(tmp_path)
-    assert folder.is_dir()
+    assert set(folder.iterdir()) == {folder / "lock", folder / "file"}
     monkeypatch.undo()
     remove_abandoned(tmp_path)
     assert not folder.exists()
+
+
+def test_a_link_to_a_folder_with_a_lock_removes_nothing(tmp_path: Path) -> None:
+    shared, home = tmp_path / "shared", _abandoned(tmp_path / "home")
+    shared.mkdir()
+    (shared / "areal_rloo-x").symlink_to(home)
+    remove_abandoned(shared)
+    assert set(home.iterdir()) == {home / "lock", home / "file"}
+
+
+def test_a_folder_that_others_can_enter_is_left_alone(tmp_path: Path) -> None:
+    folder = _abandoned(tmp_path / "areal_rloo-x")
+    folder.chmod(0o750)
+    remove_abandoned(tmp_path)
+    assert (folder / "file").exists()
+
+
+@pytest.mark.parametrize("name", ["lock", "other"])
+def test_links_in_an_abandoned_folder_are_not_followed(tmp_path: Path, name: str) -> None:
+    shared, home = tmp_path / "shared", _abandoned(tmp_path / "home")
+    shared.mkdir()
+    folder = _abandoned(shared / "areal_rloo-x")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(home / "lock" if name == "lock" else home)
+    remove_abandoned(shared)
+    assert folder.exists() == (name == "lock"), "a link is no lock"
+    assert set(home.iterdir()) == {home / "lock", home / "file"}
+
+
+def test_a_scratch_folder_replaced_by_a_link_removes_nothing(tmp_path: Path) -> None:
+    home, folder = _abandoned(tmp_path / "home"), ScratchFolder(tmp_path, "test")
+    folder.path.rename(tmp_path / "moved")
+    folder.path.symlink_to(home)
+    folder.close()
+    assert set(home.iterdir()) == {home / "lock", home / "file"}

@@ -22,7 +22,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
-from areal_rloo.launcher.run_folder import choose_folder, point_latest, submitted_file
+from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, submitted_file
 from areal_rloo.launcher.start import check, parse, placed, run_main, show_plan
 from areal_rloo.telemetry.progress import stop_printing
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         placed(config, described_hosts(config.launcher))
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(folder)
     output = folder / _output_name(config, "0")
     submitted.write_text(dump_config(config), encoding="utf-8")
     job_script.write_text(script, encoding="utf-8")

@@ -4,9 +4,11 @@ import math
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_rloo.errors import DataError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.ledger import Grant
 from areal_rloo.intake.prompts import Prompt
@@ -190,3 +192,8 @@ def test_several_sets_are_evaluated_together_with_a_record_each() -> None:
     evaluation.fail((leases[0].group_id, 1))
     assert [(record.name, record.accuracy, record.num_prompts) for record in records] == [("b", 1.0, 3), ("a", 0.5, 1)]
     assert {lease.min_version for lease in _leases(evaluation)} == {3}
+
+
+def test_more_samples_than_a_worker_can_report_are_refused() -> None:
+    with pytest.raises(DataError, match=r"data\.eval: expected at most 131072 samples .*, got 131073"):
+        Evaluation([EvalSet("a", PROMPTS[:1], 2**17), EvalSet("b", PROMPTS[:1])], lambda record: None)

@@ -1,6 +1,7 @@
 """The intake's event loop: errors of its tasks reach the training thread, and waits do not spin."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -11,8 +12,9 @@ import zmq
 from support.full_disk import disk_of
 from support.intakes import MANIFEST, make_broadcaster, make_intake, make_offers
 from support.patience import PATIENCE_S, eventually
-from support.workers import fresh_address
+from support.workers import fresh_address, make_channel, make_ends
 from torch import Tensor
+from zmq.auth.base import Authenticator
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.intake.fleet import Outgoing
@@ -157,6 +159,31 @@ def test_a_broadcaster_that_ends_without_an_error_ends_the_wait(tmp_path: Path, 
     service.begin_drain()
     waiting.join(PATIENCE_S)
     assert [str(raised).startswith("the broadcaster") for raised in errors] == [True]
+    service.close()
+
+
+def test_an_admission_of_workers_that_crashes_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def crash(self: Authenticator, message: list[bytes]) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Authenticator, "handle_zap_message", crash)
+    ends = make_ends("tcp", tmp_path)
+    broadcaster = make_broadcaster(tmp_path)
+    bind = lambda: LearnerChannel.bind(ends.address, limits=Limits())  # noqa: E731
+    service = IntakeService(make_intake(broadcaster.offers), broadcaster, bind, heartbeat_s=1)
+    workers = LoopThread("workers")
+
+    async def connect() -> None:
+        with contextlib.closing(make_channel(ends.of_worker(service.channel.address))) as worker:
+            await worker.connected(PATIENCE_S)
+
+    workers.begin(connect(), lambda task: None)
+    end = threading.Timer(PATIENCE_S, service.begin_drain)
+    end.start()
+    with pytest.raises(KeyError, match="a bug"):
+        service.take_batch()
+    end.cancel()
+    workers.close()
     service.close()
 
 

@@ -54,6 +54,19 @@ def test_a_run_keeps_its_gpus_until_its_process_dies(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_gpu_locks_are_written_into_no_linked_folder(tmp_path: Path, kind: str) -> None:
+    home, name = tmp_path / "home", tmp_path / "gpus"
+    home.mkdir()
+    if kind == "link":
+        name.symlink_to(home)
+    else:
+        name.touch()
+    with pytest.raises(PreflightError, match=f"{name}: expected a folder, for the locks of GPUs; remove this"):
+        ClaimedGpus(name).claim(GPUS)
+    assert not list(home.iterdir())
+
+
 def test_a_run_waits_while_another_run_chooses_gpus(tmp_path: Path) -> None:
     one, other = ClaimedGpus(tmp_path / "gpus"), ClaimedGpus(tmp_path / "gpus")
     assert len(one.claim(GPUS).gpu_ids) == 4

@@ -1,6 +1,10 @@
-"""The files of a run folder for launchers: whole after a kill, and the newest checkpoint."""
+"""The run folder for launchers: closed to others, files whole after a kill, and the newest checkpoint."""
 
 import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,14 @@ from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import newest_checkpoint, write_beginning
-from areal_rloo.launcher.start import begin
+from areal_rloo.launcher.start import begin, hold
 from areal_rloo.wire.security import load_keys
 
 HOST = Host("here", "127.0.0.1", 2, (), 0)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_the_newest_checkpoint_has_the_highest_version(tmp_path: Path) -> None:
@@ -39,6 +47,36 @@ def test_keys_of_a_killed_launcher_are_made_whole_by_the_next(tmp_path: Path, nu
     assert {oct(path.stat().st_mode & 0o777) for path in keys.iterdir()} == {"0o600"}
     assert oct(keys.stat().st_mode & 0o777) == "0o700"
     assert not left.exists()
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_new_run_folder_is_closed_to_other_users(tmp_path: Path) -> None:
+    hold(tmp_path / "runs" / "mine", load_config("quickstart.yaml"), resume=False)
+    assert mode_of(tmp_path / "runs" / "mine") == 0o700
+    assert mode_of(tmp_path / "runs") == 0o755
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_run_folder_of_the_user_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o750)
+    hold(tmp_path / "mine", load_config("quickstart.yaml"), resume=False)
+    assert mode_of(tmp_path / "mine") == 0o750
+
+
+def test_a_submission_to_slurm_makes_a_closed_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    command = [sys.executable, "-m", "areal_rloo.launcher.slurm", "--config", "quickstart.yaml"]
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*command, f"run.folder={tmp_path / 'mine'}"], env=environment, umask=0o022, check=True)
+    assert mode_of(tmp_path / "mine") == 0o700
 
 
 def test_latest_points_here_after_a_kill_of_the_same_pid(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""A message costs a bounded multiple of its bytes: every collection and text in a message has a largest length."""
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import inspect
+
+from areal_rloo.errors import DecodeError
+from areal_rloo.trajectory import Completion, Item
+from areal_rloo.wire.codec import WorkerHeader, decode_worker
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import WIRE_VERSION, LearnerMessage
+from areal_rloo.wire.turns import EncodedTurns, RecordedTurn, decode_turns, encode_turns
+
+OF_DATA = Item  # the learner's rows, of any size: a worker trusts the learner
+
+
+def parts(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Give the types inside a type, by name."""
+    match kind:
+        case inspect.StructType() | inspect.NamedTupleType() if kind.cls is not OF_DATA:
+            yield from ((f".{field.name}", field.type) for field in kind.fields)
+        case inspect.UnionType():
+            yield from (("", each) for each in kind.types)
+        case inspect.TupleType():
+            yield from (("[]", each) for each in kind.item_types)
+        case inspect.VarTupleType() | inspect.ListType():
+            yield "[]", kind.item_type
+        case inspect.DictType():
+            yield from (("[key]", kind.key_type), ("[]", kind.value_type))
+
+
+def unbounded(kind: Any, path: str = "") -> Iterator[str]:
+    """Name each collection and text of a type that may have any length."""
+    match kind:
+        case inspect.StrType(pattern=str()):  # read once, and shorter than the message
+            is_bounded = True
+        case inspect.StrType() | inspect.VarTupleType() | inspect.ListType() | inspect.DictType():
+            is_bounded = kind.max_length is not None
+        case _:
+            is_bounded = not isinstance(kind, inspect.AnyType | inspect.RawType | inspect.SetType)
+    if not is_bounded:
+        yield f"{path}: {type(kind).__name__}"
+    for name, part in parts(kind):
+        of_struct = kind.cls.__name__ if isinstance(kind, inspect.StructType) else path
+        yield from unbounded(part, f"{of_struct}{name}")
+
+
+@pytest.mark.parametrize(
+    "kind", [WorkerHeader, LearnerMessage, EncodedTurns], ids=["of a worker", "of the learner", "turns in a partial"]
+)
+def test_every_collection_and_text_of_a_message_has_a_bound(kind: Any) -> None:
+    assert list(unbounded(inspect.type_info(kind))) == []
+
+
+def test_a_type_without_a_bound_is_found() -> None:
+    class Found(msgspec.Struct):
+        pairs: tuple[tuple[str, int], ...]
+
+    assert list(unbounded(inspect.type_info(Found))) == ["Found.pairs: VarTupleType", "Found.pairs[][]: StrType"]
+
+
+HELLO = {
+    "type": "hello",
+    "worker_id": "w",
+    "incarnation": "1",
+    "capacity_samples": 0,
+    "policy_version": None,
+    "learner_id": "learner",
+    "number": 1,
+    "newest_lease": 0,
+    "work": [0, 0],
+}
+RESULTS: dict[str, object] = {
+    "type": "results",
+    "learner_id": "l",
+    "number": 1,
+    "leases": [],
+    "trajectories": [],
+    "failed": [],
+}
+NUM = 300_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        HELLO | {"duties": [(300, 300, 300)] * NUM},
+        RESULTS | {"trajectories": [(0, 0, 0.0, "stop", 1, 1, 1)] * NUM},
+        RESULTS | {"trajectories": [(0, 0, 0.0, "stop", 1, 1, 1, [300] * NUM)]},
+        RESULTS | {"leases": [(300, 1)] * NUM},
+        RESULTS | {"failed": [(1, 0, 0, "a", "", "")] * NUM},
+    ],
+    ids=["duties", "trajectories", "spans", "leases", "failed"],
+)
+def test_a_message_beyond_a_bound_takes_no_memory(message: dict[str, object]) -> None:
+    frames = [msgspec.msgpack.encode((WIRE_VERSION, message)), *([b""] * 4 if message["type"] == "results" else [])]
+    tracemalloc.start()
+    try:
+        with pytest.raises(DecodeError, match="of length <=") as refused:
+            decode_worker(frames, Limits())
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2 * len(frames[0])
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_sample_with_more_turns_than_a_message_takes_begins_anew() -> None:
+    one = np.ones(1, dtype=np.int32)
+    turn = RecordedTurn(b"prompt", Completion(one, -one.astype(np.float32), one, "stop"))
+    assert len(decode_turns(encode_turns([turn] * 2**13))) == 2**13
+    assert encode_turns([turn] * (2**13 + 1)) == b""
