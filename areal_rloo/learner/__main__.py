@@ -51,7 +51,8 @@ from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, serve_metrics, watch
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, watch
+from areal_rloo.telemetry.metrics_server import serve_metrics
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.stacks import show_on_signal

@@ -30,7 +30,8 @@ from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import serve_metrics, watch
+from areal_rloo.telemetry.metrics import watch
+from areal_rloo.telemetry.metrics_server import serve_metrics
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code

@@ -2,7 +2,8 @@
 
 - `metric` declares a number at the field that holds the number: unit, definition, healthy range.
 - `records` defines the lines of metrics.jsonl.
-- `metrics` serves numbers at /metrics, and reads and writes metrics.jsonl.
+- `metrics` collects the numbers for /metrics, and reads and writes metrics.jsonl.
+- `metrics_server` serves /metrics.
 - `trajectories` reads and writes trajectories.jsonl.
 - `record_file` appends lines to both files, and removes the lines after a checkpoint.
 - `summary` writes summary.json.

@@ -1,4 +1,4 @@
-"""Serve the metrics of a process at /metrics, and write and read the run folder's metrics.jsonl.
+"""Collect the metrics of a process for /metrics, and write and read the run folder's metrics.jsonl.
 
 In: records of the learner, and statistics of other objects, whose fields declare their metrics
 (`areal_rloo.telemetry.metric`). The learner's records are pushed (`LearnerMetrics`); statistics are read at each scrape
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,18 +59,6 @@ def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
     the other's metrics are missing from this scrape.
     """
     registry.register(_Safe("another process", _Relay(scrape)))
-
-
-def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-    """Serve /metrics; give the port (0 asks for a free port) and a function that ends the service."""
-    server, thread = start_http_server(port, addr=address, registry=registry)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return int(server.server_port), stop
 
 
 class MetricsFile:

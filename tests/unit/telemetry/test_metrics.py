@@ -3,7 +3,6 @@
 import math
 import re
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -26,7 +25,6 @@ from areal_rloo.telemetry.metrics import (
     RecordTail,
     read_records,
     relay,
-    serve_metrics,
     watch,
 )
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
@@ -220,18 +218,6 @@ def test_metrics_that_cannot_be_read_are_logged_once_and_left_out(
     assert "they are left out" in message
     fails = False
     assert f"{PREFIX}num 7.0" in generate_latest(registry).decode()
-
-
-def test_metrics_are_served_on_a_free_port_until_stopped(make_train_record: MakeTrainRecord) -> None:
-    registry = CollectorRegistry()
-    LearnerMetrics(registry).train_step(make_train_record())
-    port, stop = serve_metrics(registry, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    assert "areal_rloo_ledger_trained_total 32.0" in text
-    stop()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
 
 
 def test_records_are_read_back(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord) -> None:
