@@ -161,11 +161,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
+def printable(text: str) -> str:
+    """Escape the characters without a safe look in a terminal, line breaks too."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _in_one_line(text: str) -> str:
     """Join the lines of a text, and escape characters without a safe look in a terminal."""
-    joined = " ".join(text.split()) if "\n" in text or "\r" in text else text
-    if not joined.isprintable():
-        joined = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
+    joined = printable(" ".join(text.split()) if "\n" in text or "\r" in text else text)
     return joined if len(joined) <= _MOST_LINE else f"{joined[:_MOST_LINE]}..."
 
 

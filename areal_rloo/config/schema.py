@@ -110,6 +110,11 @@ class WireConfig(Section, frozen=True):
     # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
     record: bool = False
 
+    @property
+    def most_item_bytes(self) -> int:
+        """The limit of an item on the wire; the rest of a lease is for prompt tokens and a partial rollout."""
+        return self.max_message_bytes // 2
+
 
 class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain

@@ -108,12 +108,16 @@ def _check_prompts(folder: Path, config: Config) -> None:
     Raises:
         DataError: the prompts are others; the learner would refuse them, too.
     """
-    if config.data.deduplicate or any(source.path is not None for source in config.data.train_sources):
-        for path in reversed(list_checkpoints(folder_of(folder)).values()):
-            with contextlib.suppress(OSError, DecodeError):  # damaged: the learner goes on from an older checkpoint
-                before = from_msgpack((path / STATE_NAME).read_bytes(), _State).stream.sources
-                check_same_sources(before, [each.description for each in load_train(config.data, seed=config.run.seed)])
-                return
+    data = config.data
+    if not data.deduplicate and all(source.path is None for source in data.train_sources):
+        return
+    for path in reversed(list_checkpoints(folder_of(folder)).values()):
+        try:
+            before = from_msgpack((path / STATE_NAME).read_bytes(), _State).stream.sources
+        except (OSError, DecodeError):  # damaged: the learner goes on from an older checkpoint
+            continue
+        check_same_sources(before, [source.description for source in load_train(data, seed=config.run.seed)])
+        return
 
 
 def has_begun(folder: Path) -> bool:

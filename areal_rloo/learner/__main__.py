@@ -158,7 +158,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(arguments.model_path, tokenizer))
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
-    sources = load_train(config.data, seed=config.run.seed)
+    sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     history: History = ()
@@ -267,7 +267,8 @@ def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChanne
 
 def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     sets = []
-    for source, settings in zip(load_eval(config.data, seed=config.run.seed), config.data.eval_sources, strict=True):
+    sources = load_eval(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
+    for source, settings in zip(sources, config.data.eval_sources, strict=True):
         num_truncated = tokenize.num_truncated
         tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
         prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]

@@ -4,6 +4,7 @@
 - `arithmetic`, `math`, `reasoning_gym`, `word_problems` (GSM8K and SVAMP): the built-in tasks.
 - `rows`: reads rows from files and from the hub; the task of your own rows.
 - `loading`: finds the task of a source, loads the sources of a split, and checks the data before a run starts.
+- `sendable`: checks that rollout workers can read rows and items.
 - `answers`: reads final answers, and compares numbers.
 - `chat`: encodes messages as token ids.
 - `tools`: the tools of the policy, a calculator and a sandboxed Python.

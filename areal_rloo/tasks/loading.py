@@ -24,6 +24,7 @@ from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
 from areal_rloo.tasks.math import MathTask
 from areal_rloo.tasks.reasoning_gym import ReasoningGymTask
 from areal_rloo.tasks.rows import RowsTask, RowTask
+from areal_rloo.tasks.sendable import MOST_BYTES, check_sendable
 from areal_rloo.tasks.word_problems import Gsm8kTask, SvampTask
 from areal_rloo.telemetry.logs import get_logger
 
@@ -97,11 +98,11 @@ def _made(make: Callable[..., Task], source: ConfiguredSource, seed: int) -> Tas
     return make(source, seed)
 
 
-def load_train(data: DataConfig, *, seed: int) -> list[Source]:
-    """Load the sources of the train split, in the config's order.
+def load_train(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES) -> list[Source]:
+    """Load the sources of the train split, in the config's order; `most_item_bytes` bounds an item on the wire.
 
     Raises:
-        DataError: data cannot be read, or a source has no items.
+        DataError: data cannot be read, a source has no items, or an item cannot be sent to the workers.
     """
     seen: set[str] = set()
     if data.deduplicate:
@@ -112,21 +113,21 @@ def load_train(data: DataConfig, *, seed: int) -> list[Source]:
         items, examples = _items_and_examples(config, data, "train", seed)
         kept = _first_ones(items, seen) if data.deduplicate else items
         num_duplicates = len(items) - len(kept)
-        prepared = _prepared(config, kept, examples)
+        prepared = _prepared(config, kept, examples, most_item_bytes)
         sources.append(Source(config.label, prepared, weight=config.weight, num_duplicates=num_duplicates))
         if num_duplicates:
             logger.info("%s: removed %d of %d prompts as duplicates", config.label, num_duplicates, len(items))
     return sources
 
 
-def load_eval(data: DataConfig, *, seed: int) -> list[Source]:
+def load_eval(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES) -> list[Source]:
     """Load the evaluation sets, in the config's order; none if evaluation is off.
 
     Raises:
         DataError: as `load_train`.
     """
     return [
-        Source(config.label, _prepared(config, *_items_and_examples(config, data, "eval", seed)))
+        Source(config.label, _prepared(config, *_items_and_examples(config, data, "eval", seed), most_item_bytes))
         for config in eval_sources(data)
     ]
 
@@ -136,15 +137,17 @@ def eval_sources(data: DataConfig) -> list[EvalSourceConfig]:
     return [_with_test_file(source, data.train_sources) for source in data.eval_sources]
 
 
-def check_data(data: DataConfig) -> None:
+def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> None:
     """Check tasks and their parameters, files, and the rows of files up to `_READ_BYTES`; the learner checks all rows.
 
     Raises:
         DataError: a task or a file is wrong.
         ConfigError: an import path is wrong.
     """
-    _check_sources(data.train_sources, "train")  # first: a missing train file has no test file beside it either
-    _check_sources(eval_sources(data), "eval")
+    _check_sources(
+        data.train_sources, "train", most_item_bytes
+    )  # first: a missing train file has no test file beside it either
+    _check_sources(eval_sources(data), "eval", most_item_bytes)
 
 
 def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -157,7 +160,7 @@ def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
                 yield f"{source_key(split, index, len(sources))}.{'hub' if source.hub else 'path'}", name
 
 
-def _check_sources(sources: Sequence[ConfiguredSource], split: Split) -> None:
+def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_item_bytes: int) -> None:
     for index, source in enumerate(sources):
         key = source_key(split, index, len(sources))
         task = make_task(source, seed=0)
@@ -167,7 +170,7 @@ def _check_sources(sources: Sequence[ConfiguredSource], split: Split) -> None:
                 raise DataError(f"{key}.{name}: {path}: no such file")
         if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
             with _users_code(f"{key}: the items of {source.label} cannot be made"):
-                task.items(split)
+                _prepared(source, task.items(split), (), most_item_bytes)
 
 
 @contextmanager
@@ -241,20 +244,23 @@ def _key(item: Item) -> str:
 
 
 def _prepared(
-    source: ConfiguredSource, items: Sequence[Item], examples: Collection[tuple[Item, str]]
+    source: ConfiguredSource, items: Sequence[Item], examples: Collection[tuple[Item, str]], most_bytes: int
 ) -> Sequence[Item]:
+    """Label the items, and put the examples before each. Check the items of a list now, and other items when made."""
     shown = [(*item.messages, Message("assistant", completion)) for item, completion in examples]
     before = tuple(itertools.chain(*shown))
 
-    def prepare(item: Item) -> Item:
+    def prepare(index: int) -> Item:
+        item = items[index]
         prompt = (*before, *item.messages) if before else item.prompt
         prepared = msgspec.structs.replace(item, prompt=prompt, source=source.label)
-        try:
-            msgspec.msgpack.encode(prepared)  # as on the wire, but with a clear error
-        except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(
-                f"data: {source.label}: the item {item.text[:60]!r}: expected fields that JSON can represent: {error}"
-            ) from error
+        place = "" if source.path is None else f"{source.path}: "
+        where = f"data: {source.label}: {place}item {index + 1} ({item.text[:60]!r})"
+        check_sendable(prepared, where, most_bytes)
         return prepared
 
-    return LazyItems(len(items), lambda index: prepare(items[index]))
+    all_prepared = LazyItems(len(items), prepare)
+    if isinstance(items, list | tuple):
+        for _ in all_prepared:
+            pass
+    return all_prepared

@@ -22,6 +22,7 @@ import msgspec
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError
 from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
+from areal_rloo.tasks.sendable import check_sendable
 
 _MOST_LINE_BYTES = 64 * 2**20  # a longer line means a file without line breaks
 
@@ -116,7 +117,9 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
         ) from error
     for number, row in enumerate(rows, start=1):
         where = f"{name}: {hub_split}: row {number}"
-        yield where, _renamed(row, fields, where)
+        renamed = _renamed(row, fields, where)
+        check_sendable(renamed, where)
+        yield where, renamed
 
 
 def _from_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
@@ -132,10 +135,7 @@ def _from_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
             if not isinstance(found, dict):
                 raise DataError(f"{where}: expected an object, got {type(found).__name__}")
             row = _renamed(found, fields, where)
-            try:
-                msgspec.msgpack.encode(row)  # as on the wire to the rollout workers
-            except (TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"{where}: a field cannot be sent to a rollout worker: {error}") from error
+            check_sendable(row, where)
             if isinstance(row.get("id"), str | int) and places.setdefault(row["id"], where) != where:
                 raise DataError(f"{where}: the field 'id' is {row['id']!r}, as in {places[row['id']]}; ids must differ")
             yield where, row

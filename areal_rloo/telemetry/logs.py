@@ -1,7 +1,8 @@
 """Write logs that read side by side: a line per record, in UTC, with the names of process and module.
 
 A peer or a user's function can cause the same record again and again. So each line of our code writes at most
-`MOST_LINES` records a minute, and then a record with the number of those left out.
+`MOST_LINES` records a minute, and then a record with the number of those left out. Control characters are escaped, and
+further lines of a record are indented, so the text of a peer forges no record and no command of the terminal.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_rloo.errors import ArealRlooError, UserError
+from areal_rloo.errors import ArealRlooError, UserError, printable
 
 MOST_LINES = 100
 _WINDOW_S = 60.0
 _MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
+
+_NEXT_LINE = "\n    "  # so no line of foreign text looks like a record
 
 _ROOT = "areal_rloo"
 
@@ -31,7 +34,7 @@ def get_logger(name: str) -> logging.Logger:
 
 def setup_logs(process_name: str, *, level: str, file: Path | None, to_stderr: bool = False) -> None:
     """Append this process's records to a file and, if asked, write them to standard error. Call once, at start."""
-    formatter = _ShortFormatter(
+    formatter = _SafeFormatter(
         f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {process_name} %(module)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
     formatter.converter = time.gmtime
@@ -109,9 +112,12 @@ class LimitedHandler(logging.Handler):
             output.handle(record)
 
 
-class _ShortFormatter(logging.Formatter):
+class _SafeFormatter(logging.Formatter):
+    """Bounds a record, escapes control characters, and indents all lines but the first."""
+
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        lines = super().format(record).split("\n")
+        text = _NEXT_LINE.join("\t".join(map(printable, line.split("\t"))) for line in lines)
         half = _MOST_CHARACTERS // 2  # the end has the cause of an exception
         if len(text) <= _MOST_CHARACTERS:
             return text
@@ -125,11 +131,11 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
         return run()
     except UserError as error:
         logger.error("%s", error)
-        _tell(f"error: {error}")
+        _tell(f"error: {printable(str(error))}")
         return error.exit_code
     except ArealRlooError as error:
         logger.exception("stopped by an error")
-        _tell(f"error: {error}")
+        _tell(f"error: {printable(str(error))}")
         return error.exit_code
 
 

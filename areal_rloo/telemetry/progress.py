@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from areal_rloo.errors import printable
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
@@ -55,7 +56,8 @@ class Progress:
                 self._live.stop()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays; the text may come from a process's output."""
+        text = printable(text)
         with contextlib.suppress(OSError, ValueError):  # a full disk, or a character that the terminal does not know
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -64,7 +66,7 @@ class Progress:
         logger.warning("%s", text)
         if self._console.quiet:
             with contextlib.suppress(OSError, ValueError):
-                print(text, file=sys.stderr, flush=True)  # noqa: T201 - users read this line
+                print(printable(text), file=sys.stderr, flush=True)  # noqa: T201 - users read this line
         else:
             self.say(text)
 

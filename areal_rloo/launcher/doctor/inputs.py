@@ -142,7 +142,7 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
 def check_data_files(situation: Situation) -> Iterator[Finding]:
     """Check the data section: tasks, files, rewards."""
     try:
-        check_data(situation.config.data)
+        check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
         check_rewards(situation.config.data)
         yield ok("data", "files, tasks and rewards are in order")
     except UserError as error:

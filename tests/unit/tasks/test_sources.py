@@ -17,6 +17,7 @@ from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.tasks import Item, Message, check_data, load_eval, load_train, make_task
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.loading import _prepared
+from areal_rloo.tasks.sendable import MOST_BYTES
 
 MINE = (RewardConfig(function="math:sqrt"),)
 
@@ -274,9 +275,9 @@ def test_parquet_fields_can_be_sent_and_other_values_are_refused(tmp_path: Path)
     item = msgspec.msgpack.decode(msgspec.msgpack.encode(loaded.items[0]), type=Item)
     assert item.fields["raw"] == b"\xff"
     for field in (object(), 2**70, "\ud800"):
-        items = _prepared(source, [Item("p", fields={"x": field})], [])
-        with pytest.raises(DataError, match="rows: the item 'p': expected fields that JSON can represent"):
-            items[0]
+        item = Item("p", fields={"x": field})
+        with pytest.raises(DataError, match=r"a\.parquet: item 1 \('p'\): expected fields that JSON can represent"):
+            _prepared(source, [item], [], MOST_BYTES)
 
 
 # The hub

@@ -141,3 +141,31 @@ def test_a_long_record_keeps_both_ends(tmp_path: Path) -> None:
     assert len(text) < 25_000
     assert "begins" in text
     assert text.endswith("ends\n")
+
+
+FORGED = "x\r\n2026-11-25T00:00:00.000Z ERROR   learner loop: LOST\x1b[2J\x1b]0;owned\x07\x85\u2028\u202e\ud800\ttab"
+
+
+def test_text_of_a_peer_forges_no_record_and_no_escape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="info", file=file, to_stderr=True)
+    get_logger(__name__).info("%s says hello", FORGED)
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        get_logger(__name__).exception("it failed")
+    text = file.read_bytes().decode()
+    assert capfd.readouterr().err == text
+    assert sum(LINE.fullmatch(line) is not None for line in text.splitlines()) == 2
+    assert "\\x1b[2J" in text
+    assert all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def test_an_error_with_a_forged_line_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise TrainingError(FORGED)
+
+    setup_logs("learner", level="info", file=tmp_path / "learner.log")
+    assert run_to_exit_code(run) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()

@@ -164,6 +164,15 @@ def test_a_quiet_run_reports_only_problems(
     ]
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_control_characters_do_not_reach_the_terminal(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(Console(force_terminal=True, quiet=quiet), num_train_steps=5)
+    progress.warn("rollout-0 ended. Error: \x1b[2J\x1b]0;owned\x07\nerror: forged")
+    output = "".join(capsys.readouterr())
+    (line,) = output.splitlines()
+    assert line.isprintable()
+
+
 def test_a_run_continues_after_its_output_is_closed() -> None:
     says = (
         "from areal_rloo.telemetry.progress import Progress, RunConsole\n"

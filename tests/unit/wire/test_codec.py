@@ -135,6 +135,13 @@ def test_worker_messages_round_trip(message: msgspec.Struct) -> None:
     assert decode_worker(encode(message), LIMITS) == message  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["", "a b", "rollout-0\n", "\nrollout-0", "a\x1b[2J", "é", "/", "x" * 251])
+def test_a_name_with_other_characters_is_refused(name: str) -> None:
+    for message in (Hello(name, "1", 4, 0, None, 1, 0, (), Work()), WeightsReady(name, 4)):
+        with pytest.raises(DecodeError, match="regex"):
+            decode_worker(encode(message), LIMITS)
+
+
 def test_an_engine_with_unknown_weights_is_heard() -> None:
     """A worker finds an external SGLang server before any version has been loaded."""
     for message in (
