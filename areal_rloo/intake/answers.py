@@ -78,7 +78,7 @@ class Answers:
         duty: Duty,
         trajectories: tuple[Trajectory, ...],
         policy_version: int,
-        lowest_plain_version: int,
+        lowest_plain_version: int | None,
     ) -> list[tuple[Worker, Duty]]:
         """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
         if sender.worker is not None:

@@ -91,20 +91,21 @@ class Lies:
             return "no_such_lease"
         return None
 
-    def lowest_plain_version(self, results: Results, policy_version: int) -> int:
+    def lowest_plain_version(self, results: Results, policy_version: int) -> int | None:
         """Look at all answers of a message together: a tenth of the work of a look at each.
 
         Args:
             policy_version: the newest published.
 
-        Returns: the lowest version of the tokens; -1 if each answer must be looked at.
+        Returns: the lowest version of the tokens if all answers are plain: nothing but their prompts, and the lowest
+            versions of their leases, is left to check. None if some answer is not plain.
         """
         found = results.extremes
         if found is None or found.highest_token >= self._vocab_size or found.highest_version > policy_version:
-            return -1
+            return None
         strange_spans = found.has_spans if self._is_single_turn else found.has_even_spans
         if self._is_built_in and (found.most_tokens > self._most_tokens or strange_spans):
-            return -1
+            return None
         return found.lowest_version
 
     def in_trajectories(
@@ -113,15 +114,16 @@ class Lies:
         grant: Grant,
         prompt: Prompt,
         policy_version: int,
-        lowest_plain_version: int = -1,
+        lowest_plain_version: int | None = None,
     ) -> Lie | None:
         """Return what is wrong with the trajectories of a lease.
 
         Args:
             policy_version: the newest published.
-            lowest_plain_version: of all answers of the message.
+            lowest_plain_version: of all answers of the message; None looks at every rule.
         """
-        if lowest_plain_version >= grant.min_version and (
+        is_plain = lowest_plain_version is not None and lowest_plain_version >= grant.min_version
+        if is_plain and (
             not self._has_prompt
             or (trajectories[0].prompt_tokens.tobytes() == prompt.encoded and len(trajectories) == 1)
         ):
