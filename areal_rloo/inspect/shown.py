@@ -56,10 +56,10 @@ def visible_line(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with three significant digits, or with thousands separators from 1,000 on."""
+    """Format a number with three significant digits; from 1,000 to 1e15, with all digits and thousands separators."""
     if value == 0:
         return "0"  # not -0
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def signed(value: float) -> str:

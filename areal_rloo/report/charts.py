@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from areal_rloo.inspect.shown import NUM_COLORS, number
 
 _WIDTH, _HEIGHT = 420, 220
+_MOST = 1e100
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
 
 Point = tuple[float, float]
@@ -52,7 +53,7 @@ class _Frame:
 
 def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: bool = False, share: bool = False) -> str:
     """Draw lines over a common axis, each point with the value as a tooltip; `share` fixes the axis to 0 .. 1."""
-    curves = [_finite(curve) for curve in curves]
+    curves = [_without_missing(curve) for curve in curves]
     points = [point for curve in curves for point in curve.points]
     if not points:
         return _section(title, hint, [], [])
@@ -119,8 +120,10 @@ def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve
     return f"<section><h2>{title}</h2>{body}<p class=keys>{keys}{note}</p></section>"
 
 
-def _finite(curve: Curve) -> Curve:
-    keep = [index for index, point in enumerate(curve.points) if all(map(math.isfinite, point))]
+def _without_missing(curve: Curve) -> Curve:
+    """Leave out the points with NaN, an infinity, or a number too large for the arithmetic of the axes."""
+    numbers = zip(curve.points, curve.band, strict=True) if curve.band else zip(curve.points)
+    keep = [index for index, pairs in enumerate(numbers) if all(abs(y) <= _MOST for pair in pairs for y in pair)]
     band = [curve.band[index] for index in keep] if curve.band else ()
     return Curve(curve.name, [curve.points[index] for index in keep], band)
 

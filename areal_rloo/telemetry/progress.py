@@ -19,6 +19,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 logger = get_logger(__name__)
 
 _PLAIN_EVERY_S = 2.0
+_MOST_FIXED = 1e12  # larger numbers are written with an exponent
 
 
 def stop_printing() -> None:
@@ -108,15 +109,20 @@ class Progress:
         train = self._train
         assert train is not None, "no train step yet"
         left = self._num_train_steps - train.num_train_steps
-        eta_s = int(left * train.wall_s / max(1, train.num_train_steps))
+        eta_s = left * train.wall_s / max(1, train.num_train_steps)
+        eta = f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}" if 0 <= eta_s < _MOST_FIXED else "-"
         accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
-            f"step {train.num_train_steps}/{self._num_train_steps}  reward {train.reward_mean:.3f}  "
-            f"eval {accuracy}  {train.trained_tokens_per_s:,.0f} tok/s  "
-            f"staleness {train.staleness_mean:.2f} (max {train.staleness_max})  "
-            f"{f'dropped {100 * dropped:.0f} %  ' if dropped >= 0.005 else ''}ETA {eta_s // 60}:{eta_s % 60:02d}"
+            f"step {train.num_train_steps}/{self._num_train_steps}  reward {_fixed(train.reward_mean, 3)}  "
+            f"eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
+            f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})  "
+            f"{f'dropped {100 * dropped:.0f} %  ' if dropped >= 0.005 else ''}ETA {eta}"
         )
+
+
+def _fixed(value: float, num_digits: int) -> str:
+    return f"{value:.3g}" if abs(value) >= _MOST_FIXED else f"{value:,.{num_digits}f}"
 
 
 def evaluation_line(record: EvalRecord) -> str:

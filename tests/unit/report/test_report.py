@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.full_disk import disk_of
 
@@ -178,6 +178,20 @@ def test_ticks_are_few_and_sorted_and_cover_the_values(one: float, other: float)
     assert found[-1] >= high - slack
     assert 2 <= len(found) <= 8
     assert found == sorted(set(found))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(), st.floats(), st.floats()), max_size=5))
+@example([(0, -1e308, 0, 0), (1, 1e308, 0, 0), (2, 1e100, 0, 0)])
+@example([(0, 0.5, -1e308, 1e308), (1, 0.5, 0.0, 1.0)])
+@example([(0, 0.5, math.inf, math.nan)])
+def test_numbers_of_any_size_draw_a_chart(rows: list[tuple[int, float, float, float]]) -> None:
+    """Numbers beyond +-1e100, infinities and NaN count as missing, in the line and in the band."""
+    rows.sort()
+    band = [(low, high) for _, _, low, high in rows]
+    section = line_chart("a", [Curve("b", [(x, y) for x, y, _, _ in rows], band)])
+    kept = [row for row in rows if all(abs(number) <= 1e100 for number in row)]
+    assert section.count("<circle") == len(kept)
+    assert "nan" not in section and "inf" not in section
 
 
 def test_stacked_shares_fill_the_frame() -> None:

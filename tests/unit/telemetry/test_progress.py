@@ -1,6 +1,7 @@
 """Progress: a live line on a terminal, a few plain lines elsewhere."""
 
 import io
+import math
 import re
 import subprocess
 import sys
@@ -162,6 +163,18 @@ def test_a_quiet_run_reports_only_problems(
         "a checkpoint could not be written: free some disk (logs/learner.log says more)",
         "the learner ended with code 1",
     ]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e308, -1e308])
+def test_numbers_of_any_size_give_a_short_line(make_train_record: MakeTrainRecord, number: float) -> None:
+    progress, out = plain()
+    with progress:
+        train = make_train_record(
+            wall_s=number, reward_mean=number, trained_tokens_per_s=number, staleness_mean=number, num_train_steps=20
+        )
+        progress.show([train])
+    (line,) = out.getvalue().splitlines()
+    assert "ETA" in line and len(line) < 200
 
 
 @pytest.mark.parametrize("quiet", [False, True])
