@@ -27,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.wire.address import Address, bind, connect, make_socket
+from areal_rloo.wire.address import Address, Connection, bind, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
@@ -203,15 +203,20 @@ class WorkerChannel:
         Raises:
             PreflightError: other users can enter the socket's folder, so another program may listen there.
         """
-        self._limits = limits
-        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, address, limits)
-        self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
-        # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
-        connect(self._socket, address)
+        self._address, self._limits = address, limits
+        self._identity = f"{worker_id}#{incarnation}".encode()[:255]
         self._counts: Counter[str] = Counter()
+        self._connection = self._connect()
+
+    def connect_anew(self) -> None:
+        """Replace the socket: libzmq never connects again after a violation of its protocol. Unsent messages are lost.
+
+        Raises:
+            PreflightError: the socket's folder is gone, or other users can enter.
+        """
+        before = self._connection
+        self._connection = self._connect()  # first: the event loop knows the old descriptor for a while
+        before.close(0)
 
     async def connected(self, timeout_s: float) -> bool:
         """Wait until the learner is connected; returns False after the timeout."""
@@ -228,7 +233,7 @@ class WorkerChannel:
             WireVersionError: the learner speaks another wire version.
             DecodeError: a message is unreadable.
         """
-        frames = await self._socket.recv_multipart()
+        frames = await self._received()
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += sum(map(len, frames))
         try:
@@ -242,7 +247,24 @@ class WorkerChannel:
 
     def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
-        self._socket.close(1000)
+        self._connection.close(1000)
+
+    async def _received(self) -> list[bytes]:
+        while True:
+            connection, task = self._connection, asyncio.current_task()
+            try:
+                return await connection.socket.recv_multipart()
+            except asyncio.CancelledError:
+                if connection is self._connection or task is None or task.cancelling():
+                    raise  # else `connect_anew` has closed the socket
+
+    @property
+    def _socket(self) -> zmq.asyncio.Socket:
+        return self._connection.socket
+
+    def _connect(self) -> Connection:
+        socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, self._address, self._limits)
+        return Connection(socket, self._address, self._identity)
 
 
 def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[str]) -> bool:
