@@ -106,7 +106,7 @@ class WireConfig(Section, frozen=True):
     # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
     # than any call of a tool, an agent or a reward.
     stall_timeout_s: Seconds = 1800.0
-    max_message_bytes: MessageBytes = 256 * 2**20
+    max_message_bytes: MessageBytes = 256 * 2**20  # a row of the data has at most a fifth
     # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
     record: bool = False
 

@@ -26,6 +26,8 @@ from areal_rloo.tasks import Source, check_same_sources
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
 
+ROW_SHARE = 5  # of a message: a row has at most a fifth, the prompt a quarter, and the partial rollout a half
+
 Tokenize = Callable[[Item], tuple[int, ...] | None]
 """Returns the token ids of an item; None for an item to leave out."""
 
@@ -174,6 +176,26 @@ class _Passes:
             self._order = (epoch, np.random.default_rng([*self._seed, epoch]).permutation(len(self.items)))
         self.num_taken += 1
         return epoch, self.first + int(self._order[1][position])
+
+
+def check_rows(sources: Sequence[Source], *, max_message_bytes: int) -> None:
+    """Make sure that the item of every row fits into a lease, beside a prompt and a partial rollout.
+
+    Raises:
+        DataError: names the source and the row.
+    """
+    most, encoder = max_message_bytes // ROW_SHARE, msgspec.msgpack.Encoder()
+    for source in sources:
+        for number, item in enumerate(source.items, 1):
+            try:
+                num_bytes = len(encoder.encode(item))
+            except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
+                raise DataError(f"{source.label}: row {number} cannot be sent to a worker: {error}") from error
+            if num_bytes > most:
+                raise DataError(
+                    f"{source.label}: row {number} has {num_bytes} bytes, and wire.max_message_bytes="
+                    f"{max_message_bytes} allows a row at most {most}; raise it, or shorten the row"
+                )
 
 
 class Tokenizer:

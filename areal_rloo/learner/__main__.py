@@ -28,7 +28,7 @@ from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import LieStatistics
-from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer, check_rows
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
@@ -156,6 +156,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(arguments.model_path, tokenizer))
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
     sources = load_train(config.data, seed=config.run.seed)
+    check_rows(sources, max_message_bytes=config.wire.max_message_bytes)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     history: History = ()
@@ -263,7 +264,9 @@ def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChanne
 
 def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     sets = []
-    for source, settings in zip(load_eval(config.data, seed=config.run.seed), config.data.eval_sources, strict=True):
+    sources = load_eval(config.data, seed=config.run.seed)
+    check_rows(sources, max_message_bytes=config.wire.max_message_bytes)
+    for source, settings in zip(sources, config.data.eval_sources, strict=True):
         num_truncated = tokenize.num_truncated
         tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
         prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]

@@ -56,7 +56,7 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     discarded: Annotated[int, Metric("Messages refused unread: of a flood, or of a peer cut off", kind="counter")] = 0
     cut_off: Annotated[int, Metric("Peers cut off after unreadable messages", kind="counter")] = 0
     excess_connections: Annotated[int, Metric("Connections ended: too few open files", kind="counter")] = 0
-    unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
+    unroutable: Annotated[int, Metric("Messages too long, or whose peer was gone", kind="counter")] = 0
 
 
 class LearnerChannel:
@@ -130,7 +130,7 @@ class LearnerChannel:
             parts = (message.leases[:half], message.leases[half:])
             sent = [self.send(peer, msgspec.structs.replace(message, leases=part)) for part in parts]
             return all(sent)
-        if not _sent(self._socket, [bytes.fromhex(peer), *frames], self._counts):
+        if not _sent(self._socket, frames, self._counts, self._limits, to=[bytes.fromhex(peer)]):
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
         return True
@@ -224,7 +224,7 @@ class WorkerChannel:
 
     def send(self, message: WorkerMessage) -> bool:
         """Send without waiting; returns False if the learner is away or the queue is full."""
-        return _sent(self._socket, encode(message), self._counts)
+        return _sent(self._socket, encode(message), self._counts, self._limits)
 
     async def receive(self) -> LearnerMessage:
         """Return the next message.
@@ -267,15 +267,27 @@ class WorkerChannel:
         return Connection(socket, self._address, self._identity)
 
 
-def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[str]) -> bool:
+def _sent(
+    socket: zmq.asyncio.Socket,
+    frames: Sequence[Frame],
+    counts: Counter[str],
+    limits: Limits,
+    *,
+    to: Sequence[bytes] = (),
+) -> bool:
     """Send without waiting, and count; returns False if the message is lost."""
+    num_bytes = sum(map(len, frames))
+    if num_bytes > limits.max_message_bytes:  # the other end would end the connection
+        logger.error("a message of %d bytes is lost: wire.max_message_bytes=%d", num_bytes, limits.max_message_bytes)
+        counts["unroutable"] += 1
+        return False
     # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
-    done = cast(asyncio.Future[object], socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
+    done = cast(asyncio.Future[object], socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=False))
     if done.exception() is not None:
         counts["unroutable"] += 1
         return False
     counts["messages_out"] += 1
-    counts["bytes_out"] += sum(map(len, frames))
+    counts["bytes_out"] += num_bytes
     return True
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
-from areal_rloo.intake.prompts import PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream, Tokenizer, check_rows
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import Item, Source
 from areal_rloo.tasks.chat import ChatFormat
@@ -72,3 +72,17 @@ def test_every_prompt_that_fits_is_handed_out_once_per_epoch(
         taken.append((prompt.epoch, prompt.item_index))
     assert sorted(taken) == [(epoch, index) for epoch in range(num_epochs) for index, fit in enumerate(fits) if fit]
     assert second.num_filtered == num_epochs * fits.count(False)
+
+
+def test_a_row_that_fits_no_message_is_refused_with_its_number() -> None:
+    rows = [Item("?"), Item("?", fields={"tests": "x" * 2**18}), Item("?")]
+    check_rows([Source("code", rows)], max_message_bytes=2**21)
+    with pytest.raises(
+        DataError, match=r"^code: row 2 has 262\d+ bytes, and wire.max_message_bytes=1048576 allows a row"
+    ):
+        check_rows([Source("code", rows)], max_message_bytes=2**20)
+
+
+def test_a_row_that_no_message_can_hold_is_refused_with_its_number() -> None:
+    with pytest.raises(DataError, match=r"^code: row 1 cannot be sent to a worker: .*surrogates not allowed"):
+        check_rows([Source("code", [Item("\ud800")])], max_message_bytes=2**20)
