@@ -31,7 +31,7 @@ from areal_rloo.wire.address import Address, Connection, bind, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
-from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Offences, is_one_too_many, shut
+from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, shut
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,9 @@ _HIGH_WATER_MARK = 100_000  # of a worker: messages
 _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
 _ROUND_FRAMES = 2048  # read before other tasks have their turn
+_ROUND_EVENTS = 256
 _FLOOD_PAUSE_S = 0.01
+_HANDSHAKE_MS = 5000  # then libzmq ends the connection
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
@@ -78,6 +80,8 @@ class LearnerChannel:
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
         self._counts: Counter[str] = Counter()
         self._peers: dict[int, str] = {}  # by the descriptor of their connection
+        self._newcomers = Newcomers()
+        self._lost: deque[str] = deque()  # peers whose connection has ended
         self._offences, self._allowances = Offences(), Allowances()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
@@ -94,6 +98,7 @@ class LearnerChannel:
         try:
             socket = _socket(context, zmq.ROUTER, address, limits)
             socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
+            socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             socket.router_mandatory = 1
             socket.router_handover = 1
             bound, authenticator = bind(socket, context, address)
@@ -114,13 +119,11 @@ class LearnerChannel:
 
     async def disconnected(self) -> str:
         """Return the next peer whose connection has ended. End connections beyond the limit of descriptors."""
-        while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._look_at_connection(event["value"])
-            elif (peer := self._peers.pop(event["value"], None)) is not None:
-                return peer
+        while not self._lost:
+            await self._monitor.poll()
+            self._read_events()
             await asyncio.sleep(0)  # reading a queued event does not suspend
+        return self._lost.popleft()
 
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; returns False if the peer is gone or the queue is full."""
@@ -177,7 +180,9 @@ class LearnerChannel:
         try:
             message = decode_worker(body, self._limits)
             if isinstance(message, Hello | Heartbeat):
-                self._peers[int(frames[-1].get(zmq.SRCFD))] = peer
+                descriptor = int(frames[-1].get(zmq.SRCFD))
+                self._peers[descriptor] = peer
+                self._newcomers.known(descriptor)
             self._inbox.append((peer, message))
         except (DecodeError, WireVersionError) as error:
             self._counts["refused"] += 1
@@ -187,8 +192,24 @@ class LearnerChannel:
             if is_cut_off:
                 logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
 
-    def _look_at_connection(self, descriptor: int) -> None:
-        if is_one_too_many(descriptor):
+    def _read_events(self) -> None:
+        """Read queued events of the connections, up to a bound."""
+        direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor.underlying)
+        for _ in range(_ROUND_EVENTS):
+            try:
+                event = parse_monitor_message(direct.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            descriptor = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._end_excess(self._newcomers.accepted(descriptor))
+            else:
+                self._newcomers.ended(descriptor)
+                if (peer := self._peers.pop(descriptor, None)) is not None:
+                    self._lost.append(peer)
+
+    def _end_excess(self, descriptor: int | None) -> None:
+        if descriptor is not None:
             self._counts["excess_connections"] += 1
             logger.error("end a connection: the open files run out; raise the limit with ulimit -n")
             shut(descriptor, self.address.endpoint)
