@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -61,8 +62,12 @@ class PlainTcp(SocketFile):
     def endpoint(self) -> str:
         return f"tcp://{self.path}"
 
-    def check(self) -> None:
+    def open_folder(self) -> int:
         """Accept an address that everybody can connect to."""
+        return os.open("/", os.O_RDONLY)
+
+    def endpoint_in(self, folder: int) -> str:
+        return self.endpoint
 
 
 def main() -> None:
@@ -179,7 +184,12 @@ async def _receive_acknowledging(address: Address, count: int, pipe: Connection)
 async def _send(address: Address, num_tokens: int, count: int, *, lock_step: bool) -> None:
     worker = WorkerChannel(address, worker_id="w", incarnation="1", limits=LIMITS)
     protocol = WorkerProtocol(
-        worker_id="w", incarnation="1", capacity_samples=count, heartbeat_s=1.0, max_batch_bytes=8 * 2**20
+        worker_id="w",
+        incarnation="1",
+        capacity_samples=count,
+        heartbeat_s=1.0,
+        heartbeat_timeout_s=60.0,
+        max_batch_bytes=8 * 2**20,
     )
     engine = EngineState(0, 0, Work())
     trajectories = [_trajectory(index, num_tokens) for index in range(8)]

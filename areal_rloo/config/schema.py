@@ -106,14 +106,14 @@ class WireConfig(Section, frozen=True):
     # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
     # than any call of a tool, an agent or a reward.
     stall_timeout_s: Seconds = 1800.0
-    max_message_bytes: MessageBytes = 256 * 2**20
+    max_message_bytes: MessageBytes = 256 * 2**20  # a row of the data has at most a fifth
     # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
     record: bool = False
 
     @property
     def most_item_bytes(self) -> int:
-        """The limit of an item on the wire; the rest of a lease is for prompt tokens and a partial rollout."""
-        return self.max_message_bytes // 2
+        """The limit of an item in a lease, where the prompt has a quarter, and a partial rollout a half."""
+        return self.max_message_bytes // 5
 
 
 class CheckpointConfig(Section, frozen=True):

@@ -115,7 +115,9 @@ class Leasing:
     ) -> Lease:
         self._num_leases += 1
         first = self.sample((group_id, indices[0]))
-        partial = b"" if first is None else first.partial
+        most = self.config.wire.max_message_bytes // 2  # the item and the prompt have the rest
+        # Without a partial rollout of a liar, or of a run with longer messages, the sample begins anew.
+        partial = b"" if first is None or len(first.partial) > most else first.partial
         lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
         grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version), bool(partial))
         for duty in lease.duties:

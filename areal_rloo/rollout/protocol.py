@@ -13,6 +13,7 @@ The learner grants no more than the capacity, and counts a sample until its resu
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,11 +77,20 @@ class WorkerProtocol:
     """The duties of a worker, its outbox, and what it knows of the learner."""
 
     def __init__(
-        self, *, worker_id: str, incarnation: str, capacity_samples: int, heartbeat_s: float, max_batch_bytes: int
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        capacity_samples: int,
+        heartbeat_s: float,
+        heartbeat_timeout_s: float,
+        max_batch_bytes: int,
     ) -> None:
         """`max_batch_bytes`: soft limit of a message with several results."""
         self._worker_id, self._incarnation, self._capacity_samples = worker_id, incarnation, capacity_samples
         self._heartbeat_s, self._max_batch_bytes = heartbeat_s, max_batch_bytes
+        self._most_unanswered = math.ceil(heartbeat_timeout_s / heartbeat_s)
+        self._num_unanswered = 0  # heartbeats since the learner's last message; a stopped process sends none
         self._learner_id: str | None = None
         self._history: wire.History = ()
         self._weights: tuple[str | None, int] = (None, 0)  # of the engine: publisher and version
@@ -154,6 +164,7 @@ class WorkerProtocol:
             CutOffError: the learner reads no message of this process any more.
         """
         orders = Orders()
+        self._num_unanswered = 0
         match message:
             case wire.Welcome():
                 self._meet(message, engine, orders)
@@ -256,8 +267,19 @@ class WorkerProtocol:
             self._partials.clear()
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + self._heartbeat_s
+            self._num_unanswered += 1
             messages.append(self._heartbeat(engine))
         return messages
+
+    def is_deaf(self) -> bool:
+        """Return True, once, if the heartbeats of `heartbeat_timeout_s` have no answer: connect anew.
+
+        A connection can be dead for ever without a sign: libzmq gives up after a violation of its own protocol.
+        """
+        if self._num_unanswered <= self._most_unanswered:
+            return False
+        self._num_unanswered = 0
+        return True
 
     def due_s(self) -> float:
         """Return when to poll next if nothing happens."""

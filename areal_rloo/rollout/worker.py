@@ -78,6 +78,7 @@ class RolloutWorker:
             incarnation=incarnation,
             capacity_samples=config.rollout.num_slots + config.lease_ahead_samples,
             heartbeat_s=config.wire.heartbeat_s,
+            heartbeat_timeout_s=config.wire.heartbeat_timeout_s,
             max_batch_bytes=min(_BATCH_BYTES, config.wire.max_message_bytes // 2),
         )
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
@@ -104,6 +105,7 @@ class RolloutWorker:
 
         Raises:
             WentBackError: the learner restarted from a version older than this worker's weights.
+            PreflightError: the socket's folder is gone, or other users can enter.
             ArealRlooError: the engine is gone, or no reward can be computed any more.
         """
         await self._channel.connected(_CONNECT_S)
@@ -162,6 +164,11 @@ class RolloutWorker:
                     await self._due.wait()
 
     def _send_now(self) -> None:
+        if self._protocol.is_deaf():
+            logger.warning(
+                "no answer for wire.heartbeat_timeout_s=%g: connect anew", self._config.wire.heartbeat_timeout_s
+            )
+            self._channel.connect_anew()
         for message in self._protocol.poll(time.monotonic(), self._engine_state()):
             self._channel.send(message)
 

@@ -30,7 +30,7 @@ def check_sendable(value: dict[str, Any] | Item, where: str, most_bytes: int = M
         raise DataError(f"{expected}; flatten the others, or store them as texts")
     if len(encoded) > most_bytes:
         raise DataError(
-            f"{where}: expected at most {most_bytes} bytes on the wire ({MOST_BYTES} for a row, half of "
+            f"{where}: expected at most {most_bytes} bytes on the wire ({MOST_BYTES} for a row, a fifth of "
             f"wire.max_message_bytes for an item), got {len(encoded)}; leave out fields that no reward reads"
         )
 

@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import os
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from areal_rloo.wire.security import CurveKeys, load_keys
 
 _FILE_NAME = "learner"
 _IPC, _TCP = "ipc://", "tcp://"
+_OPEN_FLAGS = os.O_PATH if sys.platform == "linux" else os.O_RDONLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +68,32 @@ class SocketFile:
     def endpoint(self) -> str:
         return f"{_IPC}{self.path}"
 
-    def check(self) -> None:
-        """Make sure that no other user can enter the folder.
+    def open_folder(self) -> int:
+        """Return a descriptor of the folder, which no other user can enter.
 
         Raises:
             PreflightError: the folder is missing, or open to others.
         """
         folder = self.path.parent
         try:
-            found = folder.lstat()
+            descriptor = os.open(folder, _OPEN_FLAGS | os.O_NOFOLLOW)
         except OSError as error:
             raise PreflightError(
                 f"the wire: {error}; the launcher of the run has made this folder, and ended"
             ) from error
+        found = os.fstat(descriptor)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            os.close(descriptor)
             raise PreflightError(
                 f"the wire: expected {folder} to be a folder of user {os.geteuid()} with mode 0700, got user "
                 f"{found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}; other users could connect; start the run "
                 "again"
             )
+        return descriptor
+
+    def endpoint_in(self, folder: int) -> str:
+        """Return the endpoint in an open folder, whichever folder has the path later."""
+        return f"{_IPC}/proc/self/fd/{folder}/{self.path.name}" if sys.platform == "linux" else self.endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +140,7 @@ def make_socket(context: zmq.asyncio.Context, kind: int, address: Address) -> zm
         PreflightError: other users can enter the folder.
     """
     if isinstance(address, SocketFile):
-        address.check()
+        os.close(address.open_folder())
     socket: zmq.asyncio.Socket = context.socket(kind)
     if isinstance(address, TcpAddress):
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -140,11 +149,34 @@ def make_socket(context: zmq.asyncio.Context, kind: int, address: Address) -> zm
     return socket
 
 
-def connect(socket: zmq.asyncio.Socket, address: Address) -> None:
-    """Connect the worker's end; the learner may be away."""
-    if isinstance(address, TcpAddress):
-        socket.curve_serverkey = address.keys.peer_public
-    socket.connect(address.endpoint)
+class Connection:
+    """The worker's end connects its socket; the learner may be away.
+
+    libzmq connects again without a check. So a socket file is looked for in the folder that was open at the beginning,
+    and a later owner of the path is not found.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, address: Address, identity: bytes) -> None:
+        """Raises PreflightError if other users can enter the folder."""
+        self.socket = socket
+        socket.setsockopt(zmq.IDENTITY, identity)
+        # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
+        self._folder: int | None = None
+        if isinstance(address, TcpAddress):
+            socket.curve_serverkey = address.keys.peer_public
+            socket.connect(address.endpoint)
+        else:
+            self._folder = address.open_folder()
+            socket.connect(address.endpoint_in(self._folder))
+
+    def close(self, linger_ms: int) -> None:
+        """Stop; queued messages get this time to leave."""
+        self.socket.close(linger_ms)
+        if self._folder is not None:
+            os.close(self._folder)
 
 
 def bind(

@@ -26,11 +26,11 @@ from zmq.utils.monitor import parse_monitor_message
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.wire.address import Address, Admission, bind, connect, make_socket
+from areal_rloo.wire.address import Address, Admission, Connection, bind, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
-from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Offences, is_one_too_many, shut
+from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, shut
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,9 @@ _HIGH_WATER_MARK = 100_000  # of a worker: messages
 _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
 _ROUND_FRAMES = 2048  # read before other tasks have their turn
+_ROUND_EVENTS = 256
 _FLOOD_PAUSE_S = 0.01
+_HANDSHAKE_MS = 5000  # then libzmq ends the connection
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
@@ -56,7 +58,7 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cut_off: Annotated[int, Metric("Peers cut off after unreadable messages", kind="counter")] = 0
     refused_connections: Annotated[int, Metric("Connections without a message: no keys, say", kind="counter")] = 0
     excess_connections: Annotated[int, Metric("Connections ended: too few open files", kind="counter")] = 0
-    unroutable: Annotated[int, Metric("Messages whose peer was gone", kind="counter")] = 0
+    unroutable: Annotated[int, Metric("Messages too long, or whose peer was gone", kind="counter")] = 0
 
 
 class LearnerChannel:
@@ -77,7 +79,8 @@ class LearnerChannel:
         self._inbox: deque[tuple[str, WorkerMessage]] = deque()
         self._counts: Counter[str] = Counter()
         self._peers: dict[int, str] = {}  # by the descriptor of their connection
-        self._silent: set[int] = set()  # descriptors of the connections without a message so far
+        self._newcomers = Newcomers()
+        self._lost: deque[str] = deque()  # peers whose connection has ended
         self._offences, self._allowances = Offences(), Allowances()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
@@ -94,6 +97,7 @@ class LearnerChannel:
         try:
             socket = _socket(context, zmq.ROUTER, address, limits)
             socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
+            socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             socket.router_mandatory = 1
             socket.router_handover = 1
             bound, admission = bind(socket, context, address)
@@ -114,21 +118,11 @@ class LearnerChannel:
 
     async def disconnected(self) -> str:
         """Return the next peer whose connection has ended. End connections beyond the limit of descriptors."""
-        while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            descriptor = event["value"]
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._silent.add(descriptor)
-                self._look_at_connection(descriptor)
-            else:
-                if (peer := self._peers.pop(descriptor, None)) is not None:  # this event may be read after the message
-                    self._silent.discard(descriptor)
-                    return peer
-                if descriptor in self._silent:
-                    self._silent.discard(descriptor)
-                    self._counts["refused_connections"] += 1
-                    logger.warning("a connection ended before its first message: a stranger, or a peer with other keys")
+        while not self._lost:
+            await self._monitor.poll()
+            self._read_events()
             await asyncio.sleep(0)  # reading a queued event does not suspend
+        return self._lost.popleft()
 
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; returns False if the peer is gone or the queue is full."""
@@ -138,7 +132,7 @@ class LearnerChannel:
             parts = (message.leases[:half], message.leases[half:])
             sent = [self.send(peer, msgspec.structs.replace(message, leases=part)) for part in parts]
             return all(sent)
-        if not _sent(self._socket, [bytes.fromhex(peer), *frames], self._counts):
+        if not _sent(self._socket, frames, self._counts, self._limits, to=[bytes.fromhex(peer)]):
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
         return True
@@ -179,8 +173,8 @@ class LearnerChannel:
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
-        if self._silent and (descriptor := _descriptor_of(frames[-1])) is not None:
-            self._silent.discard(descriptor)
+        if self._newcomers.any and (descriptor := _descriptor_of(frames[-1])) is not None:
+            self._newcomers.known(descriptor)
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
             self._counts.update(("refused", "discarded"))
             return
@@ -197,8 +191,27 @@ class LearnerChannel:
             if is_cut_off:
                 logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
 
-    def _look_at_connection(self, descriptor: int) -> None:
-        if is_one_too_many(descriptor):
+    def _read_events(self) -> None:
+        """Read queued events of the connections, up to a bound."""
+        direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor.underlying)
+        for _ in range(_ROUND_EVENTS):
+            try:
+                event = parse_monitor_message(direct.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            descriptor = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._end_excess(self._newcomers.accepted(descriptor))
+                continue
+            was_silent = self._newcomers.ended(descriptor)
+            if (peer := self._peers.pop(descriptor, None)) is not None:  # ACCEPTED may be read after the first message
+                self._lost.append(peer)
+            elif was_silent:
+                self._counts["refused_connections"] += 1
+                logger.warning("a connection ended before its first message: a stranger, or a peer with other keys")
+
+    def _end_excess(self, descriptor: int | None) -> None:
+        if descriptor is not None:
             self._counts["excess_connections"] += 1
             logger.error("end a connection: the open files run out; raise the limit with ulimit -n")
             shut(descriptor, self.address.endpoint)
@@ -213,15 +226,20 @@ class WorkerChannel:
         Raises:
             PreflightError: other users can enter the socket's folder, so another program may listen there.
         """
-        self._limits = limits
-        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, address, limits)
-        self._socket.setsockopt(zmq.IDENTITY, f"{worker_id}#{incarnation}".encode()[:255])
-        # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages of hours flood a learner that returns
-        connect(self._socket, address)
+        self._address, self._limits = address, limits
+        self._identity = f"{worker_id}#{incarnation}".encode()[:255]
         self._counts: Counter[str] = Counter()
+        self._connection = self._connect()
+
+    def connect_anew(self) -> None:
+        """Replace the socket: libzmq never connects again after a violation of its protocol. Unsent messages are lost.
+
+        Raises:
+            PreflightError: the socket's folder is gone, or other users can enter.
+        """
+        before = self._connection
+        self._connection = self._connect()  # first: the event loop knows the old descriptor for a while
+        before.close(0)
 
     async def connected(self, timeout_s: float) -> bool:
         """Wait until the learner is connected; returns False after the timeout."""
@@ -229,7 +247,7 @@ class WorkerChannel:
 
     def send(self, message: WorkerMessage) -> bool:
         """Send without waiting; returns False if the learner is away or the queue is full."""
-        return _sent(self._socket, encode(message), self._counts)
+        return _sent(self._socket, encode(message), self._counts, self._limits)
 
     async def receive(self) -> LearnerMessage:
         """Return the next message.
@@ -238,7 +256,7 @@ class WorkerChannel:
             WireVersionError: the learner speaks another wire version.
             DecodeError: a message is unreadable.
         """
-        frames = await self._socket.recv_multipart()
+        frames = await self._received()
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += sum(map(len, frames))
         try:
@@ -252,7 +270,24 @@ class WorkerChannel:
 
     def close(self) -> None:
         """Stop sending; queued messages get a second to leave."""
-        self._socket.close(1000)
+        self._connection.close(1000)
+
+    async def _received(self) -> list[bytes]:
+        while True:
+            connection, task = self._connection, asyncio.current_task()
+            try:
+                return await connection.socket.recv_multipart()
+            except asyncio.CancelledError:
+                if connection is self._connection or task is None or task.cancelling():
+                    raise  # else `connect_anew` has closed the socket
+
+    @property
+    def _socket(self) -> zmq.asyncio.Socket:
+        return self._connection.socket
+
+    def _connect(self) -> Connection:
+        socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, self._address, self._limits)
+        return Connection(socket, self._address, self._identity)
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
@@ -263,15 +298,27 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
         return None
 
 
-def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Frame], counts: Counter[str]) -> bool:
+def _sent(
+    socket: zmq.asyncio.Socket,
+    frames: Sequence[Frame],
+    counts: Counter[str],
+    limits: Limits,
+    *,
+    to: Sequence[bytes] = (),
+) -> bool:
     """Send without waiting, and count; returns False if the message is lost."""
+    num_bytes = sum(map(len, frames))
+    if num_bytes > limits.max_message_bytes:  # the other end would end the connection
+        logger.error("a message of %d bytes is lost: wire.max_message_bytes=%d", num_bytes, limits.max_message_bytes)
+        counts["unroutable"] += 1
+        return False
     # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
-    done = cast(asyncio.Future[object], socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
+    done = cast(asyncio.Future[object], socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=False))
     if done.exception() is not None:
         counts["unroutable"] += 1
         return False
     counts["messages_out"] += 1
-    counts["bytes_out"] += sum(map(len, frames))
+    counts["bytes_out"] += num_bytes
     return True
 
 

@@ -6,8 +6,7 @@ and nothing here cuts off an honest worker: a message above the allowance is los
 
 from __future__ import annotations
 
-import contextlib
-import os
+import errno
 import resource
 import socket
 from collections import OrderedDict
@@ -28,6 +27,7 @@ _MESSAGES_PER_S = 5000.0
 _BYTES_PER_MESSAGE = 2**20
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
+_GONE = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)  # libzmq closed the descriptor
 _FIRST_MESSAGES = 100.0  # of a new peer: a flood cannot get more by new connections
 
 
@@ -104,24 +104,62 @@ class Allowances:
         return True
 
 
-def is_one_too_many(descriptor: int) -> bool:
-    """Return True if the descriptor of a new connection is among the last of this process.
+class Newcomers:
+    """The connections that have sent no message yet, oldest first, by descriptor.
 
-    Linux gives the lowest free number, so as many others are in use.
+    ZeroMQ passes on messages only after the handshake, so a stranger without the key stays a newcomer, and makes room
+    for later connections when the descriptors run out. (The event of a successful handshake names no connection.)
     """
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return descriptor >= max(most // 2, most - _KEPT_DESCRIPTORS)
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._waiting: dict[int, None] = {}
+
+    def accepted(self, descriptor: int) -> int | None:
+        """Add a connection; return the connection to end, if there are too many."""
+        self.ended(descriptor)
+        self._open.add(descriptor)
+        self._waiting[descriptor] = None
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self._open) <= max(most // 2, most - _KEPT_DESCRIPTORS):
+            return None
+        oldest = next(iter(self._waiting))
+        self.ended(oldest)
+        return oldest
+
+    def known(self, descriptor: int) -> None:
+        """Note that a connection has sent a message."""
+        self._waiting.pop(descriptor, None)
+
+    def ended(self, descriptor: int) -> bool:
+        """Forget a connection; return True if it has sent no message."""
+        self._open.discard(descriptor)
+        return descriptor in self._waiting and self._waiting.pop(descriptor) is None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is such a connection."""
+        return bool(self._waiting)
 
 
 def shut(descriptor: int, endpoint: str) -> None:
     """End the connection with this descriptor, if the connection belongs to our endpoint.
 
     libzmq may have closed the descriptor meanwhile, and the number may be another file's. If the number is that of
-    another peer's connection, the peer connects again.
+    another peer's connection, the peer connects again. No other descriptor is needed: none may be free.
     """
-    with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=os.dup(descriptor))
-        with connection:
-            name = connection.getsockname()
-            if endpoint == f"ipc://{name}" or (isinstance(name, tuple) and endpoint.endswith(f":{name[1]}")):
-                connection.shutdown(socket.SHUT_RDWR)
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError as error:
+        if error.errno not in _GONE:
+            logger.warning("cannot end a connection: %s", error)
+        return
+    try:
+        name = connection.getsockname()
+        if endpoint == f"ipc://{name}" or (isinstance(name, tuple) and endpoint.endswith(f":{name[1]}")):
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno not in _GONE:
+            logger.warning("cannot end a connection: %s", error)
+    finally:
+        connection.detach()  # libzmq closes the descriptor

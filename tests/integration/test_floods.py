@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import resource
+import select
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -236,4 +237,41 @@ def test_connections_without_end_leave_descriptors_for_workers(tmp_path: Path) -
                 await asyncio.sleep(0.05)
 
         asyncio.run(_work(learner, crowded))
+        assert learner.statistics().excess_connections > 100
+
+
+def _crowd(address: TcpAddress, began: Event, ends: Event) -> None:
+    """Hold many connections without a word, and replace each that is ended."""
+    held: dict[int, socket.socket] = {}
+    poll = select.poll()
+    while not ends.is_set():
+        while len(held) < 1500:
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.connect_ex((address.host, address.port))
+            held[connection.fileno()] = connection
+            poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        for descriptor, _ in poll.poll(20):
+            poll.unregister(descriptor)
+            held.pop(descriptor).close()
+        began.set()
+
+
+def test_a_worker_gets_in_while_strangers_hold_all_descriptors(tmp_path: Path) -> None:
+    with _learner(tmp_path, most_files=1024) as learner:
+        began, ends = _CONTEXT.Event(), _CONTEXT.Event()
+        crowd = _CONTEXT.Process(target=_crowd, args=(learner.address, began, ends))
+        crowd.start()
+        assert began.wait(PATIENCE_S)
+
+        async def crowded() -> None:
+            await asyncio.sleep(1)
+            assert crowd.is_alive()
+
+        try:
+            asyncio.run(_work(learner, crowded))
+        finally:
+            ends.set()
+            crowd.join(PATIENCE_S)
+            crowd.kill()
         assert learner.statistics().excess_connections > 100

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -99,6 +100,30 @@ def test_a_folder_that_others_can_enter_is_refused_at_both_ends(mode: int) -> No
 
     asyncio.run(main())
     assert not address.path.exists()
+
+
+def test_a_later_owner_of_the_path_gets_no_worker() -> None:
+    """Without the launcher, its folder may be swept, and another user may take the path."""
+    address = fresh_address()
+
+    async def main() -> None:
+        learner = LearnerChannel.bind(address, limits=LIMITS)
+        worker = await connected_channel(address)
+        learner.close()
+        shutil.rmtree(address.path.parent)
+        address.path.parent.mkdir()
+        address.path.parent.chmod(0o777)
+        stranger = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        stranger.bind(address.endpoint)
+        while worker.send(GOODBYE):  # noqa: ASYNC110 - until the connection is known to be gone
+            await asyncio.sleep(0.01)
+        assert not await worker.connected(2.0)
+        with pytest.raises(PreflightError, match="other users could connect"):
+            worker.connect_anew()
+        worker.close()
+        stranger.close(0)
+
+    asyncio.run(main())
 
 
 def test_a_socket_file_with_a_long_path_is_refused_in_a_line() -> None:

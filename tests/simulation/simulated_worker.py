@@ -37,6 +37,7 @@ class SimulatedWorker:
             incarnation=str(incarnation),
             capacity_samples=_CAPACITY,
             heartbeat_s=HEARTBEAT_S,
+            heartbeat_timeout_s=simulation.config.wire.heartbeat_timeout_s,
             max_batch_bytes=1000,
         )
         self.version, self.content = 0, 0

@@ -88,6 +88,7 @@ def make_protocol(
     *,
     capacity_samples: int = 8,
     heartbeat_s: float = 0.2,
+    heartbeat_timeout_s: float = 2.0,
     max_batch_bytes: int = 2**20,
 ) -> WorkerProtocol:
     return WorkerProtocol(
@@ -95,6 +96,7 @@ def make_protocol(
         incarnation=incarnation,
         capacity_samples=capacity_samples,
         heartbeat_s=heartbeat_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
         max_batch_bytes=max_batch_bytes,
     )
 
@@ -114,6 +116,8 @@ class Played:
         return cls(make_channel(address, worker_id, incarnation), protocol)
 
     def send_due(self) -> None:
+        if self.protocol.is_deaf():
+            self.channel.connect_anew()
         for message in self.protocol.poll(time.monotonic(), ENGINE):
             self.channel.send(message)
 

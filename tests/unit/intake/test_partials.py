@@ -9,8 +9,9 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Ledger, LedgerState
-from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.intake.ledger import Ledger, LedgerGroup, LedgerState, Sample
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     Duty,
     Failed,
@@ -171,3 +172,17 @@ def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) 
     failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "reward_error", "no", ""),))
     assert _leased(intake.handle("other peer", failed, 0.0)) == []
     assert intake.statistics().ledger.dropped == {"reward_error": 1}
+
+
+def test_a_partial_rollout_that_fits_no_lease_is_left_out() -> None:
+    """It is a liar's, or of a run with longer messages: ZeroMQ would end the connection of every holder."""
+    limit = 2**23
+    for num_bytes, is_kept in ((limit // 2, True), (limit // 2 + 1, False)):
+        sample = Sample(partial=bytes(num_bytes))
+        group = LedgerGroup(0, Prompt(0, 0, (1, 2), Item("?")), 0, 0, {0: sample})
+        ledger = Ledger()
+        ledger.groups[0], ledger.admitted_groups = group, 1
+        ledger.wait_again(0)
+        resumed = make_intake(make_offers(), *ONE_GROUP, f"wire.max_message_bytes={limit}", ledger=ledger)
+        (lease,) = (lease for lease in _leased(resumed.handle("w", _hello(), 0.0)) if lease.group_id == 0)
+        assert bool(lease.partial) == is_kept

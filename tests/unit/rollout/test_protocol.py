@@ -370,3 +370,31 @@ def test_another_learner_gets_no_partial_rollouts_of_the_learner_before() -> Non
     assert not _of(protocol.poll(1.1, ENGINE), Partials)
     protocol.tell_partials({_lease(1, group_id=1).duties[0]: b"turns"})  # asked for by the learner before
     assert not _of(protocol.poll(1.2, ENGINE), Partials)
+
+
+# -- a dead connection -------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_without_an_answer_ask_for_a_new_connection_once() -> None:
+    protocol = _met(heartbeat_timeout_s=3)
+    deaf = []
+    for now_s in range(1, 10):
+        _beat(protocol, now_s)
+        deaf.append(protocol.is_deaf())
+    assert deaf == [False, False, False, True, False, False, False, True, False]
+
+
+def test_any_message_of_the_learner_keeps_the_connection() -> None:
+    protocol = _met(heartbeat_timeout_s=3)
+    for now_s in range(1, 10):
+        _beat(protocol, now_s)
+        assert not protocol.is_deaf()
+        protocol.handle(Ack(1000), ENGINE)
+
+
+def test_a_worker_that_was_stopped_for_long_keeps_its_connection() -> None:
+    """The answers wait in the socket."""
+    protocol = _met(heartbeat_timeout_s=3)
+    _beat(protocol, 1.0)
+    _beat(protocol, 1000.0)
+    assert not protocol.is_deaf()

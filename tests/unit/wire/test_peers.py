@@ -1,8 +1,14 @@
 """The limits of a peer: far above an honest worker, and bounded memory for peers that come and go."""
 
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
 import pytest
 
-from areal_rloo.wire.peers import MOST_OFFENCES, MOST_PEERS, Allowances, Offences, Recent
+from areal_rloo.wire.peers import MOST_OFFENCES, MOST_PEERS, Allowances, Newcomers, Offences, Recent, shut
 
 WORKER, CHATTY = b"worker".hex(), b"chatty".hex()
 
@@ -52,3 +58,38 @@ def test_a_message_larger_than_the_whole_allowance_passes() -> None:
     assert allowances.admits(WORKER, 2**31, 0.0)
     assert not allowances.admits(WORKER, 100, 0.1)
     assert allowances.admits(WORKER, 100, 60.0)
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_connection_is_ended_without_a_free_descriptor() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as files:
+        peer = files.enter_context(socket.create_connection(listener.getsockname()))
+        connection = files.enter_context(listener.accept()[0])
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        shut(connection.fileno(), f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        peer.settimeout(10)
+        assert peer.recv(1) == b""
+        assert os.fstat(connection.fileno()), "libzmq closes the descriptor"
+
+
+@pytest.mark.usefixtures("few_files")
+def test_the_oldest_connection_that_sent_nothing_is_ended() -> None:
+    newcomers = Newcomers()
+    assert {newcomers.accepted(number) for number in range(150)} == {None}
+    newcomers.known(0)
+    assert newcomers.accepted(150) == 1
+    newcomers.ended(2)
+    assert newcomers.accepted(151) is None
+    assert newcomers.accepted(152) == 3
+    newcomers.accepted(4)  # the descriptor of another connection now
+    assert newcomers.accepted(153) == 5
