@@ -52,7 +52,7 @@ SampleIndex = Annotated[int, Meta(ge=0, lt=2**20)]
 Version = Annotated[int, Meta(ge=0, lt=2**31)]
 EngineVersion = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1: a server that was found has unknown weights
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
-Name = Annotated[str, Meta(max_length=250, pattern=r"\A[A-Za-z0-9._-]{1,250}\Z")]
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,250}\Z")]
 Reason = Annotated[str, Meta(pattern=r"\A[a-z_]{1,40}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
 

@@ -17,7 +17,7 @@ BESIDE = (
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "decoding.py", "waiting.py"),
 )
-MOST_FILES, MOST_LINES = 31, 6_620  # both ends of the protocol are state machines, apart from their I/O
+MOST_FILES, MOST_LINES = 31, 6_650  # both ends of the protocol are state machines, apart from their I/O
 
 
 def _table(document: str) -> list[str]:

@@ -53,7 +53,7 @@ def test_a_row_at_the_limit_of_depth_reaches_the_worker(tmp_path: Path) -> None:
     assert decode_learner(encode(leases), Limits()) == leases
 
 
-def test_an_item_above_half_of_a_message_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_an_item_above_the_limit_is_refused_with_its_place(tmp_path: Path) -> None:
     data = rows(tmp_path / "a.jsonl", 1, "x" * 2000)
     words = r"a\.jsonl: item 2 \('p'\): expected at most 2000 bytes .* got 20\d\d; leave out fields"
     with pytest.raises(DataError, match=words):

@@ -97,7 +97,7 @@ def _decoded(trajectories: list[Trajectory], limits: Limits = LIMITS) -> tuple[T
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             finished = tuple(Finished(1, (trajectory,)) for trajectory in trajectories)
-            message = decode_worker(encode(Results("", 0, finished)), limits)
+            message = decode_worker(encode(Results("learner", 0, finished)), limits)
     except (DecodeError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     assert isinstance(message, Results)

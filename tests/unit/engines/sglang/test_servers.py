@@ -147,7 +147,7 @@ def test_weight_files_are_owner_only_and_removed_after_a_crash(
 ) -> None:
     monkeypatch.setattr("areal_rloo.files._MEMORY", tmp_path)
     abandoned = tmp_path / "areal_rloo-weights-of-the-dead"
-    abandoned.mkdir()
+    abandoned.mkdir(mode=0o700)
     (abandoned / "lock").touch()
     facts = read_model(tiny_folders["qwen2"])
     folder = WeightsFolder(facts)
