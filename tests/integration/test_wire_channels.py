@@ -15,6 +15,7 @@ import zmq.asyncio
 from support.workers import Ends, connected_channel, fresh_address, make_ends
 
 from areal_rloo.trajectory import Completion, Item, Trajectory
+from areal_rloo.waiting import cancel
 from areal_rloo.wire.address import Address, SocketFile
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
@@ -273,14 +274,20 @@ def test_the_socket_file_of_a_killed_learner_is_replaced() -> None:
         process.join()
         assert address.path.is_socket()
         learner = LearnerChannel.bind(address, limits=LIMITS)
-        while not worker.send(GOODBYE):
-            await worker.connected(1)
+        sending = asyncio.create_task(_send_for_ever(worker))  # the first may go to the learner that was killed
         while (await learner.receive())[1] != GOODBYE:
             pass
+        await cancel([sending])
         worker.close()
         learner.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def _send_for_ever(worker: WorkerChannel) -> None:
+    while True:
+        worker.send(GOODBYE)
+        await asyncio.sleep(0.05)
 
 
 def test_an_unreadable_message_is_answered_with_the_reason(ends: Ends) -> None:
