@@ -274,7 +274,7 @@ def test_the_socket_file_of_a_killed_learner_is_replaced() -> None:
         process.join()
         assert address.path.is_socket()
         learner = LearnerChannel.bind(address, limits=LIMITS)
-        sending = asyncio.create_task(_send_for_ever(worker))  # the first may go to the learner that was killed
+        sending = asyncio.create_task(_keep_sending(worker))  # the first may go to the learner that was killed
         while (await learner.receive())[1] != GOODBYE:
             pass
         await cancel([sending])
@@ -284,7 +284,7 @@ def test_the_socket_file_of_a_killed_learner_is_replaced() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-async def _send_for_ever(worker: WorkerChannel) -> None:
+async def _keep_sending(worker: WorkerChannel) -> None:
     while True:
         worker.send(GOODBYE)
         await asyncio.sleep(0.05)
