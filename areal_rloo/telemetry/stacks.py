@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,8 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _MOST_TASKS = 500  # a worker has a few tasks for each sample
+_MOST_NAMES = 5  # of tasks with the same stack: a record of the log has a limited length
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 
 def show_on_signal() -> None:
@@ -60,8 +63,12 @@ def _tasks() -> Iterator[str]:
     # The garbage collector knows the tasks of every loop, those of the user's code, too. `isinstance` would ask each
     # object for its class, and an object may answer with a warning.
     tasks = [item for item in gc.get_objects() if issubclass(type(item), asyncio.Task) and not item.done()]
+    names: dict[str, list[str]] = {}  # by stack: most samples wait at the same place
     for task in tasks[:_MOST_TASKS]:
-        yield f"task {task.get_name()}:\n{''.join(_awaited(task.get_coro())).rstrip()}"
+        names.setdefault("".join(_awaited(task.get_coro())).rstrip(), []).append(task.get_name())
+    for stack, of_stack in names.items():
+        more = f" and {len(of_stack) - _MOST_NAMES} more tasks" if len(of_stack) > _MOST_NAMES else ""
+        yield f"task {', '.join(of_stack[:_MOST_NAMES])}{more}:\n{stack}"
     if len(tasks) > _MOST_TASKS:
         yield f"and {len(tasks) - _MOST_TASKS} more tasks"
 
@@ -72,4 +79,4 @@ def _awaited(awaitable: Any) -> Iterator[str]:
         yield from traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
         awaitable = awaitable.cr_await
     if awaitable is not None:
-        yield f"  awaits {awaitable!r:.200}\n"
+        yield f"  awaits {_ADDRESS.sub('', repr(awaitable)):.200}\n"

@@ -273,7 +273,7 @@ def test_a_learner_of_another_history_ends_the_worker(tiny_folders: dict[str, Pa
 
     async def scenario(learner: _Learner) -> None:
         await _give_version_1(learner, tiny_folders["qwen2"], tmp_path)
-        await learner.restart(("another, from the beginning", 0))
+        await learner.restart(("another-from-the-beginning", 0))
         await learner.until(lambda: False)
         assert isinstance(learner.last, Goodbye)
 
