@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.local_runs import balanced
 from support.processes import command_of
 from support.sglang_support import sglang_python
 
@@ -64,8 +65,8 @@ def test_a_run_survives_random_server_failures(launcher: "subprocess.Popen[bytes
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit_reason"] == "drained"
     ledger = summary["ledger"]
-    assert ledger["dropped"] == {}
-    assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+    assert ledger["dropped"].keys() <= {"stale"}, "the prompts come again"
+    assert balanced(ledger)
     records = [json.loads(line) for line in (folder / "trajectories.jsonl").read_bytes().splitlines()]
     identities = [(record["group_id"], record["sample_index"]) for record in records]
     assert len(identities) == len(set(identities)) > 0

@@ -134,7 +134,8 @@ def assert_kills_cost_nothing(run: Run) -> None:
     summary = run.summary()
     assert summary["num_train_steps"] == 32
     assert balanced(summary["ledger"])
-    assert (summary["ledger"]["trained"], summary["ledger"]["dropped"]) == (32 * 16, {})
+    assert summary["ledger"]["trained"] == 32 * 16
+    assert summary["ledger"]["dropped"].keys() <= {"stale"}, "the prompts come again"
     assert [record.num_train_steps for record in run.records()] == list(range(1, 33))
 
 
