@@ -104,13 +104,17 @@ def test_after_a_kill_samples_go_on_and_then_on_another_worker(start: Callable[.
     saved = _saved(run.folder)
     assert saved
     again = start(*LONG, slow, "--resume")
-    again.wait_for(lambda: len(run.records()) >= 2)
-    again.children("areal_rloo.rollout")[0].terminate()
+    logs = [run.folder / "logs" / f"rollout-{number}.log" for number in range(2)]
+    continuing = lambda: [log.stem for log in logs if "continues sample" in log.read_text()]  # noqa: E731
+    again.wait_for(lambda: bool(continuing()))
+    name = continuing()[0]
+    (worker,) = (each for each in again.children("areal_rloo.rollout") if f"--worker-id={name}" in each.cmdline())
+    worker.terminate()
     code, output = again.wait()
     assert code == 0, output
     _assert_continued(run.folder, saved)
-    logs = "".join(path.read_text() for path in (run.folder / "logs").glob("rollout-*.log"))
-    assert logs.count("continues sample") > len(saved), "the stopped worker's samples began anew elsewhere"
+    written = "".join(log.read_text() for log in logs)
+    assert written.count("continues sample") > len(saved), "the stopped worker's samples began anew elsewhere"
 
 
 def _assert_continued(folder: Path, saved: dict[SampleId, tuple[RecordedTurn, ...]]) -> None:
