@@ -154,11 +154,11 @@ class Answers:
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
-        num_tokens = longest_row(trajectories) + 1
-        if num_tokens - 1 <= self.max_row_tokens:
+        longest = longest_row(trajectories)
+        if longest <= self.max_row_tokens:
             return False
         detail = (
-            f"sample {sample_id} has {num_tokens} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
+            f"sample {sample_id} has {longest + 1} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
             "raise that option, or shorten prompts and completions"
         )
         self.leasing.drop(sample_id, "too_long", detail=detail)

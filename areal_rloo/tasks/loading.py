@@ -144,9 +144,8 @@ def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> None:
         DataError: a task or a file is wrong.
         ConfigError: an import path is wrong.
     """
-    _check_sources(
-        data.train_sources, "train", most_item_bytes
-    )  # first: a missing train file has no test file beside it either
+    # The train files first: a missing train file has no test file beside it either.
+    _check_sources(data.train_sources, "train", most_item_bytes)
     _check_sources(eval_sources(data), "eval", most_item_bytes)
 
 

@@ -29,9 +29,9 @@ from areal_rloo.trajectory import MOST_REWARD, Completion, FinishReason, Traject
 from areal_rloo.wire.token_rules import (
     Broken,
     broken_by_logprobs,
-    broken_by_tokens,
     check_version_runs,
     first_wrong,
+    highest_token,
 )
 
 Frame = bytes | memoryview
@@ -144,7 +144,7 @@ def decode_columns(
     rewards = _column(frames[3], _FLOAT32, "token_rewards", sum(num_rewards))
     if not headers:
         return (), Extremes()
-    highest_token = _check_tokens(tokens, headers, sizes)
+    highest = _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
     pairs = runs.tolist()
@@ -153,7 +153,7 @@ def decode_columns(
         _check_version_runs(islice(rest, header.num_version_runs), header)
     spans = [header.spans for header in headers if header.spans]
     has_even = any(len(each) % 2 == 0 for each in spans)
-    extremes = Extremes(highest_token, min(pairs)[0], max(pairs)[0], max(sizes), bool(spans), has_even)
+    extremes = Extremes(highest, min(pairs)[0], max(pairs)[0], max(sizes), bool(spans), has_even)
     return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards), extremes
 
 
@@ -295,9 +295,10 @@ def _check_num_trajectories(num: int, limits: Limits) -> None:
 
 def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> int:
     """Return the highest id."""
-    if (broken := broken_by_tokens(tokens)) is not None:
-        raise _refused(broken, tokens, headers, sizes)
-    return int(tokens.max())
+    highest = highest_token(tokens)
+    if isinstance(highest, Broken):
+        raise _refused(highest, tokens, headers, sizes)
+    return highest
 
 
 def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:

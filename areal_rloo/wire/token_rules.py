@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+_HIGHEST_INT32 = 2**31 - 1
 _LOGPROB_ROUNDING = 1e-3  # a logprob may exceed 0 by the float32 rounding of a log-softmax
 _LEAST_LOGPROB = -1e6  # no token of a lower probability is ever sampled, and sums stay finite in float32
 
@@ -23,11 +24,10 @@ class Broken(NamedTuple):
     wrong: npt.NDArray[np.bool_]
 
 
-def broken_by_tokens(tokens: npt.NDArray[np.int32]) -> Broken | None:
-    """Find a broken rule of token ids; None if they keep all."""
-    if not len(tokens) or tokens.min() >= 0:
-        return None
-    return Broken("tokens: expected ids of at least 0", tokens < 0)
+def highest_token(tokens: npt.NDArray[np.int32]) -> int | Broken:
+    """Return the highest id, -1 without tokens; or a broken rule. A single pass: a batch has many tokens."""
+    highest = int(tokens.view(np.uint32).max()) if len(tokens) else -1  # a negative id is higher than all others
+    return highest if highest <= _HIGHEST_INT32 else Broken("tokens: expected ids of at least 0", tokens < 0)
 
 
 def broken_by_logprobs(logprobs: npt.NDArray[np.float32]) -> Broken | None:

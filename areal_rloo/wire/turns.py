@@ -17,7 +17,7 @@ from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
-from areal_rloo.wire.token_rules import broken_by_logprobs, broken_by_tokens, check_version_runs, first_wrong
+from areal_rloo.wire.token_rules import Broken, broken_by_logprobs, check_version_runs, first_wrong, highest_token
 
 _MOST_TURNS, _MOST_VERSIONS = 2**13, 2**12  # of a sample, and of a turn
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -75,9 +75,9 @@ def _decoded(each: _Encoded) -> RecordedTurn:
     tokens, logprobs = np.frombuffer(each.tokens, _INT32), np.frombuffer(each.logprobs, _FLOAT32)
     if len(tokens) != len(logprobs):
         raise ValueError(f"expected a logprob for each of {len(tokens)} tokens, got {len(logprobs)}")
-    for broken, values in ((broken_by_tokens(tokens), tokens), (broken_by_logprobs(logprobs), logprobs)):
-        if broken is not None:
-            raise ValueError(first_wrong(broken, values))
+    for found, values in ((highest_token(tokens), tokens), (broken_by_logprobs(logprobs), logprobs)):
+        if isinstance(found, Broken):
+            raise ValueError(first_wrong(found, values))
     check_version_runs(each.version_runs, len(tokens))
     versions, counts = [version for version, _ in each.version_runs], [count for _, count in each.version_runs]
     runs = np.repeat(np.array(versions, dtype=np.int32), counts)

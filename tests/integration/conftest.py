@@ -1,11 +1,13 @@
-"""Runs that end with their test, and leave nothing behind."""
+"""Runs that end with their test, and leave nothing behind; and the ends of a wire."""
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.local_runs import REPO, Run, gone
+from support.workers import Ends, make_ends
 
 
 @pytest.fixture
@@ -25,3 +27,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         assert run.process.stdout is not None
         run.process.stdout.close()
         assert gone(run), "orphans"
+
+
+@pytest.fixture(params=["ipc", "tcp", *(["tcp6"] if socket.has_dualstack_ipv6() else [])])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Ends:
+    return make_ends(request.param, tmp_path)

@@ -12,7 +12,7 @@ from support.workers import Ends, Played, connected_channel, make_ends, make_pro
 
 from areal_rloo.trajectory import Item
 from areal_rloo.wire.address import Address, TcpAddress
-from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Drain,
@@ -31,16 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
 LIMITS = Limits(max_message_bytes=2**22)
 GOODBYE = Goodbye(None, Work())
-
-
-@pytest.fixture(params=["ipc", "tcp", *(["tcp6"] if socket.has_dualstack_ipv6() else [])])
-def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Ends:
-    return make_ends(request.param, tmp_path)
-
-
-async def _worker(address: Address) -> WorkerChannel:
-    """Return a connected worker."""
-    return await connected_channel(address, limits=LIMITS)
 
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
@@ -93,7 +83,7 @@ def test_a_worker_survives_garbage_of_another_program_at_the_port(tmp_path: Path
 
 def test_a_worker_survives_a_message_above_the_limit(ends: Ends) -> None:
     async def scenario(learner: LearnerChannel, address: Address) -> None:
-        worker = Played(await _worker(address), make_protocol())
+        worker = Played(await connected_channel(address, limits=LIMITS), make_protocol())
         worker.send_due()  # a Hello and a heartbeat
         peer, _ = await learner.receive()
         await learner.receive()
@@ -109,7 +99,7 @@ def test_a_worker_survives_a_message_above_the_limit(ends: Ends) -> None:
 
 def test_a_receive_under_way_goes_on_with_a_new_connection(ends: Ends) -> None:
     async def scenario(learner: LearnerChannel, address: Address) -> None:
-        worker = await _worker(address)
+        worker = await connected_channel(address, limits=LIMITS)
         receiving = asyncio.create_task(worker.receive())
         await asyncio.sleep(0)
         worker.connect_anew()
@@ -128,7 +118,7 @@ def test_neither_end_sends_a_message_above_the_limit(ends: Ends) -> None:
     text = "x" * (LIMITS.max_message_bytes + 1)
 
     async def scenario(learner: LearnerChannel, address: Address) -> None:
-        worker = await _worker(address)
+        worker = await connected_channel(address, limits=LIMITS)
         assert not worker.send(Results("learner", 1, (), (Failed(1, 0, 0, "reward_error", text, ""),)))
         assert worker.send(GOODBYE)
         peer, message = await learner.receive()

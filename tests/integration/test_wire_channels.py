@@ -6,13 +6,12 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from support.workers import Ends, connected_channel, fresh_address, make_ends
+from support.workers import Ends, connected_channel, fresh_address
 
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.waiting import cancel
@@ -42,11 +41,6 @@ def _results(number: int) -> Results:
     arrays = (np.ones(4, np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))
     trajectory = Trajectory(number, 0, np.ones(2, np.int32), Completion(*arrays, "stop"), 1.0)
     return Results("learner", number, (Finished(number, (trajectory,)),))
-
-
-@pytest.fixture(params=["ipc", "tcp", *(["tcp6"] if socket.has_dualstack_ipv6() else [])])
-def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Ends:
-    return make_ends(request.param, tmp_path)
 
 
 async def _worker(address: Address, incarnation: str = "1") -> WorkerChannel:

@@ -149,11 +149,17 @@ def test_only_workers_that_fail_use_up_the_attempts_of_a_sample(intake: Intake, 
     assert intake.ledger.counts().dropped == ({"max_attempts": 2} if failed else {})
 
 
-def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake) -> None:
+def _continued(intake: Intake) -> Lease:
+    """Return another worker's lease of a sample that began at a worker that has left."""
     duties = _duties(intake.handle("peer", _hello(), 0.0))
     intake.handle("peer", _partials(duties[0]), 0.0)
     intake.handle("peer", Goodbye(LEARNER, Work()), 0.0)
     first, _ = _leased(intake.handle("other peer", _hello("other"), 0.0))
+    return first
+
+
+def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake) -> None:
+    first = _continued(intake)
     failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "episode_error", "no", ""),))
     (again,) = _leased(intake.handle("other peer", failed, 0.0))
     assert (first.partial, again.partial) == (TURNS, b"")
@@ -165,10 +171,7 @@ def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake
 
 
 def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) -> None:
-    duties = _duties(intake.handle("peer", _hello(), 0.0))
-    intake.handle("peer", _partials(duties[0]), 0.0)
-    intake.handle("peer", Goodbye(LEARNER, Work()), 0.0)
-    first, _ = _leased(intake.handle("other peer", _hello("other"), 0.0))
+    first = _continued(intake)
     failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "reward_error", "no", ""),))
     assert _leased(intake.handle("other peer", failed, 0.0)) == []
     assert intake.statistics().ledger.dropped == {"reward_error": 1}
