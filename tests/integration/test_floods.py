@@ -19,7 +19,7 @@ import psutil
 import pytest
 import zmq
 from support.intakes import LEARNER, ONE_GROUP, make_broadcaster, make_intake
-from support.patience import PATIENCE_S
+from support.patience import PATIENCE_S, eventually
 from support.workers import LIMITS, Played
 
 from areal_rloo.intake.service import IntakeService
@@ -263,6 +263,8 @@ def test_a_worker_gets_in_while_strangers_hold_all_descriptors(tmp_path: Path) -
         crowd = _CONTEXT.Process(target=_crowd, args=(learner.address, began, ends))
         crowd.start()
         assert began.wait(PATIENCE_S)
+        # The kernel drops most of a burst of connections, and tries again after seconds.
+        eventually(lambda: "the open files run out" in learner.log.read_text(), "no connection is ended")
 
         async def crowded() -> None:
             await asyncio.sleep(1)
@@ -274,4 +276,4 @@ def test_a_worker_gets_in_while_strangers_hold_all_descriptors(tmp_path: Path) -
             ends.set()
             crowd.join(PATIENCE_S)
             crowd.kill()
-        assert learner.statistics().excess_connections > 100
+        assert learner.statistics().excess_connections > 0
