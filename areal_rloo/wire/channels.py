@@ -41,6 +41,7 @@ _ROUND_FRAMES = 2048  # read before other tasks have their turn
 _ROUND_EVENTS = 256
 _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
+_BACKLOG = 4096  # all workers and a crowd at once: the kernel drops what does not fit, and the peer waits for seconds
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
 
 
@@ -98,6 +99,7 @@ class LearnerChannel:
             socket = _socket(context, zmq.ROUTER, address, limits)
             socket.rcvhwm, socket.sndhwm = _UNREAD, _UNSENT
             socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+            socket.setsockopt(zmq.BACKLOG, _BACKLOG)
             socket.router_mandatory = 1
             socket.router_handover = 1
             bound, admission = bind(socket, context, address)
