@@ -93,7 +93,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return []
         in_vain = self._release_holder(sample, duty.sample_id)
-        self.failures.scored(1)
+        self.failures.scored(sender.worker)
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)
         elif not self._refuse_if_too_long(duty.sample_id, trajectories):
@@ -120,9 +120,13 @@ class Answers:
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
             self.leasing.lose([duty], is_attempt=True)
             return
+        error = RewardError(failed.reason, failed.detail)
+        self.failures.failed(sender.worker, error, self.fleet.alive.values())
+        if failed.reason == "reward_unavailable":  # elsewhere there may be a process
+            self.leasing.lose([duty], is_attempt=True)
+            return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
         self.leasing.drop(duty.sample_id, self._reasons.label(failed.reason), detail=failed.detail + completion)
-        self.failures.failed(RewardError(failed.reason, failed.detail))
 
     def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:
         """Return the sample of a duty without an outcome, and the lease; None for a repeat, and for a lie."""

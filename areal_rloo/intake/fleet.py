@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple
@@ -26,6 +27,8 @@ from areal_rloo.wire.peers import MOST_PEERS
 # A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
 # a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
 MOST_WORKERS = 1024
+LAST_OUTCOMES = 20  # completions of a worker
+_LATE_S = 0.25
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
 
@@ -34,7 +37,13 @@ class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics_prefix: ClassVar[str] = "fleet_"
 
-    refused_workers: Annotated[int, Metric("Hellos refused because too many workers are there", kind="counter")]
+    refused_workers: Annotated[
+        dict[str, int],
+        Metric("Hellos refused: too many workers, or the name is another process's", kind="counter", label="reason"),
+    ]
+    set_aside: Annotated[
+        int, Metric("Workers set aside: many failures, and others have few", kind="counter", healthy=(0, 0))
+    ]
 
 
 class Outgoing(NamedTuple):
@@ -59,18 +68,32 @@ class Worker:
     duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
     num_train: int = 0  # number of train samples in `duties`
     newest_lease: int = 0  # highest id of a lease sent to the worker
-    disconnected_s: float | None = None  # monotonic time of the end of the connection; None: heard since
+    disconnected_s: float | None = None  # monotonic time of the last end of its connection
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
     num_lies: int = 0  # answers refused: others get leases first
+    failed: deque[bool] = field(default_factory=lambda: deque(maxlen=LAST_OUTCOMES))  # which last completions failed
+    set_aside_until_s: float | None = None  # monotonic time; failed often, alone: gets no lease until then
+
+    @property
+    def gets_leases(self) -> bool:
+        return not self.stalled and self.set_aside_until_s is None
 
     @property
     def free_samples(self) -> int:
-        return 0 if self.stalled else self.capacity_samples - self.num_train
+        return self.capacity_samples - self.num_train if self.gets_leases else 0
+
+    def is_connected(self, wire: WireConfig) -> bool:
+        """Return False from the end of the connection until the process is heard again.
+
+        The last messages of a dead process can be read just after the end of its connection, and are no sign of life.
+        """
+        late_s = min(_LATE_S, wire.heartbeat_s / 2)
+        return self.disconnected_s is None or self.last_heard_s > self.disconnected_s + late_s
 
     def silent_until_s(self, wire: WireConfig) -> float:
         """Return until when silence is no death: a process that lost only its connection is heard again soon."""
-        if self.disconnected_s is None:
+        if self.disconnected_s is None or self.is_connected(wire):
             return self.last_heard_s + wire.heartbeat_timeout_s
         return min(self.last_heard_s + wire.heartbeat_timeout_s, self.disconnected_s + 2 * wire.heartbeat_s)
 
@@ -122,7 +145,8 @@ class Fleet:
         self._by_peer: dict[str, Worker] = {}
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
-        self._num_refused = 0
+        self._refused: Counter[str] = Counter()
+        self.num_set_aside = 0
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
@@ -149,19 +173,30 @@ class Fleet:
                 progress_s=now_s,
             )
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
-        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, hello.policy_version, None
+        worker.last_heard_s, worker.policy_version = now_s, hello.policy_version
         self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).record(hello.work)
         self._forget_departed()
         return worker
 
-    def refuses(self, peer: str) -> bool:
-        """Return True, and count, if the process at a peer cannot join because too many workers are there."""
-        refused = len(self.alive) >= MOST_WORKERS and peer not in self._by_peer
-        self._num_refused += refused
-        return refused
+    def refuses(self, hello: Hello, peer: str, wire: WireConfig) -> str | None:
+        """Return why the process at a peer cannot join, and count; None if the process can.
+
+        A connected process keeps its name, whoever else says Hello. If its host is gone without a sign, the process is
+        taken for dead after `wire.heartbeat_timeout_s`.
+        """
+        if peer in self._by_peer:
+            return None
+        before = self.alive.get(hello.worker_id)
+        if before is not None and before.is_connected(wire):
+            self._refused["name_taken"] += 1
+            return f"another process is {hello.worker_id}, and is connected"
+        if before is None and len(self.alive) >= MOST_WORKERS:
+            self._refused["too_many"] += 1
+            return f"there are {len(self.alive)} workers already"
+        return None
 
     def statistics(self) -> FleetStatistics:
-        return FleetStatistics(refused_workers=self._num_refused)
+        return FleetStatistics(refused_workers=dict(self._refused), set_aside=self.num_set_aside)
 
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]
@@ -172,7 +207,7 @@ class Fleet:
             worker.progress_s, worker.stalled = now_s, False
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
-        worker.last_heard_s, worker.policy_version, worker.disconnected_s = now_s, heartbeat.policy_version, None
+        worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
 
     def record_work(self, peer: str, work: Work) -> None:
         """Record the counts of a process; ignore those of a stranger."""

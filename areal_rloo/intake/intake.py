@@ -29,7 +29,7 @@ from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
-
+_SET_ASIDE_S = 300.0
 _END = wire.Refusal("this process sent answers that its leases do not allow", final=True)
 _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
 
@@ -60,7 +60,7 @@ class Intake:
         offers: Offers,
         policy_version: int,
         history: wire.History,
-        vocab_size: int,
+        lies: Lies,
         group_filter: Callable[[Group], bool] | None = None,
         num_truncated: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -70,7 +70,7 @@ class Intake:
             offers: told of every worker that joins, leaves, receives weights or fails to.
             policy_version: the learner's version at the start.
             history: the learners up to this one; the last learner id is of this start alone.
-            vocab_size: of the model; ids from this number on are refused.
+            lies: the rules for answers.
             group_filter: returns False for a group to drop (user code).
         """
         self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
@@ -86,7 +86,7 @@ class Intake:
             fleet=self.fleet,
             leasing=self._leasing,
             failures=RewardFailures(config),
-            lies=Lies(config, vocab_size=vocab_size),
+            lies=lies,
             max_row_tokens=config.learner.microbatch_tokens,
         )
 
@@ -123,13 +123,17 @@ class Intake:
                 silent_s = now_s - worker.last_heard_s
                 logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, silent_s)
                 self._remove(worker)
+            elif worker.set_aside_until_s is not None and now_s >= worker.set_aside_until_s:
+                worker.set_aside_until_s = None
+                worker.failed.clear()
             elif worker.duties and now_s - worker.progress_s > self._wire.stall_timeout_s:
-                outgoing.append(self._take_duties(worker, now_s))
+                outgoing.append(self._stall(worker, now_s))
             elif not worker.duties and not worker.stalled:
                 worker.progress_s = now_s
-        if all(worker.stalled for worker in self.fleet.alive.values()):  # better to try them again than to stand still
-            for worker in self.fleet.alive.values():
-                worker.progress_s, worker.stalled = now_s, False
+        alive = self.fleet.alive.values()
+        if not any(worker.gets_leases for worker in alive):  # better to try them again than to stand still
+            for worker in [worker for worker in alive if worker.set_aside_until_s is None] or alive:
+                worker.progress_s, worker.stalled, worker.set_aside_until_s = now_s, False, None
         return outgoing + self.grants()
 
     def grants(self) -> list[Outgoing]:
@@ -224,9 +228,11 @@ class Intake:
         match message:
             case wire.Results():
                 aborts = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
-                if worker is not None:
+                replies = [Outgoing(peer, wire.Ack(message.number)), *self._told(aborts), *self._cut_off(peer)]
+                if worker is not None and self.fleet.at(peer) is worker:
                     worker.progress_s, worker.stalled = now_s, False
-                return [Outgoing(peer, wire.Ack(message.number)), *self._told(aborts), *self._cut_off(peer)]
+                    replies += self._set_aside_if_failing(worker, now_s)
+                return replies
             case wire.Partials():
                 self._answers.take_partials(Sender(peer, name, worker), message, self._policy_version)
                 return self._cut_off(peer)
@@ -265,14 +271,15 @@ class Intake:
     def _welcome(self, peer: str, hello: wire.Hello, now_s: float) -> list[Outgoing]:
         """Register a worker, and settle which duties are still the worker's."""
         before = self.fleet.alive.get(hello.worker_id)
-        if before is not None and before.peer != peer:
-            if self.fleet.name_of(peer) is not None:  # an earlier process, which a later one has replaced
-                logger.warning("tell an earlier process of %s to end", hello.worker_id)
-                return [Outgoing(peer, wire.Drain())]
+        is_another = before is not None and before.peer != peer
+        if is_another and self.fleet.name_of(peer) is not None:  # an earlier process, which a later one has replaced
+            logger.warning("tell an earlier process of %s to end", hello.worker_id)
+            return [Outgoing(peer, wire.Drain())]
+        if (refusal := self.fleet.refuses(hello, peer, self._wire)) is not None:
+            logger.error("a Hello of %s is refused: %s", hello.worker_id, refusal)
+            return [Outgoing(peer, wire.Refusal(refusal))]
+        if before is not None and is_another:
             self._remove(before)
-        if self.fleet.refuses(peer):
-            logger.error("%s is refused: there are %d workers already", hello.worker_id, len(self.fleet.alive))
-            return [Outgoing(peer, wire.Refusal(f"there are {len(self.fleet.alive)} workers already"))]
         worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
         self._offers.join(worker.worker_id, hello.policy_version, number=hello.number)
         has_met = hello.learner_id == self.learner_id  # else all leases of this learner are still on their way
@@ -319,17 +326,33 @@ class Intake:
         reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, newest_lease, say_hello)
         return [Outgoing(peer, reply), *([Outgoing(peer, wire.Drain())] if self._stopping else [])]
 
-    def _take_duties(self, worker: Worker, now_s: float) -> Outgoing:
+    def _set_aside_if_failing(self, worker: Worker, now_s: float) -> list[Outgoing]:
+        """Give a worker no leases for a while if its completions get no reward, and those of others do."""
+        if not worker.gets_leases or not self._answers.failures.is_to_blame(worker, self.fleet.alive.values()):
+            return []
+        logger.error(
+            "%d of the last %d completions of %s got no reward, those of most workers did: no leases for %.0f s",
+            *(sum(worker.failed), len(worker.failed), worker.worker_id, _SET_ASIDE_S),
+        )
+        self.fleet.num_set_aside += 1
+        worker.set_aside_until_s = now_s + _SET_ASIDE_S
+        return [self._take_duties(worker, is_attempt=False)]
+
+    def _stall(self, worker: Worker, now_s: float) -> Outgoing:
         """Lease the samples of a worker without progress to others, and none to the worker until it makes progress."""
         logger.error(
             "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
             *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
         )
         worker.progress_s, worker.stalled = now_s, True
+        return self._take_duties(worker, is_attempt=True)
+
+    def _take_duties(self, worker: Worker, *, is_attempt: bool) -> Outgoing:
+        """Queue the samples of a worker for others; returns the message that cancels the duties."""
         duties = tuple(sorted(worker.duties))
         for duty in duties:
             worker.release(duty)
-        self._leasing.lose(duties, is_attempt=True)
+        self._leasing.lose(duties, is_attempt=is_attempt)
         return Outgoing(worker.peer, wire.Abort(self.learner_id, duties))
 
     def _remove(self, worker: Worker, *, failed: bool = True) -> None:

@@ -62,7 +62,7 @@ class Leasing:
 
     def grants(self, workers: Sequence[Worker], policy_version: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
-        workers = [worker for worker in workers if not worker.stalled]
+        workers = [worker for worker in workers if worker.gets_leases]
         if not workers:
             return []
         granted: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}

@@ -1,46 +1,72 @@
-"""Completions without a reward: each drops its sample; too many end the run with the traceback of the first."""
+"""Completions without a reward: each drops its sample; too many end the run with the traceback of the first.
+
+If most workers fail, the rewards are to blame. If only a few fail, they are to blame (their hosts, say, or they lie):
+they do not end the run, and get no leases for a while.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from areal_rloo.config import Config
 from areal_rloo.errors import RewardError, UserError
+from areal_rloo.intake.fleet import LAST_OUTCOMES, Worker
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_LEAST = 20  # completions; a share of fewer says nothing
+_LEAST = LAST_OUTCOMES  # completions; a share of fewer says nothing
 
 
 class RewardFailures:
-    """The share of failures among the last completions; the window is a batch long."""
+    """The share of failures among the last completions: of a batch of all workers, and of each worker's own."""
 
     def __init__(self, config: Config) -> None:
         self._failed: deque[bool] = deque(maxlen=max(_LEAST, config.samples_per_step))
         self._most_share = config.rollout.max_reward_failure_share
         self._first: RewardError | None = None
 
-    def scored(self, num: int) -> None:
-        """Record completions with a reward."""
-        self._failed.extend([False] * num)
+    def scored(self, worker: Worker | None) -> None:
+        """Record a completion with a reward; `worker` is None if it is taken for dead."""
+        self._failed.append(False)
+        if worker is not None:
+            worker.failed.append(False)
 
-    def failed(self, error: RewardError) -> None:
-        """Record a completion without a reward. A worker without reward processes says nothing about the rewards.
+    def failed(self, worker: Worker | None, error: RewardError, workers: Iterable[Worker]) -> None:
+        """Record a completion without a reward.
+
+        Args:
+            workers: all that are alive.
 
         Raises:
-            UserError: too many failed; says how many, and why the first did.
+            UserError: too many failed, and at most of the workers; says how many, and why the first did.
         """
+        if worker is not None:
+            worker.failed.append(True)
         if error.reason == "reward_unavailable":
-            return
+            return  # this worker has no reward processes, which says nothing about the rewards
         self._first = self._first or error
         self._failed.append(True)
-        num_failed = sum(self._failed)
-        if len(self._failed) < _LEAST or num_failed <= self._most_share * len(self._failed):
+        if len(self._failed) < _LEAST or not self._too_many(self._failed) or not self._by_most(workers):
             return
+        num_failed = sum(self._failed)
         logger.error("the first completion without a reward: %s", self._first)
         raise UserError(
             f"rewards: {num_failed} of the last {len(self._failed)} completions got none, more than "
             f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: "
             f"{self._first.summary} (its traceback is in logs/learner.log)"
         )
+
+    def is_to_blame(self, worker: Worker, workers: Iterable[Worker]) -> bool:
+        """Return True if too many of a worker's own completions got no reward, and those of most workers did."""
+        is_failing = len(worker.failed) == LAST_OUTCOMES and self._too_many(worker.failed)
+        return is_failing and not self._by_most(workers)
+
+    def _by_most(self, workers: Iterable[Worker]) -> bool:
+        """Return True if most of the workers that have completions, or will have some, fail too often."""
+        asked = [worker for worker in workers if worker.failed or worker.duties]
+        return 2 * sum(self._too_many(worker.failed) for worker in asked) > len(asked)
+
+    def _too_many(self, failed: deque[bool]) -> bool:
+        return sum(failed) > self._most_share * len(failed)

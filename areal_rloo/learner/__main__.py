@@ -28,7 +28,7 @@ from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
-from areal_rloo.intake.lies import LieStatistics
+from areal_rloo.intake.lies import Lies, LieStatistics
 from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
@@ -179,7 +179,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         offers=broadcaster.offers,
         policy_version=policy_version,
         history=(*history, (uuid.uuid4().hex, policy_version)),
-        vocab_size=rank.vocab_size,
+        lies=Lies(config, vocab_size=rank.vocab_size),
         group_filter=_group_filter(config),
         num_truncated=lambda: tokenize.num_truncated,
     )

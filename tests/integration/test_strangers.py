@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 from support.local_runs import Run, assert_drained
 from support.processes import ends_of_logs, wire_port
-from support.strangers import lie_until_cut_off, processes_of, scraped, socket_files, tcp_ports, without_keys
+from support.strangers import (
+    claim_name,
+    lie_until_cut_off,
+    processes_of,
+    scraped,
+    socket_files,
+    tcp_ports,
+    without_keys,
+)
 
 from areal_rloo.wire.address import Address, SocketFile, TcpAddress
+from areal_rloo.wire.messages import Refusal
 from areal_rloo.wire.peers import MOST_OFFENCES
 from areal_rloo.wire.security import load_keys
 
@@ -51,12 +60,15 @@ def test_strangers_at_every_socket_change_nothing_and_are_counted(
         address = SocketFile(wire)
     assert wire in {*ports, *files}
     assert len({*ports, *files}) >= 3
+    refusal = claim_name(address, "rollout-0")
+    assert isinstance(refusal, Refusal) and not refusal.final
     num_lies = lie_until_cut_off(address)
     num_strangers = {where: without_keys(where, keys) for where in (*ports, *files)}
     by_port = {port: scraped(port) for port in ports}
     of_learner = by_port.pop(next(port for port, counts in by_port.items() if "areal_rloo_loss" in counts))
     assert of_learner["areal_rloo_wire_refused_connections_total"] >= num_strangers[wire]
     assert of_learner["areal_rloo_intake_cut_off_total"] == 1
+    assert of_learner['areal_rloo_fleet_refused_workers_total{reason="name_taken"}'] == 1
     assert of_learner["areal_rloo_scrape_refused_total"] > 0
     assert sum("areal_rloo_scrape_refused_total" in counts for counts in by_port.values()) == 1, "the worker counts"
     last = len(run.records())

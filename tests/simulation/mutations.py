@@ -236,6 +236,15 @@ def _admission_counts_a_group_too_few() -> Any:
     return patch("areal_rloo.intake.leasing.num_admissible", mutated)
 
 
+def _last_messages_of_the_dead_are_signs_of_life() -> Any:
+    """A new process is refused until the silence of the dead process is too long."""
+
+    def mutated(self: Worker, wire: Any) -> bool:
+        return self.disconnected_s is None or self.last_heard_s > self.disconnected_s
+
+    return patch.object(Worker, "is_connected", mutated)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     name.removeprefix("_"): made
     for name, made in list(globals().items())

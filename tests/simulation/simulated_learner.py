@@ -15,6 +15,7 @@ from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger, LedgerState
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import Prompt, PromptStreamState
 from areal_rloo.intake.refit import refit
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
@@ -83,7 +84,7 @@ class SimulatedLearner:
             offers=self.offers,
             policy_version=self.version,
             history=(*history, (self.learner_id, self.version)),
-            vocab_size=10**6,  # tokens are ids of weights
+            lies=Lies(config, vocab_size=10**6),  # tokens are ids of weights
         )
         self._batch: list[Group] | None = None
         self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
@@ -130,6 +131,8 @@ class SimulatedLearner:
             if sample is None or sample.trajectories:
                 num_begun += 1
             elif sample.worker_id is not None:
+                if self.intake.fleet.alive[sample.worker_id].peer != workers[sample.worker_id].peer:
+                    continue  # this worker has died, too, and its own time to be forgotten is not over
                 if not workers[sample.worker_id].has(Duty(sample.leases[-1].lease_id, *duty.sample_id)):
                     raise ViolationError(f"{duty} of a dead worker is leased again, and has not begun")
                 num_begun += 1

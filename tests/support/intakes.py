@@ -8,6 +8,7 @@ from areal_rloo.config import load_config
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.weights.broadcast import Broadcaster
@@ -40,13 +41,14 @@ def make_intake(
 ) -> Intake:
     """An intake over eight prompts, without evaluation."""
     source = Source("all", [Item("1+1=?", "2")] * 8)
+    config = load_config("quickstart.yaml", overrides)
     return Intake(
-        load_config("quickstart.yaml", overrides),
+        config,
         ledger=ledger or Ledger(),
         stream=stream or PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
         offers=offers,
         policy_version=0,
         history=((LEARNER, 0),),
-        vocab_size=VOCAB_SIZE,
+        lies=Lies(config, vocab_size=VOCAB_SIZE),
     )

@@ -19,6 +19,7 @@ from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService, LoopThread
 from areal_rloo.learner.building import build_rank
@@ -75,7 +76,7 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
             offers=offers,
             policy_version=0,
             history=(("learner", 0),),
-            vocab_size=rank.vocab_size,
+            lies=Lies(config, vocab_size=rank.vocab_size),
         )
         train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
         service = IntakeService(

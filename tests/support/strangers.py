@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import zmq
 from support.patience import PATIENCE_S
-from support.workers import Played
+from support.workers import Played, make_channel
 
 from areal_rloo.errors import CutOffError
 from areal_rloo.rollout.protocol import Orders
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.address import Address
-from areal_rloo.wire.messages import Duty, Lease
+from areal_rloo.wire.messages import Duty, Hello, LearnerMessage, Lease, Work
 from areal_rloo.wire.peers import MOST_OFFENCES
 from areal_rloo.wire.security import CurveKeys
 
@@ -144,6 +144,22 @@ async def _lie(address: Address) -> int:
             await worker.serve(obey)
     worker.channel.close()
     return num_lies
+
+
+def claim_name(address: Address, worker_id: str) -> LearnerMessage:
+    """Say Hello with the keys, under the name of another process; return the learner's answer."""
+
+    async def claim() -> LearnerMessage:
+        channel = make_channel(address, worker_id, "impostor")
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await channel.connected(PATIENCE_S)
+                channel.send(Hello(worker_id, "impostor", 4, 0, None, 1, 0, (), Work()))
+                return await channel.receive()
+        finally:
+            channel.close()
+
+    return asyncio.run(claim())
 
 
 def scraped(where: TcpPort) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
+from areal_rloo.config import load_config
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.trajectory import Completion, Trajectory, purpose_of
@@ -22,6 +23,7 @@ from areal_rloo.wire.messages import (
     LearnerMessage,
     Lease,
     Leases,
+    Refusal,
     Results,
     Welcome,
     Work,
@@ -167,13 +169,31 @@ def test_a_late_result_of_a_worker_taken_for_dead_ends_the_second_attempt(intake
 
 def test_a_new_process_of_a_worker_inherits_nothing(intake: Intake) -> None:
     duties = _duties(intake.handle("old", _hello(), 0.0))
+    intake.disconnected("old", 0.5)
     sent = intake.handle("new", _hello(incarnation="2"), 1.0)
     assert {peer for peer, _ in sent} == {"new"}
     assert [duty.sample_id for duty in _duties(sent)] == [duty.sample_id for duty in duties]
 
 
+def test_a_connected_process_keeps_its_name(intake: Intake) -> None:
+    """Another process with the name is refused until the first is gone, or silent for too long."""
+    duties = _duties(intake.handle("first", _hello(), 0.0))
+    for now_s in (1.0, 3.0):
+        (refused,) = intake.handle("second", _hello(incarnation="2"), now_s)
+        assert isinstance(refused.message, Refusal) and not refused.message.final
+        assert "another process is w" in refused.message.detail
+    assert intake.fleet.statistics().refused_workers == {"name_taken": 2}
+    assert intake.handle("second", _results(*duties), 3.5) == []  # a stranger still
+    assert intake.handle("first", _results(duties[0]), 4.0) == [Outgoing("first", Ack(7))]
+    silent_s = 1.0 + load_config("quickstart.yaml").wire.heartbeat_timeout_s
+    intake.tick(silent_s)
+    sent = intake.handle("second", _hello(incarnation="2"), silent_s)
+    assert [duty.sample_id for duty in _duties(sent)] == [duties[1].sample_id]
+
+
 def test_a_goodbye_of_an_earlier_process_does_not_remove_the_later(intake: Intake) -> None:
     intake.handle("old", _hello(), 0.0)
+    intake.disconnected("old", 0.5)
     intake.handle("new", _hello(incarnation="2"), 1.0)
     assert intake.handle("old", Goodbye(LEARNER, Work()), 1.1) == []
     assert intake.statistics().num_workers == 1
@@ -181,6 +201,7 @@ def test_a_goodbye_of_an_earlier_process_does_not_remove_the_later(intake: Intak
 
 def test_an_earlier_process_that_returns_is_told_to_end(intake: Intake) -> None:
     intake.handle("old", _hello(), 0.0)
+    intake.disconnected("old", 0.5)
     intake.handle("new", _hello(incarnation="2"), 1.0)
     assert intake.handle("old", _hello(), 2.0) == [Outgoing("old", Drain())]
     assert intake.statistics().num_workers == 1

@@ -1,53 +1,177 @@
-"""Completions without a reward are dropped; too many end the run with the reason."""
+"""Completions without a reward are dropped; too many end the run with the reason, or set their worker aside."""
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
+from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError
+from areal_rloo.intake.fleet import LAST_OUTCOMES, Outgoing, Worker
+from areal_rloo.intake.intake import _SET_ASIDE_S, Intake
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.wire.messages import Abort, Duty, Failed, Goodbye, Heartbeat, Hello, Leases, Results, Work, digest
 
 ERROR = RewardError(
     "reward_error", 'ValueError: no such thing\nTraceback:\n  File "mine.py", line 3\nValueError: no such thing\nmore\n'
 )
 
 
-def _failures(*overrides: str) -> RewardFailures:
-    small = ["algorithm.group_size=4", "learner.groups_per_step=10", "learner.num_minibatches=1"]
-    return RewardFailures(load_config("quickstart.yaml", [*small, *overrides]))
+class _Failures:
+    """The failures of a small config, with workers that have completions or duties."""
+
+    def __init__(self, *overrides: str, num_workers: int = 1) -> None:
+        small = ["algorithm.group_size=4", "learner.groups_per_step=10", "learner.num_minibatches=1"]
+        self._failures = RewardFailures(load_config("quickstart.yaml", [*small, *overrides]))
+        self.workers = [_worker(f"w-{number}") for number in range(num_workers)]
+
+    def scored(self, number: int = 0) -> None:
+        self._failures.scored(self.workers[number])
+
+    def failed(self, number: int = 0, error: RewardError = ERROR) -> None:
+        self._failures.failed(self.workers[number], error, self.workers)
+
+    def blamed(self) -> list[int]:
+        judged = enumerate(self.workers)
+        return [number for number, worker in judged if self._failures.is_to_blame(worker, self.workers)]
+
+
+def _worker(name: str) -> Worker:
+    return Worker(name, "1", name, 8, 0.0, 0, 0, 0.0, duties={Duty(1, 0, 0)})
 
 
 def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
-    failures = _failures()
+    failures = _Failures()
     for _ in range(19):
-        failures.failed(ERROR)
+        failures.failed()
     with pytest.raises(UserError) as caught:
-        failures.failed(RewardError("reward_timeout", "late"))
+        failures.failed(error=RewardError("reward_timeout", "late"))
     assert "20 of the last 20 completions got none, more than rollout.max_reward_failure_share=0.5" in str(caught.value)
     assert "the first: reward_error: ValueError: no such thing" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_rewards_that_fail_half_the_time_never_end_the_run() -> None:
-    failures = _failures()
+    failures = _Failures()
     for _ in range(200):
-        failures.scored(1)
-        failures.failed(ERROR)
+        failures.scored()
+        failures.failed()
     with pytest.raises(UserError, match="21 of the last 40 completions"):
-        failures.failed(ERROR)
+        failures.failed()
 
 
 def test_a_late_outage_of_a_service_is_noticed_within_a_batch() -> None:
-    failures = _failures("rollout.max_reward_failure_share=0.25")
-    failures.scored(100_000)
+    failures = _Failures("rollout.max_reward_failure_share=0.25")
+    for _ in range(1000):
+        failures.scored()
     for _ in range(10):
-        failures.failed(ERROR)
+        failures.failed()
     with pytest.raises(UserError, match="11 of the last 40 completions"):
-        failures.failed(ERROR)
+        failures.failed()
 
 
 def test_rewards_without_a_process_do_not_end_the_run() -> None:
     """The worker ends after a while, and others may have their processes."""
-    failures = RewardFailures(load_config("quickstart.yaml"))
+    failures = _Failures()
     for _ in range(100):
-        failures.failed(RewardError("reward_unavailable", "no process could be started"))
-    assert sum(failures._failed) == 0
+        failures.failed(error=RewardError("reward_unavailable", "no process could be started"))
+    assert failures.blamed() == []  # there is no other worker
+
+
+@pytest.mark.parametrize(("num_workers", "num_failing"), [(2, 1), (3, 1), (4, 2), (9, 4)])
+def test_a_few_workers_cannot_end_a_run(num_workers: int, num_failing: int) -> None:
+    """Not before the others have a completion, either."""
+    failures = _Failures(num_workers=num_workers)
+    for _ in range(3):
+        for number in range(num_failing):
+            for _ in range(100):
+                failures.failed(number)
+        for number in range(num_failing, num_workers):
+            failures.scored(number)
+    assert failures.blamed() == list(range(num_failing))
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 9])
+def test_most_workers_end_the_run_as_early_as_a_single_one(num_workers: int) -> None:
+    failures = _Failures(num_workers=num_workers)
+    for turn in range(19):
+        failures.failed(turn % num_workers)
+    with pytest.raises(UserError, match="20 of the last 20 completions"):
+        failures.failed()
+
+
+# -- in the intake -----------------------------------------------------------------------------------------------------
+
+
+def _hello(worker_id: str) -> Hello:
+    return Hello(worker_id, "1", 2, 0, None, 1, 0, (), Work())
+
+
+def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
+    granted = [message for to, message in messages if isinstance(message, Leases) and to == peer]
+    return [duty for message in granted for lease in message.leases for duty in lease.duties]
+
+
+def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error") -> list[Outgoing]:
+    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
+    return intake.handle(worker, Results(LEARNER, 7, (), failed), 0.0)
+
+
+def _with_a_bad_and_a_good_worker() -> tuple[Intake, list[Duty], list[Duty]]:
+    """Return an intake with two groups, and the duties of each worker."""
+    intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=2")
+    good = _duties(intake.handle("good", _hello("good"), 0.0), "good")
+    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    assert len(good) == len(bad) == 2
+    return intake, bad, good
+
+
+def test_a_worker_that_fails_alone_is_set_aside_for_a_while() -> None:
+    intake, bad, good = _with_a_bad_and_a_good_worker()
+    for _ in range(LAST_OUTCOMES // 2):
+        assert intake.fleet.alive["bad"].gets_leases
+        bad = _duties(_fail(intake, "bad", bad), "bad")
+    assert bad == []
+    assert intake.fleet.statistics().set_aside == 1
+    assert intake.statistics().ledger.balanced
+    for now_s in (1.0, _SET_ASIDE_S - 1.0):
+        for worker, duties in (("bad", []), ("good", good)):
+            work = Work(0.0, int(now_s))  # each makes progress, or says so
+            digested = digest(duties)
+            intake.handle(worker, Heartbeat(LEARNER, 1, 100, digested, 0, 0, receiving=False, work=work), now_s)
+        intake.tick(now_s)
+    assert not intake.fleet.alive["bad"].gets_leases
+    assert len(_duties(intake.tick(_SET_ASIDE_S), "bad")) == 2
+
+
+def test_the_unfinished_samples_of_a_worker_set_aside_go_elsewhere() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=20", "algorithm.group_size=2")
+    duties = _duties(intake.handle("bad", msgspec.structs.replace(_hello("bad"), capacity_samples=30), 0.0), "bad")
+    intake.handle("good", msgspec.structs.replace(_hello("good"), capacity_samples=40), 0.0)
+    sent = _fail(intake, "bad", duties[:20])
+    assert [to for to, message in sent if isinstance(message, Abort)] == ["bad"]
+    samples = {duty.sample_id for duty in _duties(sent, "good")}
+    assert {duty.sample_id for duty in duties[20:]} <= samples
+    assert intake.fleet.alive["bad"].duties == set()
+
+
+def test_the_last_worker_is_tried_again_at_once() -> None:
+    """The others may leave: better than to stand still."""
+    intake, bad, _ = _with_a_bad_and_a_good_worker()
+    for _ in range(LAST_OUTCOMES // 2):
+        bad = _duties(_fail(intake, "bad", bad), "bad")
+    assert bad == []
+    intake.handle("good", Goodbye(LEARNER, Work()), 0.0)
+    assert len(_duties(intake.tick(0.5), "bad")) == 2
+
+
+def test_a_sample_without_a_reward_process_is_generated_again() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=3")
+    duties = _duties(intake.handle("w", _hello("w"), 0.0), "w")
+    for _ in range(2):
+        again = _duties(_fail(intake, "w", duties, "reward_unavailable"), "w")
+        assert [duty.sample_id for duty in again] == [duty.sample_id for duty in duties]
+        duties = again
+    _fail(intake, "w", duties, "reward_unavailable")
+    assert intake.statistics().ledger.dropped == {"max_attempts": 2}
