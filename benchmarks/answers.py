@@ -2,11 +2,12 @@
 
     python benchmarks/answers.py [--output benchmarks/results/answers.json]
 
-A real intake grants leases to a worker in another process. The answers come over a socket file, a group per message.
+A real intake grants leases to a worker in another process. The answers come over a socket file, a group per message,
+as many at a time without acknowledgement as from a real worker.
 The intake's time is that of its thread: sockets, decoding with every check of the codec, ledger, buffer, a new lease
-for each answer, and replies; but no tokenizer. In every other intake, each check of `intake/lies.py` is timed where it
-happens, with caches as warm as they are there. (The difference between intakes with and without checks is smaller than
-its noise.)
+for each answer, and replies; but no tokenizer. In every other intake, the check of each message in `intake/lies.py` is
+timed where it happens, with caches as warm as they are there. (The difference between intakes with and without checks
+is smaller than its noise.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,16 +28,17 @@ import numpy as np
 from areal_rloo.config import load_config
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Grant, Ledger, Sample
-from areal_rloo.intake.lies import Lie, Lies
+from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import Prompt, PromptStream
+from areal_rloo.rollout.protocol import RESULTS_IN_FLIGHT
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire.address import Address, SocketFile
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Drain, Duty, Finished, Hello, Lease, Leases, Results, Work
+from areal_rloo.wire.messages import Ack, Drain, Finished, Hello, Lease, Leases, Results, Work
 
 LIMITS = Limits()
 VOCAB_SIZE = 151_936
@@ -73,32 +75,14 @@ class _Timed(Lies):
 
     seconds: ClassVar[list[float]] = []
 
-    def about_lease(
-        self, duty: Duty, sample: Sample | None, grant: Grant | None, worker_id: str, *, granted: bool
-    ) -> Lie | None:
+    def lowest_plain_version(
+        self, results: Results, policy_version: int, prompt_of: Callable[[int], Prompt | None]
+    ) -> int | None:
         began_s = time.perf_counter()
-        lie = super().about_lease(duty, sample, grant, worker_id, granted=granted)
+        lowest = super().lowest_plain_version(results, policy_version, prompt_of)
         self.seconds.append(time.perf_counter() - began_s)
-        return lie
-
-    def lowest_plain_version(self, results: Results, policy_version: int) -> int | None:
-        began_s = time.perf_counter()
-        lowest = super().lowest_plain_version(results, policy_version)
-        self.seconds.append(time.perf_counter() - began_s)
+        assert lowest is not None, "nothing is left to check but the lowest version of each lease"
         return lowest
-
-    def in_trajectories(
-        self,
-        trajectories: Sequence[Trajectory],
-        grant: Grant,
-        prompt: Prompt,
-        policy_version: int,
-        lowest_plain_version: int | None = None,
-    ) -> Lie | None:
-        began_s = time.perf_counter()
-        lie = super().in_trajectories(trajectories, grant, prompt, policy_version, lowest_plain_version)
-        self.seconds.append(time.perf_counter() - began_s)
-        return lie
 
 
 def _checks_s(seconds: list[float]) -> float:
@@ -160,9 +144,12 @@ async def _answer_leases(address: Address, num_tokens: int) -> None:
         message = await worker.receive()
         if isinstance(message, Leases):
             leases.extend(message.leases)
+    in_flight = 0
     for answer in [_answer(lease, number, num_tokens) for number, lease in enumerate(leases)]:
+        while in_flight >= RESULTS_IN_FLIGHT:
+            in_flight -= isinstance(await worker.receive(), Ack)
         assert worker.send(answer)
-        await asyncio.sleep(0)
+        in_flight += 1
     while not isinstance(await worker.receive(), Drain):
         pass
     worker.close()

@@ -48,7 +48,7 @@ class Answers:
         Returns the duties of other workers that are in vain now.
         """
         in_vain = []
-        lowest = self.lies.lowest_plain_version(results, policy_version)
+        lowest = self.lies.lowest_plain_version(results, policy_version, self.leasing.prompt_to_train)
         for lease_id, trajectories in results.finished:
             duty = Duty(lease_id, *trajectories[0].sample_id)
             in_vain += self._finish(sender, duty, trajectories, policy_version, lowest)
@@ -73,21 +73,21 @@ class Answers:
             worker.owes_partials = None
 
     def _finish(
-        self,
-        sender: Sender,
-        duty: Duty,
-        trajectories: tuple[Trajectory, ...],
-        policy_version: int,
-        lowest_plain_version: int | None,
+        self, sender: Sender, duty: Duty, trajectories: tuple[Trajectory, ...], policy_version: int, lowest: int | None
     ) -> list[tuple[Worker, Duty]]:
-        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
+        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing.
+
+        `lowest`: of `Lies.lowest_plain_version`.
+        """
         if sender.worker is not None:
             sender.worker.release(duty)
         sample, grant = self._lease_of(sender, duty)
         if sample is None or grant is None:
             return []
-        prompt = self.leasing.prompt(duty.group_id)
-        lie = self.lies.in_trajectories(trajectories, grant, prompt, policy_version, lowest_plain_version)
+        lie: Lie | None = None
+        if lowest is None or lowest < grant.min_version:
+            prompt = self.leasing.prompt(duty.group_id)
+            lie = self.lies.in_trajectories(trajectories, grant, prompt, policy_version)
         if lie is not None:
             self._refuse(sender, duty, lie)
             self.leasing.lose([duty], is_attempt=True)
@@ -120,8 +120,7 @@ class Answers:
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
             self.leasing.lose([duty], is_attempt=True)
             return
-        error = RewardError(failed.reason, failed.detail)
-        self.failures.failed(sender.worker, error, self.fleet.alive.values())
+        self.failures.failed(sender.worker, RewardError(failed.reason, failed.detail), self.fleet.alive.values())
         if failed.reason == "reward_unavailable":  # elsewhere there may be a process
             self.leasing.lose([duty], is_attempt=True)
             return
@@ -132,14 +131,14 @@ class Answers:
         """Return the sample of a duty without an outcome, and the lease; None for a repeat, and for a lie."""
         sample = self.leasing.sample(duty.sample_id)
         grant = None if sample is None else sample.grant(duty.lease_id)
+        if grant is not None and grant.worker_id == sender.worker_id and sample is not None and not sample.trajectories:
+            return sample, grant
         granted = grant is not None or self.leasing.has_granted(duty)
         lie = self.lies.about_lease(duty, sample, grant, sender.worker_id, granted=granted)
         if lie is not None:
             self._refuse(sender, duty, lie)
-        elif sample is None or grant is None or sample.trajectories:
-            self.num_repeated += 1
         else:
-            return sample, grant
+            self.num_repeated += 1
         return None, None
 
     def _refuse(self, sender: Sender, duty: Duty, lie: Lie) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 
 from areal_rloo.config import WireConfig
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.messages import (
     MOST_COUNT,
@@ -24,10 +25,13 @@ from areal_rloo.wire.messages import (
 )
 from areal_rloo.wire.peers import MOST_PEERS
 
+logger = get_logger(__name__)
+
 # A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
 # a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
 MOST_WORKERS = 1024
 LAST_OUTCOMES = 20  # completions of a worker
+SET_ASIDE_S = 300.0
 _LATE_S = 0.25
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
@@ -146,7 +150,7 @@ class Fleet:
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
         self._refused: Counter[str] = Counter()
-        self.num_set_aside = 0
+        self._num_set_aside = 0
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
@@ -181,7 +185,7 @@ class Fleet:
     def refuses(self, hello: Hello, peer: str, wire: WireConfig) -> str | None:
         """Return why the process at a peer cannot join, and count; None if the process can.
 
-        A connected process keeps its name, whoever else says Hello. If its host is gone without a sign, the process is
+        A connected process keeps its name, and another gets none. If its host is gone without a sign, the process is
         taken for dead after `wire.heartbeat_timeout_s`.
         """
         if peer in self._by_peer:
@@ -196,7 +200,7 @@ class Fleet:
         return None
 
     def statistics(self) -> FleetStatistics:
-        return FleetStatistics(refused_workers=dict(self._refused), set_aside=self.num_set_aside)
+        return FleetStatistics(refused_workers=dict(self._refused), set_aside=self._num_set_aside)
 
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]
@@ -208,6 +212,49 @@ class Fleet:
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
         worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
+
+    def silent(self, now_s: float, wire: WireConfig) -> list[Worker]:
+        """Return the workers that are dead by now."""
+        silent = [worker for worker in self.alive.values() if now_s > worker.silent_until_s(wire)]
+        for worker in silent:
+            silent_s = now_s - worker.last_heard_s
+            logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, silent_s)
+        return silent
+
+    def stalled(self, now_s: float, wire: WireConfig) -> list[Worker]:
+        """Return the workers that have duties and made no progress for too long; they get no leases until they do."""
+        stalled = []
+        for worker in self.alive.values():
+            if worker.duties and now_s - worker.progress_s > wire.stall_timeout_s:
+                logger.error(
+                    "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
+                    *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
+                )
+                worker.progress_s, worker.stalled = now_s, True
+                stalled.append(worker)
+            elif not worker.duties and not worker.stalled:
+                worker.progress_s = now_s
+        return stalled
+
+    def set_aside(self, worker: Worker, now_s: float) -> None:
+        """Give a worker no leases for a while: its completions get no reward, and those of others do."""
+        logger.error(
+            "%d of the last %d completions of %s got no reward, those of most workers did: no leases for %.0f s",
+            *(sum(worker.failed), len(worker.failed), worker.worker_id, SET_ASIDE_S),
+        )
+        self._num_set_aside += 1
+        worker.set_aside_until_s = now_s + SET_ASIDE_S
+
+    def try_again(self, now_s: float) -> None:
+        """Let workers set aside long ago get leases; all workers, if none gets any: better than to stand still."""
+        workers = list(self.alive.values())
+        for worker in workers:
+            if worker.set_aside_until_s is not None and now_s >= worker.set_aside_until_s:
+                worker.set_aside_until_s = None
+                worker.failed.clear()
+        if not any(worker.gets_leases for worker in workers):
+            for worker in [worker for worker in workers if worker.set_aside_until_s is None] or workers:
+                worker.progress_s, worker.stalled, worker.set_aside_until_s = now_s, False, None
 
     def record_work(self, peer: str, work: Work) -> None:
         """Record the counts of a process; ignore those of a stranger."""

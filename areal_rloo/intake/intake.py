@@ -7,7 +7,7 @@ event loop and connects it to the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_rloo.config import Config
@@ -29,7 +29,7 @@ from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
-_SET_ASIDE_S = 300.0
+
 _END = wire.Refusal("this process sent answers that its leases do not allow", final=True)
 _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
 
@@ -117,23 +117,10 @@ class Intake:
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Treat silent workers as dead, and take the duties of workers without progress."""
-        outgoing: list[Outgoing] = []
-        for worker in list(self.fleet.alive.values()):
-            if now_s > worker.silent_until_s(self._wire):
-                silent_s = now_s - worker.last_heard_s
-                logger.warning("no heartbeat from %s for %.1f s: lease its samples again", worker.worker_id, silent_s)
-                self._remove(worker)
-            elif worker.set_aside_until_s is not None and now_s >= worker.set_aside_until_s:
-                worker.set_aside_until_s = None
-                worker.failed.clear()
-            elif worker.duties and now_s - worker.progress_s > self._wire.stall_timeout_s:
-                outgoing.append(self._stall(worker, now_s))
-            elif not worker.duties and not worker.stalled:
-                worker.progress_s = now_s
-        alive = self.fleet.alive.values()
-        if not any(worker.gets_leases for worker in alive):  # better to try them again than to stand still
-            for worker in [worker for worker in alive if worker.set_aside_until_s is None] or alive:
-                worker.progress_s, worker.stalled, worker.set_aside_until_s = now_s, False, None
+        for worker in self.fleet.silent(now_s, self._wire):
+            self._remove(worker)
+        outgoing = [self._take_duties(worker, is_attempt=True) for worker in self.fleet.stalled(now_s, self._wire)]
+        self.fleet.try_again(now_s)
         return outgoing + self.grants()
 
     def grants(self) -> list[Outgoing]:
@@ -227,11 +214,14 @@ class Intake:
             return []  # a worker knows this learner by a Welcome alone
         match message:
             case wire.Results():
-                aborts = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
-                replies = [Outgoing(peer, wire.Ack(message.number)), *self._told(aborts), *self._cut_off(peer)]
+                in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
+                aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
+                replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:
                     worker.progress_s, worker.stalled = now_s, False
-                    replies += self._set_aside_if_failing(worker, now_s)
+                    if worker.gets_leases and self._answers.failures.is_to_blame(worker, self.fleet.alive.values()):
+                        self.fleet.set_aside(worker, now_s)
+                        replies.append(self._take_duties(worker, is_attempt=False))
                 return replies
             case wire.Partials():
                 self._answers.take_partials(Sender(peer, name, worker), message, self._policy_version)
@@ -253,10 +243,6 @@ class Intake:
                 offer_id, number = message.offer_id, message.number
                 self._offers.failed(worker.worker_id, offer_id, message.detail, number=number, now_s=now_s)
         return [Outgoing(peer, wire.Ack(message.number))]
-
-    def _told(self, aborts: Sequence[tuple[Worker, Duty]]) -> list[Outgoing]:
-        """Return the messages that cancel duties whose sample an earlier holder has finished."""
-        return [Outgoing(worker.peer, wire.Abort(self.learner_id, (duty,))) for worker, duty in aborts]
 
     def _cut_off(self, peer: str) -> list[Outgoing]:
         """Forget a worker that lied often, and tell the process to end."""
@@ -325,27 +311,6 @@ class Intake:
             newest_lease, say_hello = worker.newest_lease, worker.differs(heartbeat)
         reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, newest_lease, say_hello)
         return [Outgoing(peer, reply), *([Outgoing(peer, wire.Drain())] if self._stopping else [])]
-
-    def _set_aside_if_failing(self, worker: Worker, now_s: float) -> list[Outgoing]:
-        """Give a worker no leases for a while if its completions get no reward, and those of others do."""
-        if not worker.gets_leases or not self._answers.failures.is_to_blame(worker, self.fleet.alive.values()):
-            return []
-        logger.error(
-            "%d of the last %d completions of %s got no reward, those of most workers did: no leases for %.0f s",
-            *(sum(worker.failed), len(worker.failed), worker.worker_id, _SET_ASIDE_S),
-        )
-        self.fleet.num_set_aside += 1
-        worker.set_aside_until_s = now_s + _SET_ASIDE_S
-        return [self._take_duties(worker, is_attempt=False)]
-
-    def _stall(self, worker: Worker, now_s: float) -> Outgoing:
-        """Lease the samples of a worker without progress to others, and none to the worker until it makes progress."""
-        logger.error(
-            "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
-            *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
-        )
-        worker.progress_s, worker.stalled = now_s, True
-        return self._take_duties(worker, is_attempt=True)
 
     def _take_duties(self, worker: Worker, *, is_attempt: bool) -> Outgoing:
         """Queue the samples of a worker for others; returns the message that cancels the duties."""

@@ -52,6 +52,11 @@ class Leasing:
             return self.evaluation.prompt(group_id)
         return self.ledger.groups[group_id].prompt
 
+    def prompt_to_train(self, group_id: int) -> Prompt | None:
+        """Return the prompt of a group of the ledger; None if there is no such group."""
+        group = self.ledger.groups.get(group_id)
+        return None if group is None else group.prompt
+
     def has_granted(self, duty: Duty) -> bool:
         """Return False if this learner cannot have granted this duty."""
         if not 0 < duty.lease_id <= self._num_leases:

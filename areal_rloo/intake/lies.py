@@ -11,7 +11,7 @@ logprob or a reward is right.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -24,7 +24,8 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Trajectory
-from areal_rloo.wire.messages import Duty, Results
+from areal_rloo.wire.columns import Int32Array
+from areal_rloo.wire.messages import Duty, Finished, Results
 from areal_rloo.wire.peers import MOST_OFFENCES, Offences
 from areal_rloo.wire.turns import decode_turns
 
@@ -91,43 +92,34 @@ class Lies:
             return "no_such_lease"
         return None
 
-    def lowest_plain_version(self, results: Results, policy_version: int) -> int | None:
-        """Look at all answers of a message together: a tenth of the work of a look at each.
+    def lowest_plain_version(
+        self, results: Results, policy_version: int, prompt_of: Callable[[int], Prompt | None]
+    ) -> int | None:
+        """Look at all answers of a message together: a third of the work of a look at each.
 
         Args:
             policy_version: the newest published.
+            prompt_of: returns the prompt of a group, or None.
 
-        Returns: the lowest version of the tokens if all answers are plain: nothing but their prompts, and the lowest
-            versions of their leases, is left to check. None if some answer is not plain.
+        Returns: the lowest version of the tokens if all answers are plain: `in_trajectories` finds nothing wrong with
+            them if the lowest version of their lease is not higher. None if some answer is not plain.
         """
-        found = results.extremes
-        if found is None or found.highest_token >= self._vocab_size or found.highest_version > policy_version:
+        if results.extremes is None:
             return None
-        strange_spans = found.has_spans if self._is_single_turn else found.has_even_spans
-        if self._is_built_in and (found.most_tokens > self._most_tokens or strange_spans):
+        highest_token, lowest_version, highest_version, most_tokens, has_spans, has_even_spans = results.extremes
+        if highest_token >= self._vocab_size or highest_version > policy_version:
             return None
-        return found.lowest_version
+        has_strange_spans = has_spans if self._is_single_turn else has_even_spans
+        if self._is_built_in and (most_tokens > self._most_tokens or has_strange_spans):
+            return None
+        if self._has_prompt and not _have_prompts(results.finished, prompt_of):
+            return None
+        return lowest_version
 
     def in_trajectories(
-        self,
-        trajectories: Sequence[Trajectory],
-        grant: Grant,
-        prompt: Prompt,
-        policy_version: int,
-        lowest_plain_version: int | None = None,
+        self, trajectories: Sequence[Trajectory], grant: Grant, prompt: Prompt, policy_version: int
     ) -> Lie | None:
-        """Return what is wrong with the trajectories of a lease.
-
-        Args:
-            policy_version: the newest published.
-            lowest_plain_version: of all answers of the message; None looks at every rule.
-        """
-        is_plain = lowest_plain_version is not None and lowest_plain_version >= grant.min_version
-        if is_plain and (
-            not self._has_prompt
-            or (trajectories[0].prompt_tokens.tobytes() == prompt.encoded and len(trajectories) == 1)
-        ):
-            return None
+        """Return what is wrong with the trajectories of a lease. `policy_version`: the newest published."""
         lies = (self._in_trajectory(each, grant, prompt, policy_version) for each in trajectories)
         if (lie := next((lie for lie in lies if lie is not None), None)) is not None:
             return lie
@@ -194,3 +186,18 @@ class Lies:
             return True
         spans = [each.completion.spans for each in trajectories if each.completion.spans]
         return any(self._is_single_turn or len(lengths) % 2 == 0 for lengths in spans)  # the policy has the last word
+
+
+def _have_prompts(finished: Sequence[Finished], prompt_of: Callable[[int], Prompt | None]) -> bool:
+    """Return True if each answer is a trajectory with the prompt of its group."""
+    group_id: int | None = None
+    right: Int32Array | None = None  # the prompt of the group: the codec makes equal prompts the same array
+    for _, trajectories in finished:
+        first = trajectories[0]
+        if len(trajectories) != 1:
+            return False
+        if first.prompt_tokens is not right or first.group_id != group_id:
+            group_id, right, prompt = first.group_id, first.prompt_tokens, prompt_of(first.group_id)
+            if prompt is None or right.tobytes() != prompt.encoded:
+                return False
+    return True

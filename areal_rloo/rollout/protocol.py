@@ -32,7 +32,7 @@ from areal_rloo.wire.messages import Duty
 logger = get_logger(__name__)
 
 _BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
-_RESULTS_IN_FLIGHT = 16  # messages not acknowledged; further results wait and leave together
+RESULTS_IN_FLIGHT = 16  # messages not acknowledged; further results wait and leave together
 _HELLO_EVERY = 2  # heartbeats
 
 
@@ -332,7 +332,7 @@ class WorkerProtocol:
 
     def _collect_results(self, learner_id: str) -> None:
         """Put ready results into the outbox, as many as fit into each message."""
-        while self._ready and self._num_results < _RESULTS_IN_FLIGHT:
+        while self._ready and self._num_results < RESULTS_IN_FLIGHT:
             finished: list[wire.Finished] = []
             failed: list[wire.Failed] = []
             duties: list[Duty] = []

@@ -1,6 +1,7 @@
 """A batch of trajectories as columns: four arrays for the whole batch, and a small header for each trajectory.
 
-    tokens        int32    prompt and completion of the first trajectory, then of the second, ...
+    tokens        int32    prompt and completion of the first trajectory, then of the second, ...; of a prompt that
+                           equals the one before, as in a group, nothing
     logprobs      float32  behaviour logprobs of the completions, one after the other
     version_runs  int32    pairs: a policy version, and how many completion tokens in a row it sampled
     rewards       float32  rewards of single tokens, for the trajectories that have them
@@ -67,7 +68,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample_index: int
     reward: float
     finish_reason: Annotated[str, Meta(max_length=20)]
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # in the columns; 0: the prompt of the trajectory before
     num_tokens: int
     num_version_runs: int
     spans: Annotated[tuple[int, ...], Meta(max_length=_MOST_SPANS)] = ()
@@ -99,11 +100,14 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     tokens, logprobs = [], []
     runs: list[int] = []
     rewards = [_NO_REWARDS]
+    prompt: Int32Array | None = None
     for trajectory in trajectories:
         completion = trajectory.completion
         runs_here = version_runs(completion.versions)
-        headers.append(_header(trajectory, runs_here))
-        tokens += [trajectory.prompt_tokens, completion.tokens]
+        repeats = prompt is not None and np.array_equal(trajectory.prompt_tokens, prompt)
+        prompt = trajectory.prompt_tokens
+        headers.append(_header(trajectory, runs_here, 0 if repeats else len(prompt)))
+        tokens += [completion.tokens] if repeats else [prompt, completion.tokens]
         logprobs.append(completion.behaviour_logprobs)
         runs += chain.from_iterable(runs_here)
         if trajectory.token_rewards is not None:
@@ -122,7 +126,7 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
 def decode_columns(
     headers: Headers, frames: Sequence[Frame], limits: Limits
 ) -> tuple[tuple[Trajectory, ...], Extremes]:
-    """Decode and check a batch; tokens and logprobs are views of the frames.
+    """Decode and check a batch; tokens and logprobs are views of the frames, and equal prompts are the same view.
 
     Raises:
         DecodeError: a column has another size than the headers say, or a value breaks a rule; names the trajectory and
@@ -131,8 +135,8 @@ def decode_columns(
     _check_num_trajectories(len(headers), limits)
     if len(frames) != 4:
         raise DecodeError(f"trajectory_batch: expected 4 columns, got {len(frames)}")
-    for header in headers:
-        _check_header(header, limits)
+    for number, header in enumerate(headers):
+        _check_header(header, limits, may_repeat=number > 0)
     num_tokens = [header.num_tokens for header in headers]
     sizes = [header.num_prompt_tokens + header.num_tokens for header in headers]
     rewarded = [header for header in headers if header.has_token_rewards]
@@ -153,8 +157,9 @@ def decode_columns(
         _check_version_runs(islice(rest, header.num_version_runs), header)
     spans = [header.spans for header in headers if header.spans]
     has_even = any(len(each) % 2 == 0 for each in spans)
-    extremes = Extremes(highest, min(pairs)[0], max(pairs)[0], max(sizes), bool(spans), has_even)
-    return _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards), extremes
+    trajectories = _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
+    longest = max(trajectory.num_tokens for trajectory in trajectories)
+    return trajectories, Extremes(highest, min(pairs)[0], max(pairs)[0], longest, bool(spans), has_even)
 
 
 def _cut(
@@ -163,6 +168,7 @@ def _cut(
     """Slice the checked columns."""
     trajectories = []
     at_token = at = at_reward = 0
+    prompt = tokens[:0]
     for header in headers:
         at_completion, end = at_token + header.num_prompt_tokens, at + header.num_tokens
         completion = Completion(
@@ -172,6 +178,8 @@ def _cut(
             header.finish_reason,  # type: ignore[arg-type]
             header.spans,
         )
+        if header.num_prompt_tokens:
+            prompt = tokens[at_token:at_completion]
         of_tokens = None
         if header.has_token_rewards:
             of_tokens = rewards[at_reward : at_reward + header.num_tokens]
@@ -180,7 +188,7 @@ def _cut(
             Trajectory(
                 header.group_id,
                 header.sample_index,
-                tokens[at_token:at_completion],
+                prompt,
                 completion,
                 header.reward,
                 header.reward_parts,
@@ -213,13 +221,13 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
             rewards = _NO_REWARDS
             if trajectory.token_rewards is not None:
                 rewards = _vector("token_rewards", trajectory.token_rewards, _FLOAT32, num)
-            encoded = _header_encoder.encode(_header(trajectory, runs))
+            encoded = _header_encoder.encode(_header(trajectory, runs, len(prompt)))
             header = from_msgpack(encoded, TrajectoryHeader)  # checks the types
         except OverflowError as error:
             raise DecodeError(f"trajectory {trajectory.sample_id}: expected integers of 64 bits: {error}") from error
         except (DecodeError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"trajectory {trajectory.sample_id}: {error}") from error
-        _check_header(header, limits)
+        _check_header(header, limits, may_repeat=False)
         _check_version_runs(runs, header)
         _check_tokens(prompt, [header], [len(prompt)])
         _check_tokens(tokens, [header], [num])
@@ -231,16 +239,16 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
     return num_bytes
 
 
-def _header(trajectory: Trajectory, version_runs: Sequence[tuple[int, int]]) -> TrajectoryHeader:
+def _header(trajectory: Trajectory, runs: Sequence[tuple[int, int]], num_prompt_tokens: int) -> TrajectoryHeader:
     completion = trajectory.completion
     return TrajectoryHeader(
         trajectory.group_id,
         trajectory.sample_index,
         trajectory.reward,
         completion.finish_reason,
-        len(trajectory.prompt_tokens),
+        num_prompt_tokens,
         len(completion.tokens),
-        len(version_runs),
+        len(runs),
         completion.spans,
         trajectory.reward_parts,
         trajectory.token_rewards is not None,
@@ -326,10 +334,12 @@ def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader)
         raise DecodeError(f"{_name(header)}: {error}") from error
 
 
-def _check_header(header: TrajectoryHeader, limits: Limits) -> None:
+def _check_header(header: TrajectoryHeader, limits: Limits, *, may_repeat: bool) -> None:
+    """`may_repeat`: the header may name the prompt of the trajectory before."""
     for field in ("num_prompt_tokens", "num_tokens", "num_version_runs"):
-        if not 0 < (num := getattr(header, field)) <= limits.max_tokens:
-            raise DecodeError(f"{_name(header)}: {field}: expected 1 to {limits.max_tokens}, got {num}")
+        least = 0 if may_repeat and field == "num_prompt_tokens" else 1
+        if not least <= (num := getattr(header, field)) <= limits.max_tokens:
+            raise DecodeError(f"{_name(header)}: {field}: expected {least} to {limits.max_tokens}, got {num}")
     if not is_reward(header.reward):
         raise DecodeError(
             f"{_name(header)}: reward: expected a number up to {MOST_REWARD:g} in size, got {header.reward}"

@@ -163,13 +163,7 @@ def _samples_of_a_dead_worker_wait() -> Any:
 
 
 def _a_worker_without_progress_keeps_its_samples() -> Any:
-    def mutated(self: Intake, worker: Worker, now_s: float) -> Any:
-        worker.progress_s = now_s
-        from areal_rloo.intake.fleet import Outgoing
-
-        return Outgoing(worker.peer, wire.Ack(0))
-
-    return patch.object(Intake, "_take_duties", mutated)
+    return patch.object(Fleet, "stalled", lambda self, now_s, wire: [])
 
 
 def _diverged_weights_are_kept() -> Any:

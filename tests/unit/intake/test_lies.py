@@ -245,28 +245,43 @@ def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
     assert intake.statistics().ledger.buffered == 1
 
 
+def test_a_prompt_that_travels_once_counts_in_every_length(intake: Intake) -> None:
+    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    tokens = [3] * (MOST_TOKENS - 1)  # with the prompt of two tokens, one too many
+    right = Finished(first.lease_id, (_answer(first, tokens=tokens[1:]),))
+    intake.handle("w", _results(right, Finished(second.lease_id, (_answer(second, tokens=tokens),))), 0.0)
+    assert _refused(intake) == {"length": 1}
+
+
 @given(data=st.data())
 def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObject) -> None:
     """Decoded messages carry extremes, for a fast look; without them, each answer is looked at."""
     tokens = st.lists(st.integers(0, VOCAB_SIZE), min_size=1, max_size=4)
-    answers = data.draw(st.lists(st.tuples(tokens, st.integers(0, 3), st.booleans(), st.booleans()), max_size=4))
+    answer = st.tuples(tokens, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2), st.integers(1, 2))
+    answers = data.draw(st.lists(answer, max_size=4))
     kind = data.draw(st.sampled_from(["single_turn", "multi_turn", "some.module:Episode"]))
-    intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}")
-    lies, prompt = intake.lies, Prompt(0, 0, PROMPT, Item("?"))
+    lies = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}").lies
+    prompts = {number: Prompt(0, 0, tokens, Item("?")) for number, tokens in enumerate([PROMPT, (1,)])}
     finished = []
-    for ids, version, is_right, has_spans in answers:
+    for ids, version, is_right, has_spans, group_id, num in answers:
         spans = tuple([1] * len(ids)) if has_spans else ()
-        answer = _answer(
-            Duty(1, 0, 0), tokens=ids, prompt=PROMPT if is_right else (1,), versions=[version] * len(ids), spans=spans
-        )
-        finished.append(Finished(1, (answer,)))
+        tokens_of = prompts.get(group_id, prompts[0]).tokens if is_right else (7, 7)
+        duty, versions = Duty(1, group_id, 0), [version] * len(ids)
+        made = [_answer(duty, tokens=ids, prompt=tokens_of, versions=versions, spans=spans)] * num
+        finished.append(Finished(1, tuple(made)))
     results = _results(*finished)
     assert isinstance(results, Results)
     newest, grant = data.draw(st.integers(0, 3)), Grant(1, "w", data.draw(st.integers(0, 3)))
-    lowest = lies.lowest_plain_version(results, newest)
+    lowest = lies.lowest_plain_version(results, newest, prompts.get)
+    slow = []
     for each in results.finished:
-        slow = lies.in_trajectories(each.trajectories, grant, prompt, newest)
-        assert lies.in_trajectories(each.trajectories, grant, prompt, newest, lowest) == slow
+        prompt = prompts.get(each.trajectories[0].group_id)
+        slow.append(prompt and lies.in_trajectories(each.trajectories, grant, prompt, newest))
+    if lowest is not None and lowest >= grant.min_version:
+        assert set(slow) <= {None}
+    elif lowest is None and results.finished and kind != "some.module:Episode":
+        known = all(each.trajectories[0].group_id in prompts for each in results.finished)
+        assert not known or set(slow) != {None}, "a look at all answers finds a lie that a look at each does not"
 
 
 def _heartbeat(work: Work) -> wire.Heartbeat:

@@ -8,8 +8,8 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError
-from areal_rloo.intake.fleet import LAST_OUTCOMES, Outgoing, Worker
-from areal_rloo.intake.intake import _SET_ASIDE_S, Intake
+from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Worker
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.wire.messages import Abort, Duty, Failed, Goodbye, Heartbeat, Hello, Leases, Results, Work, digest
 
@@ -135,14 +135,14 @@ def test_a_worker_that_fails_alone_is_set_aside_for_a_while() -> None:
     assert bad == []
     assert intake.fleet.statistics().set_aside == 1
     assert intake.statistics().ledger.balanced
-    for now_s in (1.0, _SET_ASIDE_S - 1.0):
+    for now_s in (1.0, SET_ASIDE_S - 1.0):
         for worker, duties in (("bad", []), ("good", good)):
             work = Work(0.0, int(now_s))  # each makes progress, or says so
             digested = digest(duties)
             intake.handle(worker, Heartbeat(LEARNER, 1, 100, digested, 0, 0, receiving=False, work=work), now_s)
         intake.tick(now_s)
     assert not intake.fleet.alive["bad"].gets_leases
-    assert len(_duties(intake.tick(_SET_ASIDE_S), "bad")) == 2
+    assert len(_duties(intake.tick(SET_ASIDE_S), "bad")) == 2
 
 
 def test_the_unfinished_samples_of_a_worker_set_aside_go_elsewhere() -> None:

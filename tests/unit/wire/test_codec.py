@@ -55,7 +55,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.sampled_from(["stop", "length"])),
         draw(spans(num)),
     )
-    prompt = np.array(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=9)), np.int32)
+    prompts = st.sampled_from([[5], [5, 6]]) | st.lists(st.integers(0, 1000), min_size=1, max_size=9)
+    prompt = np.array(draw(prompts), np.int32)
     rewards = draw(st.none() | st.lists(st.floats(-9, 9, width=32), min_size=num, max_size=num))
     return Trajectory(
         draw(st.integers(-(2**40), 2**40)),
@@ -175,7 +176,7 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
             decode(frames, LIMITS)
 
 
-@pytest.mark.parametrize("header", [b"\x92\x07" + b"\x91" * 100_000, b"\x92\x07\xa1\xff"])
+@pytest.mark.parametrize("header", [b"\x92\x08" + b"\x91" * 100_000, b"\x92\x08\xa1\xff"])
 def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> None:
     for decode in (decode_worker, decode_learner):
         with pytest.raises(DecodeError):
@@ -226,6 +227,27 @@ def test_columns_are_split_at_the_lengths_of_the_headers() -> None:
     assert (first.reward_parts, second.reward_parts) == ({}, {"a": 1.0})
 
 
+def test_a_prompt_like_the_one_before_travels_once() -> None:
+    prompts = [[5] * 100, [5] * 100, [6], [5] * 100, [5] * 100]
+    columns = (np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32))
+    completion = Completion(*columns, "stop")
+    batch = [Trajectory(1, 0, np.array(prompt, np.int32), completion, 1.0) for prompt in prompts]
+    frames = encode(Results("learner", 1, _finished(batch)))
+    assert len(frames[1]) == 4 * (100 + 1 + 100 + 5)
+    message = decode_worker(frames, LIMITS)
+    assert isinstance(message, Results) and message.extremes is not None
+    arrays = [each.trajectories[0].prompt_tokens for each in message.finished]
+    assert [array.tolist() for array in arrays] == prompts
+    assert arrays[0] is arrays[1] and arrays[3] is arrays[4]
+    assert message.extremes.most_tokens == 101
+
+
+def test_the_first_trajectory_has_a_prompt() -> None:
+    columns = [np.ones(1, np.int32), -np.ones(1, np.float32), np.array([0, 1], np.int32), np.zeros(0, np.float32)]
+    with pytest.raises(DecodeError, match=r"\(1, 0\): num_prompt_tokens: expected 1 to 1000, got 0"):
+        decode_columns([TrajectoryHeader(1, 0, 1.0, "stop", 0, 1, 1)], [column.tobytes() for column in columns], LIMITS)
+
+
 INFINITY, NAN = float("inf"), float("nan")
 
 
@@ -235,7 +257,7 @@ INFINITY, NAN = float("inf"), float("nan")
         ({"num_tokens": 0}, "(2, 3): num_tokens: expected 1 to 1000, got 0"),
         ({"num_tokens": 1001}, "(2, 3): num_tokens: expected 1 to 1000, got 1001"),
         ({"num_tokens": 2**70}, "(2, 3): num_tokens: expected 1 to 1000"),
-        ({"num_prompt_tokens": -1}, "(2, 3): num_prompt_tokens: expected 1 to 1000, got -1"),
+        ({"num_prompt_tokens": -1}, "(2, 3): num_prompt_tokens: expected 0 to 1000, got -1"),
         ({"num_prompt_tokens": 2}, "tokens: expected 36 bytes, as the headers say, got 32"),
         ({"num_version_runs": 0}, "(2, 3): num_version_runs: expected 1 to 1000, got 0"),
         ({"num_version_runs": 3}, "version_runs: expected 32 bytes, as the headers say, got 24"),
@@ -314,7 +336,7 @@ def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 7; run the same"):
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 8; run the same"):
         decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
