@@ -13,6 +13,7 @@ from areal_rloo.config.section import (
     Count,
     CountOrNone,
     Finite,
+    LeaseCount,
     ManyCount,
     Natural,
     PositiveFloat,
@@ -125,8 +126,8 @@ class RolloutConfig(Section, frozen=True):
     num_workers: AutoInt = 1  # auto or 0: as many as GPUs without a learner rank, or as hosts
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
-    num_slots: ManyCount = 64  # completions decoded together
-    lease_ahead_samples: ManyCount | None = None  # leased beyond the slots; null: the worker's share of a batch
+    num_slots: LeaseCount = 64  # completions decoded together
+    lease_ahead_samples: LeaseCount | None = None  # leased beyond the slots; null: the worker's share of a batch
     episode: EpisodeConfig = EpisodeConfig()
     num_reward_workers: Count = 2  # processes for scoring completions
     num_async_rewards: ManyCount = 64  # concurrent network-bound rewards

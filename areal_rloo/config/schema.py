@@ -18,6 +18,7 @@ from areal_rloo.config.launcher import LauncherConfig, launcher_mistakes
 from areal_rloo.config.learner import LearnerConfig, learner_mistakes
 from areal_rloo.config.rollout import RolloutConfig, rollout_mistakes
 from areal_rloo.config.section import (
+    MOST_LEASED,
     Count,
     ManyCount,
     MessageBytes,
@@ -172,7 +173,7 @@ class Config(Section, frozen=True):
         """Samples that a worker may hold in addition to the samples in the slots."""
         if self.rollout.lease_ahead_samples is not None:
             return self.rollout.lease_ahead_samples
-        return -(-self.samples_per_step // max(1, self.rollout.num_workers))
+        return min(-(-self.samples_per_step // max(1, self.rollout.num_workers)), MOST_LEASED)
 
     @property
     def partials_timeout_s(self) -> float:

@@ -21,6 +21,8 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of hosts, processes, devices, layers
 CountOrNone = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 ManyCount = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of completions, prompts or connections at a time
+MOST_LEASED = 2**16  # samples in a worker's slots, and ahead of them: a message must hold all samples of a worker
+LeaseCount = Annotated[int, msgspec.Meta(ge=1, le=MOST_LEASED)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completion or a row
 # The word `auto` is read as 0; the launcher decides.
 AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]

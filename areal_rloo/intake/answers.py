@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from areal_rloo.errors import RewardError
 from areal_rloo.intake.fleet import Fleet, Worker
@@ -12,6 +12,7 @@ from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.rewards.request import FailureReason
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
@@ -40,7 +41,7 @@ class Answers:
     _reasons: Words = field(init=False)  # of failures: a user's episode may have reasons of its own
 
     def __post_init__(self) -> None:
-        self._reasons = Words(_MOST_REASONS, known=self.leasing.ledger.counts().dropped)
+        self._reasons = Words(_MOST_REASONS, known={*get_args(FailureReason), *self.leasing.ledger.counts().dropped})
 
     def take_results(self, sender: Sender, results: Results, policy_version: int) -> list[tuple[Worker, Duty]]:
         """Record finished and failed duties. The results of a worker taken for dead are welcome, too.
@@ -75,17 +76,14 @@ class Answers:
     def _finish(
         self, sender: Sender, duty: Duty, trajectories: tuple[Trajectory, ...], policy_version: int, lowest: int | None
     ) -> list[tuple[Worker, Duty]]:
-        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing.
-
-        `lowest`: of `Lies.lowest_plain_version`.
-        """
+        """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
         if sender.worker is not None:
             sender.worker.release(duty)
         sample, grant = self._lease_of(sender, duty)
         if sample is None or grant is None:
             return []
         lie: Lie | None = None
-        if lowest is None or lowest < grant.min_version:
+        if lowest is None or lowest < grant.min_version:  # else nothing is wrong: `Lies.lowest_plain_version`
             prompt = self.leasing.prompt(duty.group_id)
             lie = self.lies.in_trajectories(trajectories, grant, prompt, policy_version)
         if lie is not None:

@@ -48,6 +48,12 @@ _KILLED_WHILE_SAVING = (
 )
 
 
+def named(code: int | None) -> str:
+    """Show an exit code, with the name of a signal: 137 (SIGKILL)."""
+    names = {128 + number: number.name for number in signal.Signals}
+    return f"{code} ({names[code]})" if code in names else str(code)
+
+
 class Handle(Protocol):
     """A started process, on any host."""
 
@@ -141,12 +147,15 @@ class Supervisor:
         if child.restart_at_s is None:
             if code != EXIT_WENT_BACK and not self._has_restart_left(child, code):
                 if not child.given_up:
-                    logger.error("%s ended with code %s and has no restart left (launcher.max_restarts)", name, code)
+                    why = "has no restart left (launcher.max_restarts)"
+                    logger.error("%s ended with code %s and %s", name, named(code), why)
                 child.given_up = True
                 return False
             wait_s = self._goodbye_s if code == 0 else _backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
             if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
-                self._say(f"{name} ended with code {code}; restart in {wait_s:.1f} s (logs/{name}.log says more)")
+                self._say(
+                    f"{name} ended with code {named(code)}; restart in {wait_s:.1f} s (logs/{name}.log says more)"
+                )
             child.restart_at_s = self._clock() + wait_s
         if self._clock() >= child.restart_at_s:
             self._restart(child, code)
@@ -291,7 +300,9 @@ class LearnerRanks:
             own = self._supervisor.exit_code(name)
             if own not in (None, 0, EXIT_RANK_LOST):
                 if name not in self._said:
-                    self._progress.warn(f"{name} ended with code {own}. {self._supervisor.last_words(name)}".rstrip())
+                    self._progress.warn(
+                        f"{name} ended with code {named(own)}. {self._supervisor.last_words(name)}".rstrip()
+                    )
                 self._said.add(name)
                 code = 2 if own == 2 else code
         return code
@@ -306,7 +317,7 @@ class LearnerRanks:
 
     def last_words(self, code: int) -> str:
         """Describe the end of the learner: the exit code, the last line of output, and a probable cause."""
-        words = f"the learner ended with code {code}. {self._supervisor.last_words(self._leader)}".rstrip()
+        words = f"the learner ended with code {named(code)}. {self._supervisor.last_words(self._leader)}".rstrip()
         unsaved = self._killed_while_saving()
         return words if unsaved is None else words + _KILLED_WHILE_SAVING.format(checkpoint=unsaved)
 

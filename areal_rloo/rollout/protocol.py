@@ -337,15 +337,16 @@ class WorkerProtocol:
             failed: list[wire.Failed] = []
             duties: list[Duty] = []
             num_bytes = num_trajectories = 0
-            while self._ready and num_trajectories < _BATCH_TRAJECTORIES:
-                num_bytes += self._ready[0][0]
-                if duties and num_bytes > self._max_batch_bytes:
+            while self._ready:
+                size, duty, result = self._ready[0]
+                num = len(result.trajectories) if isinstance(result, wire.Finished) else 0
+                num_bytes, num_trajectories = num_bytes + size, num_trajectories + num
+                if duties and (num_bytes > self._max_batch_bytes or num_trajectories > _BATCH_TRAJECTORIES):
                     break
-                _, duty, result = self._ready.popleft()
+                self._ready.popleft()
                 duties.append(duty)
                 if isinstance(result, wire.Finished):
                     finished.append(result)
-                    num_trajectories += len(result.trajectories)
                 else:
                     failed.append(result)
             number = self._next_number()

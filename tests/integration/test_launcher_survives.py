@@ -73,7 +73,7 @@ def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Call
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
-    assert "rollout-0 ended with code 137; restart in" in log.read_text()
+    assert "rollout-0 ended with code 137 (SIGKILL); restart in" in log.read_text()
     assert_drained(run)
 
 

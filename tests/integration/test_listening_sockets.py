@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.local_runs import Run
+from support.strangers import scraped
 
 from areal_rloo.config import is_loopback
 
@@ -68,8 +69,25 @@ def test_a_run_on_one_host_listens_on_loopback_and_private_folders(
     assert [folder for folder in folders if folder.exists()] == [], "nothing is left behind"
 
 
-def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run]) -> None:
-    run = start(LONG, "wire.transport=tcp", "telemetry.log_level=debug")
+# Notes the key of each session, and sends it to the endpoint like any agent.
+AGENT = """
+import pathlib, openai
+
+def solve(base_url, api_key, model, prompt):
+    with (pathlib.Path(__file__).parent / "session_keys").open("a") as keys:
+        keys.write(api_key + "\\n")
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        return len(client.chat.completions.create(model=model, messages=messages).choices[0].message.content) / 24
+"""
+
+
+@pytest.mark.parametrize("episode", ["single_turn", "agent"])
+def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run], tmp_path: Path, episode: str) -> None:
+    """Neither the two keys of the wire, nor those of the sessions of agents."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    options = (f"rollout.episode.agent={tmp_path / 'agent.py'}:solve",) if episode == "agent" else ()
+    run = start(LONG, "wire.transport=tcp", "telemetry.log_level=debug", f"rollout.episode.type={episode}", *options)
     run.wait_for(lambda: len(run.records()) >= 1)
     keys = [path.read_bytes() for path in (run.folder / "keys").glob("*.secret")]
     assert [len(key) for key in keys] == [40, 40]
@@ -77,15 +95,24 @@ def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run]) -> None:
     for process in _processes(run):
         for name in ("cmdline", "environ"):
             shown[f"{name} of {process.pid}"] = Path(f"/proc/{process.pid}/{name}").read_bytes()
+    for _, host, port in _listening(run):
+        for name, value in scraped((host, port)).items():
+            shown.setdefault(f"the metrics at {port}", b"")
+            shown[f"the metrics at {port}"] += f"{name} {value}\n".encode()
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
     shown["the output"] = output.encode()
-    for path in run.folder.rglob("*"):
-        if path.is_file() and path.parent.name != "keys" and "checkpoints" not in path.parts:
-            shown[str(path)] = path.read_bytes()
-    assert str(run.folder / "config.yaml") in shown
-    assert [where for where, content in shown.items() for key in keys if key in content] == []
+    shown |= {str(path): path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    shown = {where: content for where, content in shown.items() if Path(where).parent.name != "keys"}
+    for name in ("config.yaml", "report.html", "logs/rollout-0.log"):
+        assert str(run.folder / name) in shown
+    assert any(where.startswith("the metrics at") for where in shown)
+    if episode == "agent":
+        of_sessions = (tmp_path / "session_keys").read_bytes().split()
+        assert len(of_sessions) >= 16
+        keys += of_sessions
+    assert [where for where, content in shown.items() if any(key in content for key in keys)] == []
 
 
 def test_a_killed_launcher_leaves_no_socket_in_the_way(start: Callable[..., Run]) -> None:

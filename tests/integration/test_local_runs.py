@@ -125,7 +125,7 @@ def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[...
     log = (run.folder / "logs" / "launcher.log").read_text()
     assert "restarted rollout-0" in log
     assert f"the learner restarts from step-{restart} (restart 1 of 1)" in log
-    assert "rollout-0 ended with code 137; restart in" in before
+    assert "rollout-0 ended with code 137 (SIGKILL); restart in" in before
     for part, first in ((before, 0), (after, int(restart))):  # what the learner discards is done and said again
         said = [int(version) for version in re.findall(r"evaluation: version (\d+)", part)]
         assert said == sorted(set(said)), "an evaluation is said twice"

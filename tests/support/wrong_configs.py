@@ -96,6 +96,8 @@ BY_HAND = [
     ("rollout.num_workers=-1", "rollout.num_workers: expected int >= 0"),
     ("rollout.num_reward_workers=4000", "rollout.num_reward_workers: expected at most"),
     ("rollout.num_slots=1000000000", "rollout.num_slots: expected int <= "),
+    ("rollout.num_slots=65537", "rollout.num_slots: expected int <= 65536"),
+    ("rollout.lease_ahead_samples=65537", "rollout.lease_ahead_samples: expected int <= 65536"),
     ("rollout.num_async_rewards=1000000000", "rollout.num_async_rewards: expected int <= "),
     ("rollout.num_threads=100000", "rollout.num_threads: expected int <= 4096"),
     ("learner.num_replicas=3", "learner.num_replicas: expected a divisor of learner.num_ranks=1"),

@@ -329,7 +329,10 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
     counts = ledger.counts()
     assert counts.balanced
     assert counts.dropped["first_aa"] == 1
-    assert (counts.dropped["group_too_small"], counts.dropped["other"], len(counts.dropped)) == (200, 136, 66)
+    assert (counts.dropped["group_too_small"], counts.dropped["other"], len(counts.dropped)) == (200, 142, 60)
+    failed = Failed(*duties[0], "reward_error", "no", "")
+    intake.handle("w", _results(failed=[failed]), 0.0)
+    assert intake.ledger.counts().dropped["reward_error"] == 1, "a crowd of words leaves the usual reasons their labels"
 
 
 def test_a_reason_with_a_line_break_is_unreadable() -> None:

@@ -18,7 +18,7 @@ from support.process_specs import make_spec
 from areal_rloo.errors import EXIT_WENT_BACK
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
-from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor
+from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor, named
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress, RunConsole
 
@@ -256,3 +256,9 @@ def test_the_session_is_killed_before_the_number_is_free(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.killpg", look_and_kill)
     eventually(lambda: process.exit_code() is not None, "it did not end")
     assert killed == [psutil.STATUS_ZOMBIE]
+
+
+def test_an_exit_code_names_its_signal() -> None:
+    assert [named(code) for code in (0, 1, 137, 143, 300, None)] == [
+        *("0", "1", "137 (SIGKILL)", "143 (SIGTERM)", "300", "None")
+    ]

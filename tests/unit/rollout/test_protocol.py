@@ -398,3 +398,14 @@ def test_a_worker_that_was_stopped_for_long_keeps_its_connection() -> None:
     _beat(protocol, 1.0)
     _beat(protocol, 1000.0)
     assert not protocol.is_deaf()
+
+
+def test_samples_with_many_trajectories_travel_in_messages_of_their_own() -> None:
+    """The learner refuses a message with more trajectories than its limit."""
+    protocol = _met(capacity_samples=8)
+    protocol.handle(_leases(1, 2, 3), ENGINE)
+    duties = list(protocol.duties)
+    for duty, num in zip(duties, (1, 60, 3, 1, 4096, 2), strict=True):
+        protocol.finish(duty, [_trajectory(duty)] * num, 100)
+    sent = [message for message in _of(protocol.poll(0.0, ENGINE), Results) if isinstance(message, Results)]
+    assert [[len(each.trajectories) for each in message.finished] for message in sent] == [[1, 60, 3], [1], [4096], [2]]
