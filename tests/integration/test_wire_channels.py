@@ -2,20 +2,25 @@
 
 import asyncio
 import multiprocessing
+import os
 import signal
 import socket
+import struct
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from support.workers import Ends, connected_channel, fresh_address
+from support.workers import Ends, connected_channel, fresh_address, make_ends
 
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.waiting import cancel
-from areal_rloo.wire.address import Address, SocketFile
+from areal_rloo.wire.address import Address, SocketFile, TcpAddress
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
@@ -247,6 +252,23 @@ async def _ignored(learner: LearnerChannel) -> None:
             await learner.receive()
     except TimeoutError:
         return
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says how many connections a listening socket queues")
+def test_a_crowd_of_workers_can_wait_for_the_learner(tmp_path: Path) -> None:
+    """A thousand workers connect at once after a restart; the kernel drops connections beyond the queue for seconds."""
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+
+    async def scenario(learner: LearnerChannel, address: Address) -> None:
+        assert isinstance(address, TcpAddress)
+        found = psutil.Process().net_connections("tcp")
+        (fd,) = [each.fd for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == address.port]
+        with socket.socket(fileno=os.dup(fd)) as listening:
+            info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        (longest_queue,) = struct.unpack_from("<I", info, 28)  # `tcpi_sacked` of a listening socket
+        assert longest_queue == min(4096, most)
+
+    make_ends("tcp", tmp_path).run(scenario, limits=LIMITS)
 
 
 def test_a_message_to_a_lost_peer_is_only_counted(ends: Ends) -> None:
