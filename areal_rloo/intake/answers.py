@@ -84,8 +84,7 @@ class Answers:
             return []
         lie: Lie | None = None
         if lowest is None or lowest < grant.min_version:  # else nothing is wrong: `Lies.lowest_plain_version`
-            prompt = self.leasing.prompt(duty.group_id)
-            lie = self.lies.in_trajectories(trajectories, grant, prompt, policy_version)
+            lie = self.lies.in_trajectories(trajectories, grant, self.leasing.prompt(duty.group_id), policy_version)
         if lie is not None:
             self._refuse(sender, duty, lie)
             self.leasing.lose([duty], is_attempt=True)

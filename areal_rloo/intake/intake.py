@@ -29,7 +29,6 @@ from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
-
 _END = wire.Refusal("this process sent answers that its leases do not allow", final=True)
 _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
 
@@ -210,15 +209,17 @@ class Intake:
     def _apply(self, peer: str, message: _Addressed, now_s: float) -> list[Outgoing]:
         """Apply a message addressed to this learner."""
         worker, name = self.fleet.at(peer), self.fleet.name_of(peer)
-        if name is None:
-            return []  # a worker knows this learner by a Welcome alone
+        if name is None or (worker is None and name in self.fleet.alive and not isinstance(message, wire.Goodbye)):
+            return []  # never welcomed, or an earlier process: a later process has the name, and the leases
         match message:
             case wire.Results():
+                num_duties = 0 if worker is None else len(worker.duties)
                 in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:
-                    worker.progress_s, worker.stalled = now_s, False
+                    if len(worker.duties) < num_duties:
+                        worker.progress_s, worker.stalled = now_s, False
                     if worker.gets_leases and self._answers.failures.is_to_blame(worker, self.fleet.alive.values()):
                         self.fleet.set_aside(worker, now_s)
                         replies.append(self._take_duties(worker, is_attempt=False))

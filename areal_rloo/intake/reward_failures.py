@@ -64,8 +64,8 @@ class RewardFailures:
         return is_failing and not self._by_most(workers)
 
     def _by_most(self, workers: Iterable[Worker]) -> bool:
-        """Return True if most of the workers that have completions, or will have some, fail too often."""
-        asked = [worker for worker in workers if worker.failed or worker.duties]
+        """Return True if most of the workers that have completions, or can have some, fail too often."""
+        asked = [worker for worker in workers if worker.failed or (worker.capacity_samples and worker.gets_leases)]
         return 2 * sum(self._too_many(worker.failed) for worker in asked) > len(asked)
 
     def _too_many(self, failed: deque[bool]) -> bool:

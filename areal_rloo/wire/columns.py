@@ -44,7 +44,6 @@ _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 
-
 MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
 _MOST_SPANS = 2**13  # of a trajectory: 4096 turns
 
@@ -335,7 +334,6 @@ def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader)
 
 
 def _check_header(header: TrajectoryHeader, limits: Limits, *, may_repeat: bool) -> None:
-    """`may_repeat`: the header may name the prompt of the trajectory before."""
     for field in ("num_prompt_tokens", "num_tokens", "num_version_runs"):
         least = 0 if may_repeat and field == "num_prompt_tokens" else 1
         if not least <= (num := getattr(header, field)) <= limits.max_tokens:

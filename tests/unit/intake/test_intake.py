@@ -199,6 +199,27 @@ def test_a_goodbye_of_an_earlier_process_does_not_remove_the_later(intake: Intak
     assert intake.statistics().num_workers == 1
 
 
+def test_answers_of_an_earlier_process_do_not_count_for_the_later(intake: Intake) -> None:
+    """Both have the same name, and so have the leases."""
+    intake.handle("old", _hello(), 0.0)
+    intake.disconnected("old", 0.5)
+    duties = _duties(intake.handle("new", _hello(incarnation="2"), 1.0))
+    assert intake.handle("old", _results(*duties), 1.5) == []
+    assert intake.statistics().ledger.buffered == 0
+    assert intake.handle("new", _results(*duties), 2.0)[0] == Outgoing("new", Ack(7))
+    assert intake.statistics().ledger.buffered == 2
+
+
+def test_results_of_nothing_are_no_progress() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "wire.heartbeat_timeout_s=1000")
+    intake.handle("idle", _hello("idle"), 0.0)
+    intake.handle("other", _hello("other"), 0.0)
+    for second in (30.0, 60.0, 61.0):
+        intake.handle("idle", _results(), second)
+        sent = intake.tick(second)
+    assert [to for to, message in sent if isinstance(message, Abort)] == ["idle"]
+
+
 def test_an_earlier_process_that_returns_is_told_to_end(intake: Intake) -> None:
     intake.handle("old", _hello(), 0.0)
     intake.disconnected("old", 0.5)

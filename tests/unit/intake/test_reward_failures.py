@@ -101,6 +101,14 @@ def test_most_workers_end_the_run_as_early_as_a_single_one(num_workers: int) -> 
         failures.failed()
 
 
+def test_a_worker_with_all_leases_cannot_end_a_run() -> None:
+    failures = _Failures(num_workers=2)
+    failures.workers[1].duties.clear()
+    for _ in range(100):
+        failures.failed(0)
+    assert failures.blamed() == [0]
+
+
 # -- in the intake -----------------------------------------------------------------------------------------------------
 
 

@@ -242,6 +242,17 @@ def test_a_prompt_like_the_one_before_travels_once() -> None:
     assert message.extremes.most_tokens == 101
 
 
+def test_prompts_that_travel_once_count_in_the_size_of_a_message() -> None:
+    """Else a small message costs the work of a large one."""
+    completion = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "stop")
+    batch = [Trajectory(1, 0, np.full(1000, 5, np.int32), completion, 1.0)] * 8
+    frames = encode(Results("learner", 1, _finished(batch)))
+    assert sum(map(len, frames)) < 6000
+    limits = Limits(max_message_bytes=32_000, max_trajectories=8, max_tokens=1000)
+    with pytest.raises(DecodeError, match="tokens: expected at most 32000 bytes in all, got 32032"):
+        decode_worker(frames, limits)
+
+
 def test_the_first_trajectory_has_a_prompt() -> None:
     columns = [np.ones(1, np.int32), -np.ones(1, np.float32), np.array([0, 1], np.int32), np.zeros(0, np.float32)]
     with pytest.raises(DecodeError, match=r"\(1, 0\): num_prompt_tokens: expected 1 to 1000, got 0"):
