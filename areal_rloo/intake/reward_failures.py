@@ -59,9 +59,13 @@ class RewardFailures:
         )
 
     def is_to_blame(self, worker: Worker, workers: Iterable[Worker]) -> bool:
-        """Return True if too many of a worker's own completions got no reward, and those of most workers did."""
-        is_failing = len(worker.failed) == LAST_OUTCOMES and self._too_many(worker.failed)
-        return is_failing and not self._by_most(workers)
+        """Return True if too many completions failed, a worker's own among them, and not too many of most workers'.
+
+        A prompt whose reward always fails fills a worker's own completions with failures, but not those of all.
+        """
+        if len(worker.failed) < LAST_OUTCOMES or not self._too_many(worker.failed) or not self._too_many(self._failed):
+            return False
+        return not self._by_most(workers)
 
     def _by_most(self, workers: Iterable[Worker]) -> bool:
         """Return True if most of the workers that have completions, or can have some, fail too often."""

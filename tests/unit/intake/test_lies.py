@@ -14,7 +14,8 @@ from areal_rloo.errors import DecodeError
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Grant, Ledger
-from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.prompts import Prompt, PromptStream
+from areal_rloo.tasks import Source
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.codec import decode_worker, encode
@@ -243,6 +244,16 @@ def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
     intake.handle("w", _results(several, Finished(second.lease_id, (_answer(second, versions=(9, 9)),))), 0.0)
     assert _refused(intake) == {"versions": 1}
     assert intake.statistics().ledger.buffered == 1
+
+
+def test_the_prompt_of_another_group_is_a_lie_although_it_travels_once() -> None:
+    prompts = iter([(1, 2), (5, 6)])
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda _: next(prompts), seed=0, num_epochs=None)
+    intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=2", stream=stream)
+    duties = _duties(intake.handle("w", _hello(capacity=4), 0.0))
+    right = [Finished(duty.lease_id, (_answer(duty),)) for duty in duties]
+    intake.handle("w", _results(*right), 0.0)
+    assert _refused(intake) == {"prompt": 2}
 
 
 def test_a_prompt_that_travels_once_counts_in_every_length(intake: Intake) -> None:

@@ -109,6 +109,16 @@ def test_a_worker_with_all_leases_cannot_end_a_run() -> None:
     assert failures.blamed() == [0]
 
 
+def test_a_prompt_whose_rewards_fail_sets_nobody_aside() -> None:
+    """A worker generates a whole group, so most of its last completions can fail."""
+    failures = _Failures(num_workers=3)
+    for _ in range(40):
+        failures.scored(1)
+    for _ in range(20):
+        failures.failed(0)
+    assert failures.blamed() == []
+
+
 # -- in the intake -----------------------------------------------------------------------------------------------------
 
 
