@@ -30,9 +30,9 @@ logger = get_logger(__name__)
 # A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
 # a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
 MOST_WORKERS = 1024
-LAST_OUTCOMES = 20  # completions of a worker
+LAST_OUTCOMES = 20  # completions; a share of failures among fewer says nothing
 SET_ASIDE_S = 300.0
-_LATE_S = 0.25
+_LATE_S = 0.25  # of messages that a process sent before its end
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
 

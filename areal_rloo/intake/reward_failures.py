@@ -16,14 +16,12 @@ from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_LEAST = LAST_OUTCOMES  # completions; a share of fewer says nothing
-
 
 class RewardFailures:
     """The share of failures among the last completions: of a batch of all workers, and of each worker's own."""
 
     def __init__(self, config: Config) -> None:
-        self._failed: deque[bool] = deque(maxlen=max(_LEAST, config.samples_per_step))
+        self._failed: deque[bool] = deque(maxlen=max(LAST_OUTCOMES, config.samples_per_step))
         self._most_share = config.rollout.max_reward_failure_share
         self._first: RewardError | None = None
 
@@ -48,7 +46,7 @@ class RewardFailures:
             return  # this worker has no reward processes, which says nothing about the rewards
         self._first = self._first or error
         self._failed.append(True)
-        if len(self._failed) < _LEAST or not self._too_many(self._failed) or not self._by_most(workers):
+        if len(self._failed) < LAST_OUTCOMES or not self._too_many(self._failed) or not self._by_most(workers):
             return
         num_failed = sum(self._failed)
         logger.error("the first completion without a reward: %s", self._first)

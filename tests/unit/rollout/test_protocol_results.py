@@ -1,0 +1,113 @@
+"""Results of a worker on their way to the learner: batched, bounded, and sent again; no sockets, no tasks."""
+
+import pytest
+from support.protocols import (
+    LEARNER,
+    finish,
+    make_lease,
+    make_leases,
+    make_trajectory,
+    next_beat,
+    of_kind,
+    reply_to,
+    welcomed,
+)
+from support.workers import ENGINE
+
+from areal_rloo.wire.messages import (
+    Ack,
+    Duty,
+    Failed,
+    Hello,
+    Leases,
+    Results,
+    digest,
+)
+
+
+def test_results_and_failures_that_are_ready_share_a_message() -> None:
+    protocol = welcomed()
+    protocol.handle(make_leases(1, 2), ENGINE)
+    first, second, third, fourth = [*make_lease(1, 1).duties, *make_lease(2, 2).duties]
+    finish(protocol, first, third)
+    protocol.fail(Failed(*second, "reward_error", "no", ""), 100)
+    (results,) = of_kind(protocol.poll(0.1, ENGINE), Results)
+    assert isinstance(results, Results)
+    assert [each.lease_id for each in results.finished] == [1, 2]
+    assert [Duty(each.lease_id, each.group_id, each.sample_index) for each in results.failed] == [second]
+    assert protocol.statistics().unacknowledged == 3
+    protocol.handle(Ack(results.number), ENGINE)
+    assert protocol.statistics().unacknowledged == 0
+    assert protocol.duties == [fourth]
+
+
+def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
+    protocol = welcomed(capacity_samples=100)
+    lease = make_lease(1, 1, num=40)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    sizes, numbers = [], []
+    for duty in lease.duties:
+        finish(protocol, duty)
+        for results in protocol.poll(0.1, ENGINE):
+            assert isinstance(results, Results)
+            sizes.append(len(results.finished))
+            numbers.append(results.number)
+    assert sizes == [1] * 16
+    protocol.handle(Ack(numbers[0]), ENGINE)
+    (rest,) = protocol.poll(0.1, ENGINE)
+    assert isinstance(rest, Results)
+    assert len(rest.finished) == 24
+
+
+def test_a_message_keeps_to_the_limit_of_bytes() -> None:
+    protocol = welcomed(max_batch_bytes=1000)
+    lease = make_lease(1, 1, num=8)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    finish(protocol, *lease.duties[:6], num_bytes=400)
+    finish(protocol, *lease.duties[6:], num_bytes=5000)
+    messages = protocol.poll(0.1, ENGINE)
+    assert [len(message.finished) for message in messages if isinstance(message, Results)] == [2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_lost_result_is_sent_again_after_the_next_heartbeat(busy: bool) -> None:
+    """Also if the worker goes on sending: no silence is needed."""
+    protocol = welcomed(capacity_samples=100)
+    lease = make_lease(1, 1, num=10)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol.fail(Failed(*lease.duties[0], "reward_error", "no", ""), 100)
+    (lost,) = of_kind(protocol.poll(0.1, ENGINE), Results)
+    beat = next_beat(protocol, 1.0)
+    if busy:
+        finish(protocol, *lease.duties[1:4])
+        (later,) = of_kind(protocol.poll(1.05, ENGINE), Results)
+    protocol.handle(reply_to(beat, newest_lease=1), ENGINE)
+    assert protocol.poll(1.1, ENGINE) == [lost], "messages sent after the heartbeat may still be on their way"
+    assert protocol.poll(1.2, ENGINE) == []
+    protocol.handle(reply_to(next_beat(protocol, 2.1), newest_lease=1), ENGINE)
+    again = of_kind(protocol.poll(2.2, ENGINE), Results)
+    assert again == [lost, later] if busy else [lost]
+
+
+def test_results_on_their_way_do_not_change_the_digest() -> None:
+    protocol = welcomed()
+    protocol.handle(make_leases(1), ENGINE)
+    first, second = make_lease(1, 1).duties
+    finish(protocol, first)
+    assert of_kind(protocol.poll(0.5, ENGINE), Results)
+    assert next_beat(protocol, 1.0).duties == digest([second])
+    protocol.handle(reply_to(next_beat(protocol, 2.0), newest_lease=1, say_hello=True), ENGINE)
+    (hello,) = of_kind(protocol.poll(2.1, ENGINE), Hello)
+    assert isinstance(hello, Hello)
+    assert set(hello.duties) == {first, second}
+
+
+def test_samples_with_many_trajectories_travel_in_messages_of_their_own() -> None:
+    """The learner refuses a message with more trajectories than its limit."""
+    protocol = welcomed(capacity_samples=8)
+    protocol.handle(make_leases(1, 2, 3), ENGINE)
+    duties = list(protocol.duties)
+    for duty, num in zip(duties, (1, 60, 3, 1, 4096, 2), strict=True):
+        protocol.finish(duty, [make_trajectory(duty)] * num, 100)
+    sent = [message for message in of_kind(protocol.poll(0.0, ENGINE), Results) if isinstance(message, Results)]
+    assert [[len(each.trajectories) for each in message.finished] for message in sent] == [[1, 60, 3], [1], [4096], [2]]
