@@ -2,8 +2,9 @@
 
 Beside the packages: `trajectory` and `errors` are the nouns and the exception tree; `decoding` reads JSON and msgpack
 from outside; `files` writes atomically, locks, and makes scratch folders; `ports` reserves ports; `waiting` waits for
-conditions; `parent_death` ends processes whose parent died; `session_leader` kills a process with its session; `keeper`
-ends everything started by a process; `standard_streams` opens closed standard streams.
+conditions; `loop_thread` runs an event loop on a thread; `parent_death` ends processes whose parent died;
+`session_leader` kills a process with its session; `keeper` ends everything started by a process; `standard_streams`
+opens closed standard streams.
 """
 
 __version__ = "0.1.0"

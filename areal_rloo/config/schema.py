@@ -176,6 +176,16 @@ class Config(Section, frozen=True):
         return min(-(-self.samples_per_step // max(1, self.rollout.num_workers)), MOST_LEASED)
 
     @property
+    def capacity_samples(self) -> int:
+        """Train samples that a worker holds at most."""
+        return self.rollout.num_slots + self.lease_ahead_samples
+
+    @property
+    def lease_timeout_s(self) -> float:
+        """How long a worker can hold a sample at most: it waits, say for weights, then the episode runs."""
+        return self.wire.stall_timeout_s + self.rollout.episode.timeout_s
+
+    @property
     def partials_timeout_s(self) -> float:
         """How long a checkpoint waits for partial rollouts: an engine needs some seconds, and a drain the rest."""
         return min(10.0, self.launcher.drain_timeout_s / 4)

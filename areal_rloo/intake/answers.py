@@ -36,7 +36,7 @@ class Answers:
     leasing: Leasing
     failures: RewardFailures
     lies: Lies
-    max_row_tokens: int  # that the learner can train on
+    max_row_tokens: int  # of the learner
     num_repeated: int = 0  # answers that came too late, or twice
     _reasons: Words = field(init=False)  # of failures: a user's episode may have reasons of its own
 
@@ -54,8 +54,15 @@ class Answers:
             duty = Duty(lease_id, *trajectories[0].sample_id)
             in_vain += self._finish(sender, duty, trajectories, policy_version, lowest)
         for failed in results.failed:
-            self._fail(sender, failed)
+            if not self.lies.is_cut_off(sender.peer):
+                self._fail(sender, failed)
         return in_vain
+
+    def refuse_invented(self, sender: Sender, duties: Iterable[Duty]) -> None:
+        """Refuse the duties of a Hello if this learner cannot have granted them."""
+        for duty in duties:
+            if not self.leasing.has_granted(duty) and not self.lies.is_cut_off(sender.peer):
+                self._refuse(sender, duty, "no_such_lease")
 
     def take_partials(self, sender: Sender, message: Partials, policy_version: int) -> None:
         """Keep the partial rollouts of duties."""
@@ -118,7 +125,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return
         self.failures.failed(sender.worker, RewardError(failed.reason, failed.detail), self.fleet.alive.values())
-        if failed.reason == "reward_unavailable":  # elsewhere there may be a process
+        if failed.reason == "reward_unavailable" and sample.num_attempts < self.leasing.config.wire.max_attempts:
             self.leasing.lose([duty], is_attempt=True)
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""

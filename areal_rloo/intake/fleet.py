@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 
 from areal_rloo.config import WireConfig
+from areal_rloo.intake.ledger import Sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.messages import (
@@ -23,7 +25,7 @@ from areal_rloo.wire.messages import (
     Work,
     digest,
 )
-from areal_rloo.wire.peers import MOST_PEERS
+from areal_rloo.wire.peers import MOST_PEERS, Recent
 
 logger = get_logger(__name__)
 
@@ -31,7 +33,8 @@ logger = get_logger(__name__)
 # a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
 MOST_WORKERS = 1024
 LAST_OUTCOMES = 20  # completions; a share of failures among fewer says nothing
-SET_ASIDE_S = 300.0
+SET_ASIDE_S, _MOST_DOUBLINGS = 300.0, 4  # twice as long each time
+_MARKS = 8  # the age of a lease is known to this part of the most
 _LATE_S = 0.25  # of messages that a process sent before its end
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
@@ -43,10 +46,11 @@ class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     refused_workers: Annotated[
         dict[str, int],
-        Metric("Hellos refused: too many workers, or the name is another process's", kind="counter", label="reason"),
+        Metric("Hellos refused: too many workers, or a name of another process", kind="counter", label="reason"),
     ]
     set_aside: Annotated[
-        int, Metric("Workers set aside: many failures, and others have few", kind="counter", healthy=(0, 0))
+        int,
+        Metric("Workers set aside: many failures, or samples held for too long", kind="counter", healthy=(0, 0)),
     ]
 
 
@@ -55,6 +59,16 @@ class Outgoing(NamedTuple):
 
     peer: str
     message: LearnerMessage
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the learner remembers of a worker over all processes of this name: to come anew makes nothing good."""
+
+    failed: deque[bool] = field(default_factory=lambda: deque(maxlen=LAST_OUTCOMES))  # which last completions failed
+    set_aside_until_s: float | None = None  # monotonic time; gets no lease until then
+    num_set_aside: int = 0
+    waits: bool = False  # lost leases: gets no other before the next tick, so losing them in a loop costs little
 
 
 @dataclass(slots=True)
@@ -69,6 +83,7 @@ class Worker:
     policy_version: int | None
     joined_version: int  # of the learner at the Hello; the worker starts no sample with older weights
     progress_s: float  # monotonic time of the last result, lease or generated token
+    standing: Standing
     duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
     num_train: int = 0  # number of train samples in `duties`
     newest_lease: int = 0  # highest id of a lease sent to the worker
@@ -76,12 +91,13 @@ class Worker:
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
     num_lies: int = 0  # answers refused: others get leases first
-    failed: deque[bool] = field(default_factory=lambda: deque(maxlen=LAST_OUTCOMES))  # which last completions failed
-    set_aside_until_s: float | None = None  # monotonic time; failed often, alone: gets no lease until then
+    compared_s: float = -math.inf  # monotonic time of the last look at all duties for a heartbeat
 
     @property
     def gets_leases(self) -> bool:
-        return not self.stalled and self.set_aside_until_s is None
+        if self.stalled or self.capacity_samples == 0:
+            return False
+        return self.standing.set_aside_until_s is None and not self.standing.waits
 
     @property
     def free_samples(self) -> int:
@@ -144,11 +160,15 @@ class _Met:
 class Fleet:
     """All workers heard of since their Hello; the work of departed workers, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_samples: int) -> None:
+        """`most_samples`: train samples of a worker, whatever capacity the worker claims."""
+        self._most_samples = most_samples
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
+        self._standings: Recent[Standing] = Recent()  # by worker id
+        self._marks: deque[tuple[float, int]] = deque()  # monotonic time, and the highest lease id then
         self._refused: Counter[str] = Counter()
         self._num_set_aside = 0
 
@@ -166,11 +186,14 @@ class Fleet:
         worker = self._by_peer.get(peer)
         if worker is None:
             assert hello.worker_id not in self.alive, f"another {hello.worker_id} is there"
+            standing = self._standings.get(hello.worker_id) or Standing()
+            self._standings.put(hello.worker_id, standing)
             worker = Worker(
                 worker_id=hello.worker_id,
                 incarnation=hello.incarnation,
                 peer=peer,
-                capacity_samples=hello.capacity_samples,
+                capacity_samples=min(hello.capacity_samples, self._most_samples),
+                standing=standing,
                 last_heard_s=now_s,
                 policy_version=hello.policy_version,
                 joined_version=policy_version,
@@ -188,6 +211,9 @@ class Fleet:
         A connected process keeps its name, and another gets none. If its host is gone without a sign, the process is
         taken for dead after `wire.heartbeat_timeout_s`.
         """
+        if (name := self.name_of(peer)) not in (None, hello.worker_id):
+            self._refused["another_name"] += 1
+            return f"this process is {name}"
         if peer in self._by_peer:
             return None
         before = self.alive.get(hello.worker_id)
@@ -213,8 +239,15 @@ class Fleet:
             worker.progress_s = now_s
         worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
 
+    def differs(self, worker: Worker, heartbeat: Heartbeat, now_s: float, wire: WireConfig) -> bool:
+        """Compare all duties; not for every heartbeat of a flood. The next heartbeat tells the same."""
+        if now_s < worker.compared_s + wire.heartbeat_s / 4:
+            return False
+        worker.compared_s = now_s
+        return worker.differs(heartbeat)
+
     def silent(self, now_s: float, wire: WireConfig) -> list[Worker]:
-        """Return the workers that are dead by now."""
+        """Return the workers taken for dead by now."""
         silent = [worker for worker in self.alive.values() if now_s > worker.silent_until_s(wire)]
         for worker in silent:
             silent_s = now_s - worker.last_heard_s
@@ -236,25 +269,45 @@ class Fleet:
                 worker.progress_s = now_s
         return stalled
 
-    def set_aside(self, worker: Worker, now_s: float) -> None:
-        """Give a worker no leases for a while: its completions get no reward, and those of others do."""
-        logger.error(
-            "%d of the last %d completions of %s got no reward, those of most workers did: no leases for %.0f s",
-            *(sum(worker.failed), len(worker.failed), worker.worker_id, SET_ASIDE_S),
-        )
+    def overdue(self, now_s: float, most_s: float) -> list[Worker]:
+        """Return the workers with a lease older than `most_s`, whatever progress they claim."""
+        if self._marks and now_s - self._marks[-1][0] < most_s / _MARKS:
+            return []
+        self._marks.append((now_s, max((worker.newest_lease for worker in self.alive.values()), default=0)))
+        due = 0
+        while now_s - self._marks[0][0] > most_s:
+            due = self._marks.popleft()[1]
+        return [worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties)]
+
+    def set_aside(self, worker: Worker, now_s: float, why: str) -> None:
+        """Give a worker no leases for a while, twice as long each time."""
+        standing = worker.standing
+        within_s = SET_ASIDE_S * 2 ** min(standing.num_set_aside, _MOST_DOUBLINGS)
+        logger.error("%s gets no leases for %.0f s: %s", worker.worker_id, within_s, why)
         self._num_set_aside += 1
-        worker.set_aside_until_s = now_s + SET_ASIDE_S
+        standing.num_set_aside += 1
+        standing.set_aside_until_s = now_s + within_s
 
     def try_again(self, now_s: float) -> None:
-        """Let workers set aside long ago get leases; all workers, if none gets any: better than to stand still."""
-        workers = list(self.alive.values())
+        """Let workers get leases after their time; all workers, if none gets any: better than to stand still."""
+        workers = [worker for worker in self.alive.values() if worker.capacity_samples]
         for worker in workers:
-            if worker.set_aside_until_s is not None and now_s >= worker.set_aside_until_s:
-                worker.set_aside_until_s = None
-                worker.failed.clear()
+            worker.standing.waits = False
+            if worker.standing.set_aside_until_s is not None and now_s >= worker.standing.set_aside_until_s:
+                worker.standing.set_aside_until_s = None
+                worker.standing.failed.clear()
         if not any(worker.gets_leases for worker in workers):
-            for worker in [worker for worker in workers if worker.set_aside_until_s is None] or workers:
-                worker.progress_s, worker.stalled, worker.set_aside_until_s = now_s, False, None
+            for worker in [worker for worker in workers if worker.standing.set_aside_until_s is None] or workers:
+                worker.progress_s, worker.stalled, worker.standing.set_aside_until_s = now_s, False, None
+
+    def describe(self, now_s: float) -> str:
+        """Describe the workers for a log line about a wait."""
+        workers = [
+            f"{w.worker_id} has {len(w.duties)} samples at version {w.policy_version}, last heard "
+            f"{now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
+            for w in self.alive.values()
+        ]
+        return "; ".join(workers) or "no rollout worker is connected"
 
     def record_work(self, peer: str, work: Work) -> None:
         """Record the counts of a process; ignore those of a stranger."""
@@ -271,6 +324,16 @@ class Fleet:
             return
         peer = next(peer for peer in self._met if peer not in self._by_peer)
         self._forgotten = _added(self._forgotten, [self._met.pop(peer)])
+
+
+def without_last_holders(workers: list[Worker], samples: Iterable[Sample | None], most_attempts: int) -> list[Worker]:
+    """Leave out the last holder of a sample that has a single attempt left: no worker alone uses up a sample.
+
+    Returns the same list if there is no such worker, or no other.
+    """
+    last = [each for each in samples if each is not None and each.leases and 0 < most_attempts - 1 <= each.num_attempts]
+    names = {sample.leases[-1].worker_id for sample in last}
+    return ([worker for worker in workers if worker.worker_id not in names] or workers) if names else workers
 
 
 def _added(work: Work, processes: Iterable[_Met]) -> Work:

@@ -72,12 +72,13 @@ class Intake:
             lies: the rules for answers.
             group_filter: returns False for a group to drop (user code).
         """
-        self.ledger, self.stream, self.evaluation, self.fleet = ledger, stream, evaluation, Fleet()
+        self.ledger, self.stream, self.evaluation = ledger, stream, evaluation
+        self.fleet = Fleet(most_samples=config.capacity_samples)
         self.draining = self._stopping = False
         self.history, (self.learner_id, _) = history, history[-1]
         self._offers, self._num_truncated = offers, num_truncated
         self._policy_version = policy_version
-        self._wire = config.wire
+        self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s
         self._num_partials_calls = 0
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
         self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
@@ -115,10 +116,13 @@ class Intake:
             worker.disconnected_s = now_s
 
     def tick(self, now_s: float) -> list[Outgoing]:
-        """Treat silent workers as dead, and take the duties of workers without progress."""
+        """Treat silent workers as dead; take the duties of workers without progress, and duties held for too long."""
         for worker in self.fleet.silent(now_s, self._wire):
             self._remove(worker)
         outgoing = [self._take_duties(worker, is_attempt=True) for worker in self.fleet.stalled(now_s, self._wire)]
+        for worker in self.fleet.overdue(now_s, self._lease_timeout_s):
+            self.fleet.set_aside(worker, now_s, "holds samples for longer than their episodes can take")
+            outgoing.append(self._take_duties(worker, is_attempt=True))
         self.fleet.try_again(now_s)
         return outgoing + self.grants()
 
@@ -193,15 +197,10 @@ class Intake:
 
     def describe(self, now_s: float) -> str:
         """Describe the current state for a log line about a wait."""
-        workers = [
-            f"{w.worker_id} has {len(w.duties)} samples at version {w.policy_version}, last heard "
-            f"{now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
-            for w in self.fleet.alive.values()
-        ]
         dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
         return (
             f"{len(self._buffer.ready())} groups ready; samples dropped so far: {dropped or 'none'}; "
-            f"{'; '.join(workers) or 'no rollout worker is connected'}"
+            f"{self.fleet.describe(now_s)}"
         )
 
     # -- samples -------------------------------------------------------------------------------------------------------
@@ -220,8 +219,9 @@ class Intake:
                 if worker is not None and self.fleet.at(peer) is worker:
                     if len(worker.duties) < num_duties:
                         worker.progress_s, worker.stalled = now_s, False
-                    if worker.gets_leases and self._answers.failures.is_to_blame(worker, self.fleet.alive.values()):
-                        self.fleet.set_aside(worker, now_s)
+                    why = self._answers.failures.blame(worker, self.fleet.alive.values())
+                    if why is not None and worker.gets_leases:
+                        self.fleet.set_aside(worker, now_s, why)
                         replies.append(self._take_duties(worker, is_attempt=False))
                 return replies
             case wire.Partials():
@@ -275,6 +275,10 @@ class Intake:
         for duty in lost:
             worker.release(duty)
         self._leasing.lose(lost, is_attempt=False)  # the same process loses no duty once it has come
+        worker.standing.waits = worker.standing.waits or bool(lost)
+        self._answers.refuse_invented(Sender(peer, worker.worker_id, worker), told)
+        if self.lies.is_cut_off(peer):
+            return self._cut_off(peer)
         void = tuple(sorted(duty for duty in told - worker.duties if not self._adopt(worker, duty)))
         logger.info(
             "%s says hello with version %s: %d duties, %d lost on their way, %d void",
@@ -309,7 +313,7 @@ class Intake:
                 receiving=heartbeat.receiving,
                 now_s=now_s,
             )
-            newest_lease, say_hello = worker.newest_lease, worker.differs(heartbeat)
+            newest_lease, say_hello = worker.newest_lease, self.fleet.differs(worker, heartbeat, now_s, self._wire)
         reply = wire.HeartbeatReply(self.learner_id, heartbeat.number, newest_lease, say_hello)
         return [Outgoing(peer, reply), *([Outgoing(peer, wire.Drain())] if self._stopping else [])]
 
@@ -325,4 +329,5 @@ class Intake:
         """Forget a worker, and lease its samples again. They may be why it `failed`, but not why it was stopped."""
         self.fleet.remove(worker)
         self._leasing.lose(worker.duties, is_attempt=failed)
+        worker.standing.waits = worker.standing.waits or bool(worker.duties)
         self._offers.leave(worker.worker_id)

@@ -15,7 +15,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import DecodeError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Worker
+from areal_rloo.intake.fleet import Worker, without_last_holders
 from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.telemetry.logs import get_logger
@@ -71,16 +71,21 @@ class Leasing:
         if not workers:
             return []
         granted: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
+        most = self.config.wire.max_attempts
         trusted = [worker for worker in workers if not worker.num_lies] or workers
         for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting()):
-            worker = trusted[number % len(trusted)]
+            choice = without_last_holders(trusted, [self.evaluation.sample((group_id, i)) for i in indices], most)
+            worker = choice[number % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             granted[worker.worker_id].append(self._lease(worker, group_id, indices, prompt, version, seed))
         self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
         for group, indices in self.ledger.waiting():
-            worker = max(workers, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
+            choice = without_last_holders(workers, [group.samples[index] for index in indices], most)
+            worker = max(choice, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
             if worker.free_samples <= 0:
-                break
+                if choice is workers:
+                    break
+                continue
             version = max(group.admission_version, worker.joined_version)
             seed = (self._first_seed + (group.group_id << 20)) % 2**64  # sample i adds i
             if group.deadline < policy_version:  # new tokens respect the bound, and those so far do not
@@ -101,7 +106,9 @@ class Leasing:
             if sample is None or not sample.lose(duty.lease_id, is_attempt=is_attempt):
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
-                self.drop(duty.sample_id, "max_attempts", detail=f"lost {sample.num_attempts} times with its worker")
+                self.drop(
+                    duty.sample_id, "max_attempts", detail=f"{sample.num_attempts} leases ended without an answer"
+                )
             elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:

@@ -106,7 +106,7 @@ class Lies:
         """
         if results.extremes is None:
             return None
-        highest_token, lowest_version, highest_version, most_tokens, has_spans, has_even_spans = results.extremes
+        highest_token, lowest_version, highest_version, most_tokens, _, has_spans, has_even_spans = results.extremes
         if highest_token >= self._vocab_size or highest_version > policy_version:
             return None
         has_strange_spans = has_spans if self._is_single_turn else has_even_spans

@@ -29,7 +29,7 @@ class RewardFailures:
         """Record a completion with a reward; `worker` is None if it is taken for dead."""
         self._failed.append(False)
         if worker is not None:
-            worker.failed.append(False)
+            worker.standing.failed.append(False)
 
     def failed(self, worker: Worker | None, error: RewardError, workers: Iterable[Worker]) -> None:
         """Record a completion without a reward.
@@ -41,7 +41,7 @@ class RewardFailures:
             UserError: too many failed, and at most of the workers; says how many, and why the first did.
         """
         if worker is not None:
-            worker.failed.append(True)
+            worker.standing.failed.append(True)
         if error.reason == "reward_unavailable":
             return  # this worker has no reward processes, which says nothing about the rewards
         self._first = self._first or error
@@ -56,19 +56,22 @@ class RewardFailures:
             f"{self._first.summary} (its traceback is in logs/learner.log)"
         )
 
-    def is_to_blame(self, worker: Worker, workers: Iterable[Worker]) -> bool:
-        """Return True if too many completions failed, a worker's own among them, and not too many of most workers'.
+    def blame(self, worker: Worker, workers: Iterable[Worker]) -> str | None:
+        """Return why a worker is to blame: too many completions failed, and its own, but not those of most workers.
 
         A prompt whose reward always fails fills a worker's own completions with failures, but not those of all.
         """
-        if len(worker.failed) < LAST_OUTCOMES or not self._too_many(worker.failed) or not self._too_many(self._failed):
-            return False
-        return not self._by_most(workers)
+        own = worker.standing.failed
+        if len(own) < LAST_OUTCOMES or not self._too_many(own) or not self._too_many(self._failed):
+            return None
+        if self._by_most(workers):
+            return None
+        return f"{sum(own)} of the last {len(own)} completions got no reward, and those of most workers did"
 
     def _by_most(self, workers: Iterable[Worker]) -> bool:
         """Return True if most of the workers that have completions, or can have some, fail too often."""
-        asked = [worker for worker in workers if worker.failed or (worker.capacity_samples and worker.gets_leases)]
-        return 2 * sum(self._too_many(worker.failed) for worker in asked) > len(asked)
+        asked = [worker.standing.failed for worker in workers if worker.standing.failed or worker.gets_leases]
+        return 2 * sum(map(self._too_many, asked)) > len(asked)
 
     def _too_many(self, failed: deque[bool]) -> bool:
         return sum(failed) > self._most_share * len(failed)

@@ -76,7 +76,7 @@ class RolloutWorker:
         self._protocol = WorkerProtocol(
             worker_id=worker_id,
             incarnation=incarnation,
-            capacity_samples=config.rollout.num_slots + config.lease_ahead_samples,
+            capacity_samples=config.capacity_samples,
             heartbeat_s=config.wire.heartbeat_s,
             heartbeat_timeout_s=config.wire.heartbeat_timeout_s,
             max_batch_bytes=min(_BATCH_BYTES, config.wire.max_message_bytes // 2),

@@ -126,6 +126,11 @@ class LearnerChannel:
             await asyncio.sleep(0)  # reading a queued event does not suspend
         return self._lost.popleft()
 
+    def disconnected_by_now(self) -> list[str]:
+        """Return the peers whose connection has ended before the last message, as far as not returned yet."""
+        lost, self._lost = [*self._lost], deque()
+        return lost
+
     def send(self, peer: str, message: LearnerMessage) -> bool:
         """Send without waiting; returns False if the peer is gone or the queue is full."""
         frames = encode(message)
@@ -182,7 +187,10 @@ class LearnerChannel:
             return
         try:
             message = decode_worker(body, self._limits)
+            self._allowances.charge(peer, message)
             if isinstance(message, Hello | Heartbeat) and (descriptor := _descriptor_of(frames[-1])) is not None:
+                if self._peers.get(descriptor) != peer:
+                    self._read_events()  # first: the descriptor may have been another peer's until now
                 self._peers[descriptor] = peer
             self._inbox.append((peer, message))
         except (DecodeError, WireVersionError) as error:

@@ -65,7 +65,7 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
     header = _header(frames, limits, WorkerHeader)
     if isinstance(header, _ResultsHeader):
         trajectories, extremes = decode_columns(header.trajectories, frames[1:], limits)
-        num_bytes = 4 * sum(trajectory.num_tokens for trajectory in trajectories)  # equal prompts travel once
+        num_bytes = 4 * extremes.num_tokens  # equal prompts travel once
         if num_bytes > limits.max_message_bytes:
             raise DecodeError(f"tokens: expected at most {limits.max_message_bytes} bytes in all, got {num_bytes}")
         finished = _by_duty(header.leases, trajectories)

@@ -86,6 +86,7 @@ class Extremes(NamedTuple):
     lowest_version: int = -1
     highest_version: int = -1
     most_tokens: int = -1  # of a trajectory, with the prompt
+    num_tokens: int = 0  # of all trajectories, each with the prompt
     has_spans: bool = False
     has_even_spans: bool = False  # an even number of spans: the last tokens are not the policy's
 
@@ -157,8 +158,8 @@ def decode_columns(
     spans = [header.spans for header in headers if header.spans]
     has_even = any(len(each) % 2 == 0 for each in spans)
     trajectories = _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
-    longest = max(trajectory.num_tokens for trajectory in trajectories)
-    return trajectories, Extremes(highest, min(pairs)[0], max(pairs)[0], longest, bool(spans), has_even)
+    sizes = [trajectory.num_tokens for trajectory in trajectories]
+    return trajectories, Extremes(highest, min(pairs)[0], max(pairs)[0], max(sizes), sum(sizes), bool(spans), has_even)
 
 
 def _cut(

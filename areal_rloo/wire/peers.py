@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.wire.messages import Hello, Partials, Results, WorkerMessage
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -25,6 +26,7 @@ MOST_OFFENCES = 8  # of a process, before it is cut off
 # as much as several: benchmarks/wire.py reaches 1.6 GB/s.
 _MESSAGES_PER_S = 5000.0
 _BYTES_PER_MESSAGE = 2**20
+_ENTRIES_PER_MESSAGE = 8  # duties, failures and partial rollouts: 8 us each
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
 _GONE = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)  # libzmq closed the descriptor
@@ -102,6 +104,20 @@ class Allowances:
         allowance.used_up = allowance.used_up and allowance.messages < _FIRST_MESSAGES
         allowance.messages -= 1 + num_bytes / _BYTES_PER_MESSAGE
         return True
+
+    def charge(self, peer: str, message: WorkerMessage) -> None:
+        """Charge the entries for the intake to look up, known after the message was read."""
+        match message:
+            case Hello():
+                num_entries = len(message.duties)
+            case Results():
+                num_entries = len(message.failed)
+            case Partials():
+                num_entries = len(message.partials)
+            case _:
+                return
+        if (allowance := self._allowances.get(peer)) is not None:
+            allowance.messages -= num_entries / _ENTRIES_PER_MESSAGE
 
 
 class Newcomers:

@@ -206,3 +206,35 @@ def test_a_trajectory_longer_than_a_row_is_dropped_with_its_id(
     assert [[t.sample_index for t in group.trajectories] for group in batch] == [[0, 2, 3]] * 2
     assert statistics.ledger.dropped["too_long"] >= 2
     assert f"sample ({batch[0].group_id}, 1) has 202 tokens, more than learner.microbatch_tokens=200" in caplog.text
+
+
+def test_a_learner_that_was_blocked_welcomes_a_restarted_worker_at_once(tmp_path: Path) -> None:
+    """Although the Hello of the new process can be read before the end of the old connection."""
+    intake = _intake(tmp_path)
+    address = intake.channel.address
+
+    async def welcomed(worker: Played) -> None:
+        has_orders: list[Orders] = []
+        async with asyncio.timeout(30):
+            await worker.serve(has_orders.append, until=lambda: bool(has_orders))
+
+    async def scenario() -> None:
+        worker = Played.at(address, "w", "0", capacity_samples=0)
+        await welcomed(worker)
+        for number in range(1, 6):
+            free = threading.Event()
+            blocked = threading.Thread(target=intake.call, args=(free.wait,))
+            blocked.start()
+            await asyncio.sleep(0.05)
+            worker.channel.close()  # without a word, as a killed process
+            worker = Played.at(address, "w", str(number), capacity_samples=0)
+            threading.Timer(0.3, free.set).start()
+            await welcomed(worker)
+            blocked.join()
+        worker.channel.close()
+
+    asyncio.run(scenario())
+    refused = intake.fleet.statistics().refused_workers
+    intake.stop_workers(0)
+    intake.close()
+    assert refused == {}

@@ -26,7 +26,7 @@ from support.sglang_support import (
 from areal_rloo.config import SGLangConfig
 from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
 from areal_rloo.errors import EngineError
-from areal_rloo.intake.service import LoopThread
+from areal_rloo.loop_thread import LoopThread
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.errors import WeightsError
-from areal_rloo.intake.service import LoopThread
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather

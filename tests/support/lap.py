@@ -21,10 +21,11 @@ from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream, Tokenizer
-from areal_rloo.intake.service import IntakeService, LoopThread
+from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rollout.episode import SingleTurn

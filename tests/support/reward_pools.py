@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from areal_rloo.errors import ConfigError
-from areal_rloo.intake.service import LoopThread
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth
 

@@ -35,7 +35,7 @@ from areal_rloo.engines.sglang import (
     UpdateGroup,
 )
 from areal_rloo.errors import ArealRlooError
-from areal_rloo.intake.service import LoopThread
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
 from areal_rloo.trajectory import Completion
 

@@ -71,7 +71,7 @@ class Simulation:
             stream=self.stream,
             evaluation=Evaluation([], lambda record: None),
         )
-        self.workers = Fleet()
+        self.workers = Fleet(most_samples=1000)
         self.engine_version: dict[str, int] = {}
         self.min_version: dict[Duty, int] = {}
         self.held: dict[str, dict[Duty, list[int]]] = {}

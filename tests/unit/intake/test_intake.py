@@ -170,7 +170,7 @@ def test_a_late_result_of_a_worker_taken_for_dead_ends_the_second_attempt(intake
 def test_a_new_process_of_a_worker_inherits_nothing(intake: Intake) -> None:
     duties = _duties(intake.handle("old", _hello(), 0.0))
     intake.disconnected("old", 0.5)
-    sent = intake.handle("new", _hello(incarnation="2"), 1.0)
+    sent = [*intake.handle("new", _hello(incarnation="2"), 1.0), *intake.tick(1.1)]
     assert {peer for peer, _ in sent} == {"new"}
     assert [duty.sample_id for duty in _duties(sent)] == [duty.sample_id for duty in duties]
 
@@ -187,7 +187,7 @@ def test_a_connected_process_keeps_its_name(intake: Intake) -> None:
     assert intake.handle("first", _results(duties[0]), 4.0) == [Outgoing("first", Ack(7))]
     silent_s = 1.0 + load_config("quickstart.yaml").wire.heartbeat_timeout_s
     intake.tick(silent_s)
-    sent = intake.handle("second", _hello(incarnation="2"), silent_s)
+    sent = [*intake.handle("second", _hello(incarnation="2"), silent_s), *intake.tick(silent_s)]
     assert [duty.sample_id for duty in _duties(sent)] == [duties[1].sample_id]
 
 
@@ -203,7 +203,8 @@ def test_answers_of_an_earlier_process_do_not_count_for_the_later(intake: Intake
     """Both have the same name, and so have the leases."""
     intake.handle("old", _hello(), 0.0)
     intake.disconnected("old", 0.5)
-    duties = _duties(intake.handle("new", _hello(incarnation="2"), 1.0))
+    intake.handle("new", _hello(incarnation="2"), 1.0)
+    duties = _duties(intake.tick(1.1))
     assert intake.handle("old", _results(*duties), 1.5) == []
     assert intake.statistics().ledger.buffered == 0
     assert intake.handle("new", _results(*duties), 2.0)[0] == Outgoing("new", Ack(7))
@@ -271,7 +272,7 @@ def test_a_lost_lease_is_named_to_the_worker_and_granted_again(intake: Intake) -
     duties = _duties(intake.handle("peer", _hello(), 0.0))
     reply = _reply(intake.handle("peer", _heartbeat(), 1.0))
     assert (reply.newest_lease, reply.say_hello) == (1, False), "the lease may still be on its way"
-    sent = intake.handle("peer", _hello(met=True, newest=1), 1.1)
+    sent = [*intake.handle("peer", _hello(met=True, newest=1), 1.1), *intake.tick(1.2)]
     assert [duty.sample_id for duty in _duties(sent)] == [duty.sample_id for duty in duties]
     assert _leased(sent)[0].lease_id == 2, "a lease id is never used again"
 
@@ -280,7 +281,8 @@ def test_a_lease_that_never_arrived_is_no_attempt() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2")
     sent = intake.handle("peer", _hello(), 0.0)
     for _ in range(10):
-        sent = intake.handle("peer", _hello(met=True, newest=_leased(sent)[-1].lease_id), 0.0)
+        intake.handle("peer", _hello(met=True, newest=_leased(sent)[-1].lease_id), 0.0)
+        sent = intake.tick(0.0)
     assert intake.statistics().ledger.dropped == {}
 
 

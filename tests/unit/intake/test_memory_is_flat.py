@@ -118,5 +118,5 @@ def test_more_workers_than_the_limit_are_refused_and_the_others_go_on() -> None:
     assert isinstance(replies[0].message, wire.Welcome)
     intake.disconnected("honest", 1.0)
     replies = intake.handle("honest again", Hello("honest", "2", 8, 0, None, 1, 0, (), Work()), 1.0)
-    assert [type(reply.message) for reply in replies] == [wire.Welcome, wire.Leases]
+    assert [type(reply.message) for reply in [*replies, *intake.tick(1.0)]] == [wire.Welcome, wire.Leases]
     assert intake.fleet.statistics().refused_workers == {"too_many": 5}

@@ -8,7 +8,7 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Worker
+from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Standing, Worker
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.wire.messages import Abort, Duty, Failed, Goodbye, Heartbeat, Hello, Leases, Results, Work, digest
@@ -34,11 +34,11 @@ class _Failures:
 
     def blamed(self) -> list[int]:
         judged = enumerate(self.workers)
-        return [number for number, worker in judged if self._failures.is_to_blame(worker, self.workers)]
+        return [number for number, worker in judged if self._failures.blame(worker, self.workers)]
 
 
 def _worker(name: str) -> Worker:
-    return Worker(name, "1", name, 8, 0.0, 0, 0, 0.0, duties={Duty(1, 0, 0)})
+    return Worker(name, "1", name, 8, 0.0, 0, 0, 0.0, Standing(), duties={Duty(1, 0, 0)})
 
 
 def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
@@ -192,4 +192,4 @@ def test_a_sample_without_a_reward_process_is_generated_again() -> None:
         assert [duty.sample_id for duty in again] == [duty.sample_id for duty in duties]
         duties = again
     _fail(intake, "w", duties, "reward_unavailable")
-    assert intake.statistics().ledger.dropped == {"max_attempts": 2}
+    assert intake.statistics().ledger.dropped == {"reward_unavailable": 2}

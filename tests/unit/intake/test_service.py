@@ -21,7 +21,8 @@ from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
-from areal_rloo.intake.service import IntakeService, LoopThread
+from areal_rloo.intake.service import IntakeService
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.tasks import Item, Source
 from areal_rloo.weights.broadcast import Broadcaster, SendCall, SendNotice
 from areal_rloo.weights.manifest import SharedMemoryOffer, checksum

@@ -157,7 +157,7 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
     buffer = Buffer(ledger, config=config, give_back=stream.give_back)
     evaluation = Evaluation([], lambda record: None)
     leasing = Leasing(config=config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation)
-    workers = Fleet()
+    workers = Fleet(most_samples=1000)
     hello = Hello("w", "1", 99, 0, None, 1, 0, (), Work())
     worker = workers.welcome(hello, "w", now_s=0.0, policy_version=0)
     ((_, first),) = leasing.grants([worker], 5)

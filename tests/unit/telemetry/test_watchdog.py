@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_rloo.intake.service import LoopThread
+from areal_rloo.loop_thread import LoopThread
 from areal_rloo.telemetry.watchdog import Watchdog
 
 _LONGEST_S = 100  # on a busy machine

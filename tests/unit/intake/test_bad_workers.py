@@ -1,0 +1,218 @@
+"""Workers with the keys and bad intentions: they hold samples, or come and go, and the honest worker goes on."""
+
+from collections.abc import Sequence
+
+import pytest
+from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
+
+from areal_rloo.config import load_config
+from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
+from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.trajectory import Item
+from areal_rloo.wire.messages import (
+    MOST_COUNT,
+    Abort,
+    Duty,
+    Failed,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Leases,
+    Refusal,
+    Results,
+    Welcome,
+    Work,
+    digest,
+)
+
+CONFIG = load_config("quickstart.yaml", ONE_GROUP)
+TWO_GROUPS = (*ONE_GROUP, "learner.groups_per_step=2")
+
+
+def _hello(worker_id: str, incarnation: str = "1", *, capacity: int = 2, duties: Sequence[Duty] = ()) -> Hello:
+    return Hello(worker_id, incarnation, capacity, 0, LEARNER, 1, MOST_COUNT, tuple(duties), Work())
+
+
+def _heartbeat(intake: Intake, worker: str, tokens: int = 0) -> Heartbeat:
+    duties = digest(intake.fleet.alive[worker].duties)
+    return Heartbeat(LEARNER, 2, MOST_COUNT, duties, 0, 0, receiving=False, work=Work(0.0, tokens))
+
+
+def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
+    granted = [message for to, message in messages if isinstance(message, Leases) and to == peer]
+    return [duty for message in granted for lease in message.leases for duty in lease.duties]
+
+
+def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error") -> list[Outgoing]:
+    return intake.handle(
+        worker, Results(LEARNER, 7, (), tuple(Failed(*duty, reason, "no", "") for duty in duties)), 0.0
+    )
+
+
+# -- holding samples ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_gets_no_more_samples_than_the_config_says() -> None:
+    intake = make_intake(make_offers(), *TWO_GROUPS, "rollout.num_slots=1", "rollout.lease_ahead_samples=1")
+    assert len(_duties(intake.handle("hog", _hello("hog", capacity=2**19), 0.0), "hog")) == 2
+    assert len(_duties(intake.handle("honest", _hello("honest"), 0.0), "honest")) == 2
+
+
+def test_samples_held_for_too_long_go_elsewhere_whatever_the_progress() -> None:
+    intake = make_intake(make_offers(), *TWO_GROUPS, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
+    held = _duties(intake.handle("hog", _hello("hog"), 0.0), "hog")
+    intake.handle("honest", _hello("honest"), 0.0)
+    sent: list[Outgoing] = []
+    ended_s = 0.0
+    while not sent:
+        ended_s += 10.0
+        for worker in ("hog", "honest"):
+            intake.handle(worker, _heartbeat(intake, worker, tokens=int(ended_s)), ended_s)
+        for duty in sorted(intake.fleet.alive["honest"].duties):
+            intake.fleet.alive["honest"].release(duty)  # the honest worker has room
+            intake._leasing.drop(duty.sample_id, "reward_error")
+        sent = [(to, each) for to, each in intake.tick(ended_s) if isinstance(each, Abort)]  # type: ignore[misc]
+    assert sent == [("hog", Abort(LEARNER, tuple(held)))]
+    assert 800.0 < ended_s <= 910.0, "an eighth and a tick later at most"
+    assert not intake.fleet.alive["hog"].gets_leases
+    assert intake.fleet.statistics().set_aside == 1
+
+
+def test_samples_within_the_limit_of_their_episode_stay() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
+    held = _duties(intake.handle("slow", _hello("slow"), 0.0), "slow")
+    for second in range(10, 800, 10):
+        intake.handle("slow", _heartbeat(intake, "slow", tokens=second), float(second))
+        assert intake.tick(float(second)) == []
+    assert intake.fleet.alive["slow"].duties == set(held)
+
+
+def test_a_worker_without_room_gets_no_evaluation_samples() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    prompts = [Prompt(0, index, (1, 2), Item("?")) for index in range(4)]
+    evaluation = Evaluation([EvalSet("held-out", prompts)], lambda record: None)
+    intake.evaluation = intake._leasing.evaluation = evaluation
+    intake.handle("watcher", _hello("watcher", capacity=0), 0.0)
+    intake.handle("honest", _hello("honest", capacity=1), 0.0)
+    sent = intake.evaluate()
+    assert (len(_duties(sent, "watcher")), len(_duties(sent, "honest"))) == (0, 4)
+
+
+# -- coming and going --------------------------------------------------------------------------------------------------
+
+
+def test_coming_again_does_not_end_the_time_without_leases() -> None:
+    intake = make_intake(make_offers(), *TWO_GROUPS)
+    intake.handle("good", _hello("good"), 0.0)
+    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    for _ in range(LAST_OUTCOMES // 2):
+        bad = _duties(_fail(intake, "bad", bad), "bad")
+    assert intake.fleet.statistics().set_aside == 1
+    intake.handle("bad", Goodbye(LEARNER, Work()), 1.0)
+    for incarnation in ("1", "2"):
+        peer = "bad" if incarnation == "1" else "bad again"
+        intake.handle(peer, _hello("bad", incarnation), 2.0)
+        assert _duties(intake.tick(3.0), peer) == []
+        intake.handle(peer, Goodbye(LEARNER, Work()), 4.0)
+    assert SET_ASIDE_S > 4.0
+
+
+def test_each_time_without_leases_is_twice_as_long() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    intake.handle("good", _hello("good"), 0.0)
+    intake.handle("bad", _hello("bad"), 0.0)
+    bad, now_s = intake.fleet.alive["bad"], 0.0
+    for times in (1, 2, 4, 8, 16, 16):
+        intake.fleet.set_aside(bad, now_s, "a test")
+        intake.fleet.try_again(now_s + times * SET_ASIDE_S - 1.0)
+        assert not bad.gets_leases
+        now_s += times * SET_ASIDE_S
+        intake.fleet.try_again(now_s)
+        assert bad.gets_leases
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_losing_leases_in_a_loop_gets_new_leases_once_a_tick(goes: bool) -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    duties = _duties(intake.handle("loop", _hello("loop"), 0.0), "loop")
+    assert len(duties) == 2
+    for _ in range(100):
+        if goes:
+            intake.handle("loop", Goodbye(LEARNER, Work()), 0.0)
+        assert _duties(intake.handle("loop", _hello("loop"), 0.0), "loop") == []
+    assert [duty.sample_id for duty in _duties(intake.tick(0.25), "loop")] == [duty.sample_id for duty in duties]
+
+
+def test_no_worker_alone_uses_up_the_attempts_of_a_sample() -> None:
+    """The last attempt is another worker's, even if this worker has no room yet."""
+    intake = make_intake(make_offers(), *TWO_GROUPS)
+    kept = _duties(intake.handle("honest", _hello("honest"), 0.0), "honest")
+    lost = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    for turn in range(10):
+        intake.handle("bad", Goodbye(LEARNER, Work(), failed=True), float(turn))
+        intake.handle("bad", _hello("bad"), float(turn))
+        intake.tick(float(turn))
+    assert intake.statistics().ledger.dropped == {}
+    assert _duties(_fail(intake, "honest", kept), "honest") == [
+        Duty(intake.fleet.alive["honest"].newest_lease, *duty.sample_id) for duty in lost
+    ]
+
+
+def test_a_sample_is_dropped_with_the_reason_of_the_last_attempt() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2")
+    names = ("first", "second")
+    duties = _duties(intake.handle("first", _hello("first"), 0.0), "first")
+    intake.handle("second", _hello("second"), 0.0)
+    again = _fail(intake, "first", duties, "reward_unavailable")
+    assert [len(_duties(again, name)) for name in names] == [0, 2]
+    _fail(intake, "second", _duties(again, "second"), "reward_unavailable")
+    assert intake.statistics().ledger.dropped == {"reward_unavailable": 2}
+
+
+def test_a_process_keeps_the_name_of_its_first_hello() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    intake.handle("peer", _hello("first"), 0.0)
+    for leaves in (False, True):
+        if leaves:
+            intake.handle("peer", Goodbye(LEARNER, Work()), 0.0)
+        (refused,) = [each for _, each in intake.handle("peer", _hello("second"), 0.0) if isinstance(each, Refusal)]
+        assert "this process is first" in refused.detail
+    assert intake.fleet.alive == {}
+    assert intake.fleet.statistics().refused_workers == {"another_name": 2}
+
+
+# -- work for the learner ----------------------------------------------------------------------------------------------
+
+
+def test_duties_that_were_never_granted_are_lies() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    intake.handle("honest", _hello("honest"), 0.0)
+    intake.handle("liar", _hello("liar"), 0.0)
+    sent = intake.handle("liar", _hello("liar", duties=[Duty(10**6 + number, 0, 0) for number in range(10**5)]), 0.0)
+    assert [type(message) for to, message in sent if to == "liar"] == [Refusal]
+    assert intake.lies.statistics().refused_answers == {"no_such_lease": 8}
+    assert list(intake.fleet.alive) == ["honest"]
+
+
+def test_invented_failures_are_read_until_the_liar_is_cut_off() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    intake.handle("liar", _hello("liar"), 0.0)
+    _fail(intake, "liar", [Duty(10**6 + number, 0, 0) for number in range(10**5)])
+    assert intake.lies.statistics().refused_answers == {"no_such_lease": 8}
+    assert intake.statistics().ledger.dropped == {}
+
+
+def test_all_duties_are_compared_for_few_heartbeats_of_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    assert isinstance(intake.handle("w", _hello("w"), 0.0)[0].message, Welcome)
+    wrong = Heartbeat(LEARNER, 2, MOST_COUNT, b"another", 0, 0, receiving=False, work=Work())
+    told = []
+    for number in range(1000):
+        (reply,) = intake.handle("w", wrong, number / 1000)
+        assert isinstance(reply.message, HeartbeatReply)
+        told.append(reply.message.say_hello)
+    assert told.index(True) == 0
+    assert sum(told) == pytest.approx(4 / CONFIG.wire.heartbeat_s, abs=1)
