@@ -124,7 +124,7 @@ class Answers:
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
             self.leasing.lose([duty], is_attempt=True)
             return
-        self.failures.failed(sender.worker, RewardError(failed.reason, failed.detail), self.fleet.alive.values())
+        self.failures.failed(sender.worker, RewardError(failed.reason, failed.detail), self.fleet.voters())
         if failed.reason == "reward_unavailable" and sample.num_attempts < self.leasing.config.wire.max_attempts:
             self.leasing.lose([duty], is_attempt=True)
             return

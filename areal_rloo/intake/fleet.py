@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
@@ -34,6 +35,7 @@ logger = get_logger(__name__)
 MOST_WORKERS = 1024
 LAST_OUTCOMES = 20  # completions; a share of failures among fewer says nothing
 SET_ASIDE_S, _MOST_DOUBLINGS = 300.0, 4  # twice as long each time
+_VOTES_S = 300.0  # of a departed worker: it may be back soon
 _MARKS = 8  # the age of a lease is known to this part of the most
 _LATE_S = 0.25  # of messages that a process sent before its end
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
@@ -94,10 +96,12 @@ class Worker:
     compared_s: float = -math.inf  # monotonic time of the last look at all duties for a heartbeat
 
     @property
+    def is_trusted(self) -> bool:
+        return self.capacity_samples > 0 and not self.stalled and self.standing.set_aside_until_s is None
+
+    @property
     def gets_leases(self) -> bool:
-        if self.stalled or self.capacity_samples == 0:
-            return False
-        return self.standing.set_aside_until_s is None and not self.standing.waits
+        return self.is_trusted and not self.standing.waits
 
     @property
     def free_samples(self) -> int:
@@ -167,6 +171,7 @@ class Fleet:
         self._by_peer: dict[str, Worker] = {}
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
+        self._departed: dict[str, Worker] = {}  # not long ago, by worker id
         self._standings: Recent[Standing] = Recent()  # by worker id
         self._marks: deque[tuple[float, int]] = deque()  # monotonic time, and the highest lease id then
         self._refused: Counter[str] = Counter()
@@ -200,6 +205,7 @@ class Fleet:
                 progress_s=now_s,
             )
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
+            self._departed.pop(hello.worker_id, None)
         worker.last_heard_s, worker.policy_version = now_s, hello.policy_version
         self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).record(hello.work)
         self._forget_departed()
@@ -230,6 +236,13 @@ class Fleet:
 
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]
+        self._departed[worker.worker_id] = worker
+        if len(self._departed) > MOST_WORKERS:
+            del self._departed[next(iter(self._departed))]
+
+    def voters(self) -> Iterable[Worker]:
+        """Give all workers whose completions say if most workers fail: those on their way back, too."""
+        return chain(self.alive.values(), self._departed.values())
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
@@ -290,6 +303,7 @@ class Fleet:
 
     def try_again(self, now_s: float) -> None:
         """Let workers get leases after their time; all workers, if none gets any: better than to stand still."""
+        self._departed = {w.worker_id: w for w in self._departed.values() if now_s - w.last_heard_s < _VOTES_S}
         workers = [worker for worker in self.alive.values() if worker.capacity_samples]
         for worker in workers:
             worker.standing.waits = False

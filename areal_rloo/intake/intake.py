@@ -219,7 +219,7 @@ class Intake:
                 if worker is not None and self.fleet.at(peer) is worker:
                     if len(worker.duties) < num_duties:
                         worker.progress_s, worker.stalled = now_s, False
-                    why = self._answers.failures.blame(worker, self.fleet.alive.values())
+                    why = self._answers.failures.blame(worker, self.fleet.voters())
                     if why is not None and worker.gets_leases:
                         self.fleet.set_aside(worker, now_s, why)
                         replies.append(self._take_duties(worker, is_attempt=False))

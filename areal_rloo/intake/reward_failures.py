@@ -35,7 +35,7 @@ class RewardFailures:
         """Record a completion without a reward.
 
         Args:
-            workers: all that are alive.
+            workers: all that have a vote.
 
         Raises:
             UserError: too many failed, and at most of the workers; says how many, and why the first did.
@@ -70,7 +70,7 @@ class RewardFailures:
 
     def _by_most(self, workers: Iterable[Worker]) -> bool:
         """Return True if most of the workers that have completions, or can have some, fail too often."""
-        asked = [worker.standing.failed for worker in workers if worker.standing.failed or worker.gets_leases]
+        asked = [worker.standing.failed for worker in workers if worker.standing.failed or worker.is_trusted]
         return 2 * sum(map(self._too_many, asked)) > len(asked)
 
     def _too_many(self, failed: deque[bool]) -> bool:

@@ -17,6 +17,7 @@ from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
+from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
@@ -237,6 +238,27 @@ def _last_messages_of_the_dead_are_signs_of_life() -> Any:
         return self.disconnected_s is None or self.last_heard_s > self.disconnected_s
 
     return patch.object(Worker, "is_connected", mutated)
+
+
+def _departed_workers_have_no_vote() -> Any:
+    return patch.object(Fleet, "voters", lambda self: self.alive.values())
+
+
+def _nobody_is_set_aside() -> Any:
+    """Then the failures of a single worker fill the last completions, and those of the others leave."""
+    return patch.object(RewardFailures, "_by_most", lambda self, workers: True)
+
+
+def _workers_that_lost_leases_wait_for_good() -> Any:
+    try_again = Fleet.try_again
+
+    def mutated(self: Fleet, now_s: float) -> None:
+        waiting = [worker for worker in self.alive.values() if worker.standing.waits]
+        try_again(self, now_s)
+        for worker in waiting:
+            worker.standing.waits = True
+
+    return patch.object(Fleet, "try_again", mutated)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

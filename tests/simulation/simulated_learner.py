@@ -12,7 +12,7 @@ from simulation.world import HEARTBEAT_S, ViolationError
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import Config
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
-from areal_rloo.intake.fleet import Outgoing
+from areal_rloo.intake.fleet import FleetStatistics, Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger, LedgerState
 from areal_rloo.intake.lies import Lies
@@ -86,6 +86,8 @@ class SimulatedLearner:
             history=(*history, (self.learner_id, self.version)),
             lies=Lies(config, vocab_size=10**6),  # tokens are ids of weights
         )
+        self._met: set[str] = set()
+        self._counted = FleetStatistics(refused_workers={}, set_aside=0)
         self._batch: list[Group] | None = None
         self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id
@@ -106,6 +108,9 @@ class SimulatedLearner:
     def disconnected(self, peer: str) -> None:
         if self.alive:
             self.intake.disconnected(peer, self.simulation.clock.now_s)
+
+    def has_met(self, worker_id: str) -> bool:
+        return worker_id in self._met
 
     def duties_of(self, peer: str) -> frozenset[Duty]:
         """Return the duties of a worker; none for a stranger."""
@@ -294,6 +299,8 @@ class SimulatedLearner:
     def check(self) -> None:
         """Check the ledger, the admission and who holds what."""
         ledger, fleet = self.intake.ledger, self.intake.fleet
+        self._met |= fleet.alive.keys()
+        self._count(fleet.statistics())
         if lies := self.intake.lies.statistics().refused_answers:
             raise ViolationError(f"an honest worker is taken for a liar: {lies}")
         counts = ledger.counts()
@@ -313,6 +320,13 @@ class SimulatedLearner:
             raise ViolationError(f"the ledger has {sorted(held - known)} and the fleet {sorted(known - held)} alone")
         if len(known) != sum(worker.num_train for worker in fleet.alive.values()):
             raise ViolationError(f"the workers have {len(known)} train samples, and their counts differ")
+
+    def _count(self, statistics: FleetStatistics) -> None:
+        """Add this learner's new counts to those of the simulation, which several learners share."""
+        simulation, before = self.simulation, self._counted
+        simulation.num_set_aside += statistics.set_aside - before.set_aside
+        simulation.num_refused += sum(statistics.refused_workers.values()) - sum(before.refused_workers.values())
+        self._counted = statistics
 
     def _check_batch(self, batch: list[Group]) -> None:
         eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens

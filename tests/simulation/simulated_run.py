@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import msgspec
 from simulation.simulated_learner import Checkpoint, SimulatedLearner
@@ -15,6 +16,7 @@ from simulation.simulated_worker import SimulatedWorker
 from simulation.world import FAULTS_END_S, HEARTBEAT_S, Clock, Fault, Network, Schedule, Story, ViolationError
 
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, RolloutConfig, WireConfig
+from areal_rloo.errors import UserError
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.wire import messages as wire
@@ -23,6 +25,7 @@ _PATIENCE_S = 60.0
 _MOST_EVENTS = 20_000  # some hundreds are usual
 _START_S = (0.3, 1.5)  # of a process
 _NUM_STEPS = 6
+_LAST_OUTCOMES, _SET_ASIDE_S = 6, 2.0  # far below those of real runs, which complete thousands of samples
 
 
 def _config(eta: int, policy: str, groups: int, max_attempts: int) -> Config:
@@ -52,17 +55,22 @@ class Simulation:
 
     def __init__(self, schedule: Schedule, *, tells: bool = False) -> None:
         # Without a hang, no deadline of progress may hide that something was lost.
-        hangs = any(fault.kind == "hang_for_good" for fault in schedule.faults)
-        self.schedule, self.config = schedule, (CONFIGS if hangs else PATIENT)[schedule.config_index]
+        kinds = {fault.kind for fault in schedule.faults}
+        self.schedule = schedule
+        self.config = (CONFIGS if "hang_for_good" in kinds else PATIENT)[schedule.config_index]
+        if "fail_rewards" in kinds and "fail_samples" not in kinds:  # all workers with this one
+            self.config = msgspec.structs.replace(self.config, rollout=RolloutConfig(max_reward_failure_share=0.5))
         self.clock = Clock()
         self.draw = random.Random(f"{schedule.seed}/learner")
         self.story = Story(self.clock, tells=tells)
         self.network = Network(self.clock, random.Random(f"{schedule.seed}/network"), schedule)
         self.checkpoint: Checkpoint | None = None
         self.workers: dict[int, SimulatedWorker] = {}
+        self.seconds: dict[str, SimulatedWorker] = {}  # by peer: processes under the name of another
         self.learner: SimulatedLearner | None = None
         self.num_continued = 0  # leases with a partial rollout that a worker began
         self.num_begun_again = 0  # samples of dead workers that others began in time
+        self.num_set_aside = self.num_refused = 0  # workers, and Hellos under the name of another process
         self._num_learners = self._num_incarnations = self._num_contents = 0
         self._waiting: list[Callable[[], None]] = []  # messages that came while there was no learner
         self._collectives: dict[tuple[str, int], _Collective] = {}
@@ -78,6 +86,18 @@ class Simulation:
         Raises:
             ViolationError: an invariant does not hold, or the run does not end.
         """
+        with (
+            patch("areal_rloo.intake.fleet.LAST_OUTCOMES", _LAST_OUTCOMES),
+            patch("areal_rloo.intake.reward_failures.LAST_OUTCOMES", _LAST_OUTCOMES),
+            patch("areal_rloo.intake.fleet.SET_ASIDE_S", _SET_ASIDE_S),
+        ):
+            try:
+                self._run()
+            except UserError as error:  # the rewards of worker 1 fail
+                if self.learner is None or self.learner.has_met("w0"):
+                    raise ViolationError(f"a single worker ends the run: {error}") from error
+
+    def _run(self) -> None:
         num_events = 0
         while self.learner is None or not self.learner.done:
             num_events += 1
@@ -100,7 +120,13 @@ class Simulation:
         draw = random.Random(f"{self.schedule.seed}/options/{learner}")
         policy, groups = draw.choice(("mask", "drop", "wait")), draw.randint(1, 3)
         changed = _config(draw.randint(0, 2), policy, groups, self.config.wire.max_attempts)
-        return msgspec.structs.replace(changed, wire=self.config.wire)
+        return msgspec.structs.replace(changed, wire=self.config.wire, rollout=self.config.rollout)
+
+    def fails(self, worker: SimulatedWorker, draw: random.Random) -> bool:
+        """Return True if a completion of a worker gets no reward."""
+        if self.config.rollout.max_reward_failure_share < 1.0:  # a single failure could make a worker one of many
+            return worker.number == 1 and self.is_on("fail_rewards", 1)
+        return draw.random() < (0.5 if self.is_on("fail_samples", worker.number) else 0.03)
 
     def new_content(self) -> int:
         self._num_contents += 1
@@ -136,6 +162,11 @@ class Simulation:
                 worker.hangs = True
             case "stop_worker" if worker is not None:
                 worker.stop(ends_s)
+            case "second_process" if worker is not None:
+                self._num_incarnations += 1
+                second = SimulatedWorker(self, fault.who, self._num_incarnations)
+                self.seconds[second.peer] = second
+                self.clock.at(ends_s, functools.partial(self._end_second, second))
             case "restart_engine" if worker is not None:
                 worker.restart_engine()
             case "kill_learner" if self.learner is not None:
@@ -162,6 +193,9 @@ class Simulation:
 
     def end_worker(self, worker: SimulatedWorker, *, restarts: bool, after_s: float = 0.0) -> None:
         """End a process; the kernel closes its connection, and the launcher starts another."""
+        if worker.peer in self.seconds:
+            self._end_second(worker)
+            return
         worker.alive = False
         del self.workers[worker.number]
         peer, learner = worker.peer, self.learner
@@ -191,6 +225,12 @@ class Simulation:
             start_s = after_s + self.draw.uniform(*_START_S)
             self.clock.after(start_s, functools.partial(self._start_worker, worker.number))
 
+    def _end_second(self, second: SimulatedWorker) -> None:
+        """Kill a second process, which may have the name by now."""
+        if self.seconds.pop(second.peer, None) is not None:
+            second.alive = False
+            self.clock.after(0.01, lambda: self.learner and self.learner.disconnected(second.peer))
+
     # -- network -------------------------------------------------------------------------------------------------------
 
     def to_learner(self, worker: SimulatedWorker, message: wire.WorkerMessage) -> None:
@@ -211,7 +251,7 @@ class Simulation:
         number = int(peer.partition("#")[0][1:])
 
         def deliver() -> None:
-            worker = self.workers.get(number)
+            worker = self.seconds.get(peer) or self.workers.get(number)
             if worker is not None and worker.peer == peer:
                 if not isinstance(message, wire.HeartbeatReply) or message.say_hello:
                     self.story.tell("learner -> %s: %s", peer, message)

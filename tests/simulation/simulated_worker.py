@@ -180,7 +180,7 @@ class SimulatedWorker:
             self._decode_soon(duty)
             return
         del self._left[duty], self._made[duty]
-        if self._draw.random() < (0.5 if self.simulation.is_on("fail_samples", self.number) else 0.03):
+        if self.simulation.fails(self, self._draw):
             self.protocol.fail(wire.Failed(*duty, "reward_error", "no", ""), _RESULT_BYTES)
         else:
             self.protocol.finish(duty, [_trajectory(lease, duty, versions, contents)], _RESULT_BYTES)

@@ -77,6 +77,15 @@ def test_schedules_continue_partial_rollouts() -> None:
     assert sum(simulation.num_continued for simulation in simulations) > 10
 
 
+def test_schedules_set_workers_aside_and_refuse_second_processes() -> None:
+    """Else no invariant would ever see them."""
+    simulations = [Simulation(_drawn(seed)) for seed in range(500)]
+    for simulation in simulations:
+        simulation.run()
+    assert sum(simulation.num_set_aside for simulation in simulations) > 5
+    assert sum(simulation.num_refused for simulation in simulations) > 10
+
+
 def test_a_schedule_runs_the_same_way_again() -> None:
     with mutated("results_are_not_sent_again"):
         found = first_failure(range(MOST_SCHEDULES))

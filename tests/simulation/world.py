@@ -33,6 +33,7 @@ KINDS = (
     "kill_worker", "kill_worker", "lose_host", "drain_worker", "kill_learner", "kill_learner", "stop_worker",
     "stop_learner", "restart_engine", "cut", "cut", "lossy", "reorder", "repeat", "slow_network", "hang_receive",
     "fail_receive", "hang_engine", "hang_for_good", "fail_samples", "slow_samples", "no_descriptors", "full_disk",
+    "fail_rewards", "second_process",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
+from areal_rloo.errors import UserError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
 from areal_rloo.intake.intake import Intake
@@ -118,6 +119,22 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
         assert _duties(intake.tick(3.0), peer) == []
         intake.handle(peer, Goodbye(LEARNER, Work()), 4.0)
     assert SET_ASIDE_S > 4.0
+
+
+def test_a_worker_that_fails_while_the_others_restart_does_not_end_the_run() -> None:
+    intake = make_intake(make_offers(), *TWO_GROUPS)
+    good = _duties(intake.handle("good", _hello("good"), 0.0), "good")
+    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    assert len(good) == 2
+    intake.handle("good", Goodbye(LEARNER, Work()), 1.0)
+    for _ in range(LAST_OUTCOMES):
+        bad = _duties([*_fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
+        assert bad, "better than to stand still"
+    intake.handle("bad", _heartbeat(intake, "bad", tokens=1), 302.0)
+    intake.tick(302.0)  # the other is gone for good
+    with pytest.raises(UserError, match="got none"):
+        for _ in range(LAST_OUTCOMES):
+            bad = _duties([*_fail(intake, "bad", bad), *intake.tick(302.0)], "bad")
 
 
 def test_each_time_without_leases_is_twice_as_long() -> None:
