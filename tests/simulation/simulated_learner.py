@@ -118,13 +118,19 @@ class SimulatedLearner:
         return frozenset() if worker is None else frozenset(worker.duties)
 
     def check_leased_again(self, lost: frozenset[Duty]) -> None:
-        """Check that no sample of a dead worker waits while another worker has room."""
-        workers = self.intake.fleet.alive.values()
-        if self.intake.draining or not any(worker.free_samples > 0 for worker in workers):
+        """Check that no sample of a dead worker waits while another worker has room.
+
+        The last attempt of a sample is another worker's, and waits for this worker.
+        """
+        have_room = {worker.worker_id for worker in self.intake.fleet.alive.values() if worker.free_samples > 0}
+        if self.intake.draining:
             return
         for duty in lost:
             sample = self.intake._leasing.sample(duty.sample_id)
-            if sample is not None and not sample.trajectories and sample.worker_id is None:
+            if sample is None or sample.trajectories or sample.worker_id is not None:
+                continue
+            is_last = sample.leases and sample.num_attempts == self.config.wire.max_attempts - 1
+            if have_room - ({sample.leases[-1].worker_id} if is_last else set()):
                 raise ViolationError(f"{duty} of a dead worker waits, although another worker has room")
 
     def check_begun_again(self, lost: frozenset[Duty]) -> int:

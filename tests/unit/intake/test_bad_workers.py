@@ -121,7 +121,7 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
     assert SET_ASIDE_S > 4.0
 
 
-def test_a_worker_that_fails_while_the_others_restart_does_not_end_the_run() -> None:
+def test_a_worker_that_fails_while_others_restart_ends_no_run() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     good = _duties(intake.handle("good", _hello("good"), 0.0), "good")
     bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
