@@ -24,7 +24,7 @@ from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
-from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor
+from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
 from areal_rloo.learner.warm_start import PreparedModel
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
@@ -106,8 +106,13 @@ class Job:
             progress.say("stopped during the warm start; nothing was trained yet")
             self.unfinished = True
             return 0
-        if self.unfinished and code == 0 and (newest := self._newest_checkpoint()) is not None:
-            progress.say(f"stopped before the last step; --resume goes on from {newest}")
+        if self.unfinished and code == 0:
+            newest = self._newest_checkpoint()
+            progress.say(
+                f"stopped before the last step; --resume goes on from {newest}"
+                if newest is not None
+                else "stopped before the first train step: nothing was trained, and there is nothing to resume"
+            )
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
@@ -208,8 +213,8 @@ class Job:
         """Write the summary for a learner that was killed before it could."""
         path = self._folder / "summary.json"
         try:
-            if not path.exists() and (summary := summarize_killed(self._folder, warm_start_s=warm_start_s)) is not None:
-                summary.write(path)
+            if not path.exists():
+                summarize_killed(self._folder, warm_start_s=warm_start_s).write(path)
         except Exception as error:  # noqa: BLE001 - the run has ended, whatever the records or the disk say
             logger.error("summary.json could not be written: %r", error)
 
@@ -240,14 +245,27 @@ class Job:
         return code if code is None or ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
-        self._progress.warn(ranks.last_words(code))
+        killed = self._why_killed() if code == 128 + signal.SIGKILL or code in _TOLD_TO_END else None
+        self._progress.warn(ranks.last_words(code) if killed is None else f"{killed}: exit code {named(code)}")
         remedy = ""
         if code != 2:
             newest = self._newest_checkpoint()
             remedy = f"; go on from the newest checkpoint with --resume ({newest})"
             if newest is None:
-                remedy = "; there is no checkpoint yet: begin again, or --resume"
+                remedy = "; there is no checkpoint to resume from: begin again"
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
+
+    def _why_killed(self) -> str | None:
+        """Say why the launcher killed the learner; None if the launcher did not."""
+        if self._signals.num_ends > 1:
+            return "a second signal (Ctrl-C or SIGTERM) stopped the learner at once"
+        if self._is_overdue():
+            timeout_s = self._config.launcher.drain_timeout_s
+            return f"the learner did not drain within launcher.drain_timeout_s={timeout_s:g}, and was killed"
+        return None
+
+    def _is_overdue(self) -> bool:
+        return self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s
 
     def _newest_checkpoint(self) -> str | None:
         with contextlib.suppress(OSError):
@@ -258,9 +276,11 @@ class Job:
         if self._signals.any and self._drain_ends_s is None:
             if ranks.exit_code() is not None:
                 return  # crashed: `_ended` ends the run
-            self._progress.say("draining: a checkpoint, then the end; a second signal stops at once")
+            self._progress.say(
+                "draining: a checkpoint if the training has begun, then the end; a second signal stops at once"
+            )
             self._begin_drain(ranks)
-        if self._signals.num_ends > 1 or (self._drain_ends_s is not None and time.monotonic() > self._drain_ends_s):
+        if self._signals.num_ends > 1 or self._is_overdue():
             ranks.kill()
 
     def _begin_drain(self, ranks: LearnerRanks) -> None:

@@ -65,8 +65,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         write_atomically(path, msgspec.json.format(msgspec.json.encode(numbers), indent=2) + b"\n")
 
 
-def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
-    """Summarize a run whose learner was killed, from the records; None without a train step.
+def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary:
+    """Summarize a run whose learner was killed, from the records.
 
     Raises:
         DataError: a record is of another version.
@@ -74,8 +74,9 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
     """
     records = read_records(folder / "metrics.jsonl")
     steps = [record for record in records if isinstance(record, TrainRecord)]
+    evaluations = [record for record in records if isinstance(record, EvalRecord)]
     if not steps:
-        return None
+        return _untrained(evaluations, warm_start_s)
     last = steps[-1]
     staleness_tokens: Counter[int] = Counter()
     for step in steps:
@@ -83,7 +84,7 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
     return Summary(
         exit_reason="killed",
         policy_version=last.policy_version,
-        evaluations=[record for record in records if isinstance(record, EvalRecord)],
+        evaluations=evaluations,
         ledger=last.ledger,
         staleness_tokens=staleness_tokens,
         trained_tokens=sum(step.trained_tokens for step in steps),
@@ -95,6 +96,26 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary | None:
         rollout_idle_s=last.rollout_idle_s,
         skipped_steps=last.skipped_steps,
         failed_checkpoints=last.failed_checkpoints,
+    )
+
+
+def _untrained(evaluations: Sequence[EvalRecord], warm_start_s: float) -> Summary:
+    """Summarize a run that ended before the first train step."""
+    return Summary(
+        exit_reason="nothing_trained",
+        policy_version=0,
+        evaluations=evaluations,
+        ledger=LedgerCounts(admitted=0, trained=0, dropped={}, buffered=0, in_flight=0),
+        staleness_tokens={},
+        trained_tokens=0,
+        masked_tokens=0,
+        generated_tokens=0,
+        warm_start_s=warm_start_s,
+        wall_s=0.0,
+        learner_idle_s=0.0,
+        rollout_idle_s=0.0,
+        skipped_steps=0,
+        failed_checkpoints=0,
     )
 
 

@@ -267,9 +267,7 @@ def _run_folder() -> Whole:
     (folder / "config.yaml").write_text("run:\n  seed: 3\n")
     (folder / "configs" / "step-000000.yaml").write_text("run:\n  seed: 3\n")
     (folder / "configs" / "step-000002.yaml").write_text("run:\n  seed: 3\nlearner:\n  groups_per_step: 2\n")
-    summary = summarize_killed(folder, warm_start_s=1.5)
-    assert summary is not None
-    summary.write(folder / "summary.json")
+    summarize_killed(folder, warm_start_s=1.5).write(folder / "summary.json")
     return Whole(folder)
 
 

@@ -49,6 +49,25 @@ def test_a_run_stopped_in_the_warm_start_starts_again_by_the_same_command(start:
     assert again.summary()["exit_reason"] == "completed"
 
 
+def test_a_run_stopped_before_the_learner_is_ready_says_so(start: Callable[..., Run], tmp_path: Path) -> None:
+    entry, waits = tmp_path / "waits.py", tmp_path / "waits"
+    entry.write_text(
+        "import pathlib, sys, time\n"
+        "if '--rank=0' in sys.argv:\n"
+        f"    pathlib.Path({str(waits)!r}).touch()\n"
+        "    time.sleep(600)\n"
+    )
+    run = start(ENDLESS, entry=entry)
+    run.wait_for(waits.exists)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 0, output
+    assert "draining: a checkpoint if the training has begun" in output
+    assert "nothing was trained, and there is nothing to resume" in output
+    assert run.summary()["exit_reason"] == "nothing_trained"
+    assert "ended: nothing_trained" in (run.folder / "report.html").read_text()
+
+
 def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Callable[..., Run], tmp_path: Path) -> None:
     """The reward's file is away for a while; and a line of metrics.jsonl is damaged."""
     reward, away = tmp_path / "mine.py", tmp_path / "away.py"

@@ -222,6 +222,8 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Run]) -> None:
     learner.suspend()  # it cannot drain
     code, output = _signal_twice(run, signal.SIGINT)
     assert code == 137, output
+    assert "a second signal (Ctrl-C or SIGTERM) stopped the learner at once: exit code 137 (SIGKILL)" in output
+    assert "the learner ended" not in output
 
 
 def _signal_twice(run: Run, number: signal.Signals) -> tuple[int, str]:
