@@ -116,7 +116,8 @@ class Job:
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
-            progress.say(f"no report: {type(error).__name__}: {error}")
+            words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            progress.say(f"no report: {words}")
         return code
 
     def _prepare(self) -> tuple[str, float] | None:

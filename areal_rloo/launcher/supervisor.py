@@ -6,6 +6,7 @@ restart together.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from areal_rloo.learner.checkpoint_folder import (
     standing,
     unfinished_checkpoints,
 )
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import STOPPED, get_logger
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.waiting import wait_until
 
@@ -223,17 +224,27 @@ class Supervisor:
             shorten(self._logs / f"{name}.out", MOST_BYTES)
 
     def last_words(self, name: str) -> str:
-        """Give the last line of a process's output; without output, what is wrong with the disk, or an empty string."""
+        """Give the last line of a process's output, or an empty string.
+
+        If a full disk has lost the output, give the state of the disk, and the error from the log if the log has it.
+        """
         try:
-            with (self._logs / f"{name}.out").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
+            lines = self._last_lines(f"{name}.out")
             free = shutil.disk_usage(self._logs).free
         except OSError:
             return ""
-        if not lines and free < _FULL_BYTES:
-            return f"Its output is missing: {self._logs} has {free} bytes free; free some disk"
-        return lines[-1] if lines else ""
+        if lines or free >= _FULL_BYTES:
+            return lines[-1] if lines else ""
+        error = ""
+        with contextlib.suppress(OSError):
+            found = [line.partition(f"{STOPPED}: ")[2] for line in self._last_lines(f"{name}.log")]
+            error = next((f"error: {words}. " for words in reversed(found) if words), "")
+        return f"{error}Its output is missing: {self._logs} has {free} bytes free; free some disk"
+
+    def _last_lines(self, file_name: str) -> list[str]:
+        with (self._logs / file_name).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+            return file.read().decode(errors="replace").strip().splitlines()
 
     def _started(self, spec: ProcessSpec) -> Handle:
         self._logs.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from areal_rloo.errors import ArealRlooError, UserError, printable
 
 MOST_LINES = 100
+STOPPED = "stopped by an error"  # begins the record of the error that ended a process
 _WINDOW_S = 60.0
 _MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
 
@@ -130,11 +131,11 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
     try:
         return run()
     except UserError as error:
-        logger.error("%s", error)
+        logger.error("%s: %s", STOPPED, error)
         _tell(f"error: {printable(str(error))}")
         return error.exit_code
     except ArealRlooError as error:
-        logger.exception("stopped by an error")
+        logger.exception("%s: %s", STOPPED, error)  # a full disk may keep only the first line
         _tell(f"error: {printable(str(error))}")
         return error.exit_code
 

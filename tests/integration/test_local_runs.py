@@ -186,11 +186,13 @@ def test_a_disk_too_full_for_checkpoints_changes_only_the_exit_code(start: Calla
     run = start("learner.num_train_steps=8", "checkpoint.every_n_steps=4", "launcher.max_learner_restarts=2")
     run.wait_for((run.folder / "config.yaml").exists)
     (run.folder / "checkpoints").write_text("in the way, as a full disk would be")
+    (run.folder / "report.html").mkdir()
     code, output = run.wait()
     assert code == 1, output
     assert "a checkpoint could not be written: free some disk" in output
     assert "version 8 could not be saved" in output
     assert "the learner restarts" not in output, "the end would be the same"
+    assert f"no report: {run.folder}: the report cannot be made" in output
     summary = run.summary()
     assert (summary["num_train_steps"], summary["failed_checkpoints"]) == (8, 3)
     assert summary["exit_reason"] == "failed"

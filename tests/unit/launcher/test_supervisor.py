@@ -15,11 +15,11 @@ import pytest
 from support.patience import eventually
 from support.process_specs import make_spec
 
-from areal_rloo.errors import EXIT_WENT_BACK
+from areal_rloo.errors import EXIT_WENT_BACK, TrainingError
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
 from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor, named
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.progress import Progress, RunConsole
 
 # Ends with a code so many times, then stays; each start writes a line.
@@ -206,6 +206,24 @@ def test_last_words_lost_to_a_full_disk_name_the_disk(
     assert supervisor.last_words("one") == (
         f"Its output is missing: {tmp_path / 'logs'} has 0 bytes free; free some disk"
     )
+
+
+def test_last_words_lost_to_a_full_disk_come_from_the_log(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_logs("one", level="info", file=tmp_path / "logs" / "one.log")
+
+    def fail() -> int:
+        raise TrainingError("too many skipped steps")
+
+    try:
+        assert run_to_exit_code(fail) == 1
+    finally:
+        setup_logs("one", level="info", file=None)
+    (tmp_path / "logs" / "one.out").touch()
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert supervisor.last_words("one").startswith("error: too many skipped steps. Its output is missing: ")
 
 
 def test_a_worker_with_a_diverged_history_is_always_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
