@@ -30,8 +30,8 @@ import traceback
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 _MOST_LINE, _MOST_SHOWN = 2000, 100  # characters
 
-EXIT_RANK_LOST = 3  # exit code of a learner rank that ended because another rank ended
-EXIT_WENT_BACK = 4  # exit code of a rollout worker that ended because the learner restarted from an older version
+EXIT_RANK_LOST = 3  # exit code of a learner rank after the end of another rank
+EXIT_WENT_BACK = 4  # exit code of a rollout worker after the learner restarted from an older version
 EXIT_UNSAVED = 5  # exit code of a learner whose last checkpoint the disk refused; a restart would end in the same way
 
 

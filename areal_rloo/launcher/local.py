@@ -12,6 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from areal_rloo.launcher.interrupts import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
 from areal_rloo.files import ScratchFolder, memory_folder

@@ -21,6 +21,7 @@ from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.doctor.limits import check_processes
+from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
@@ -65,12 +66,13 @@ def run_main(main: Callable[[Sequence[str]], int]) -> int:
     open_missing_streams()
     show_on_signal()
     try:
+        raise_on_interrupt()
         return main(sys.argv[1:])
     except UserError as error:
         _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("stopped before anything had started")
+        _say(NOTHING_STARTED)
         return 130
 
 
@@ -180,11 +182,11 @@ def hold(
 
 @contextlib.contextmanager
 def leaves_nothing(folder: Path) -> Iterator[None]:
-    """Remove the folder and new parents if the user's mistake ends the block before a run has begun in the folder."""
+    """Remove the folder and new parents if a mistake or Ctrl-C ends the block before a run has begun in the folder."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         with contextlib.suppress(OSError):  # the folder is not empty: a run has begun
             lock = lock_path(folder, "launcher")
             if folder in missing and list(folder.iterdir()) == [lock]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from areal_rloo.errors import ArealRlooError, UserError, printable
 
 MOST_LINES = 100
-STOPPED = "stopped by an error"  # begins the record of the error that ended a process
+STOPPED = "stopped by an error"  # begins the record of the last error of a process
 _WINDOW_S = 60.0
 _MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
 

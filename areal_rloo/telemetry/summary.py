@@ -100,7 +100,7 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary:
 
 
 def _untrained(evaluations: Sequence[EvalRecord], warm_start_s: float) -> Summary:
-    """Summarize a run that ended before the first train step."""
+    """Summarize a run without a train step."""
     return Summary(
         exit_reason="nothing_trained",
         policy_version=0,

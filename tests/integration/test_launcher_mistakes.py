@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.patience import eventually
 from support.wrong_configs import BY_HAND
 
 REPO = Path(__file__).resolve().parents[2]
@@ -103,6 +105,25 @@ def _launch(folder: Path, *arguments: str, before: tuple[str, ...] = (), **envir
 @pytest.mark.parametrize(("overrides", "words"), BY_HAND[::5])
 def test_a_wrong_config_leaves_nothing_behind(tmp_path: Path, overrides: str, words: str, more: list[str]) -> None:
     assert words in _launch(tmp_path, *overrides.split(" & "), *more)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray", "slurm"])
+def test_ctrl_c_during_the_imports_gives_one_line(tmp_path: Path, launcher: str) -> None:
+    imports = tmp_path / "imports"
+    (tmp_path / "yaml.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(imports)!r}).touch()\ntime.sleep(600)\n"
+    )
+    as_in_a_shell = ("env", "--default-signal=INT")  # these tests may run in the background of a script
+    run = subprocess.Popen(
+        [*as_in_a_shell, sys.executable, "-m", f"areal_rloo.launcher.{launcher}", "--config", "quickstart.yaml"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"},
+    )
+    eventually(imports.exists, "yaml is not imported")
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert (run.returncode, said) == (130, "stopped before anything had started\n")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")

@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_rloo.launcher.interrupts import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import ReservedRoom
 from areal_rloo.launcher.hosts import described_hosts, this_host

@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from areal_rloo.launcher.interrupts import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from areal_rloo.config import Config, argument_name, dump_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import described_hosts

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.config import load_config
-from areal_rloo.errors import CheckpointError
+from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import newest_checkpoint, write_beginning
-from areal_rloo.launcher.start import begin, hold
+from areal_rloo.launcher.start import begin, hold, leaves_nothing
 from areal_rloo.wire.security import load_keys
 
 HOST = Host("here", "127.0.0.1", 2, (), 0)
@@ -61,6 +61,15 @@ def test_a_new_run_folder_is_closed_to_other_users(tmp_path: Path) -> None:
     hold(tmp_path / "runs" / "mine", load_config("quickstart.yaml"), resume=False)
     assert mode_of(tmp_path / "runs" / "mine") == 0o700
     assert mode_of(tmp_path / "runs") == 0o755
+
+
+@pytest.mark.parametrize("error", [PreflightError("no GPU is free"), KeyboardInterrupt()], ids=["mistake", "ctrl-c"])
+def test_an_end_before_the_beginning_removes_the_new_folders(tmp_path: Path, error: BaseException) -> None:
+    folder = tmp_path / "runs" / "mine"
+    with pytest.raises(type(error)), leaves_nothing(folder):
+        hold(folder, load_config("quickstart.yaml"), resume=False)
+        raise error
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("usual_umask")
