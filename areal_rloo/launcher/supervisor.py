@@ -50,8 +50,9 @@ _KILLED_WHILE_SAVING = (
 
 
 def named(code: int | None) -> str:
-    """Show an exit code, with the name of a signal: 137 (SIGKILL)."""
+    """Show an exit code, with the name of a signal or the reason: 137 (SIGKILL)."""
     names = {128 + number: number.name for number in signal.Signals}
+    names[EXIT_WENT_BACK] = "the learner restarted from an older version"
     return f"{code} ({names[code]})" if code in names else str(code)
 
 

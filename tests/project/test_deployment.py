@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from areal_rloo import errors
 from areal_rloo.config import load_config
 from areal_rloo.engines.sglang.client import TESTED_VERSION
 from areal_rloo.launcher.placement import Host, Placement
@@ -32,6 +33,12 @@ SCRIPTS = Path(sys.executable).parent
 HAS_RAY = importlib.util.find_spec("ray") is not None
 LAUNCHER = re.compile(r"areal_rloo\.launcher\.(local|slurm|ray)")
 WITHOUT_CLUSTER = "ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=main Nodes=n1\n"
+
+
+def test_every_exit_code_of_a_process_is_explained() -> None:
+    ours = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    explained = re.findall(r"^\| (\d+) \| (?:all|the|a) ", DEPLOY.read_text(), re.MULTILINE)
+    assert {0, 1, 2, *ours} <= set(map(int, explained))
 
 
 @functools.cache

@@ -276,7 +276,7 @@ def test_the_session_is_killed_before_the_number_is_free(tmp_path: Path, monkeyp
     assert killed == [psutil.STATUS_ZOMBIE]
 
 
-def test_an_exit_code_names_its_signal() -> None:
-    assert [named(code) for code in (0, 1, 137, 143, 300, None)] == [
-        *("0", "1", "137 (SIGKILL)", "143 (SIGTERM)", "300", "None")
+def test_an_exit_code_names_its_signal_or_reason() -> None:
+    assert [named(code) for code in (0, 1, 4, 137, 143, 300, None)] == [
+        *("0", "1", "4 (the learner restarted from an older version)", "137 (SIGKILL)", "143 (SIGTERM)", "300", "None")
     ]
