@@ -44,7 +44,9 @@ OVERRIDES = [
 def main(arguments: Sequence[str]) -> int:
     """Make the model if the model is missing, then start a run."""
     steps = [argument.removeprefix("--demonstrations=") for argument in arguments if "--demonstrations=" in argument]
-    overrides = [*OVERRIDES, *(argument for argument in arguments if "--demonstrations=" not in argument)]
+    given = [argument for argument in arguments if "--demonstrations=" not in argument]
+    keys = {argument.removeprefix("--").partition("=")[0] for argument in given}
+    overrides = [*(default for default in OVERRIDES if default.partition("=")[0] not in keys), *given]
     config = load_config("quickstart.yaml", overrides)
     if not (Path(config.model.path) / "config.json").is_file():
         demonstrate(config, num_steps=int(steps[0]) if steps else 900)

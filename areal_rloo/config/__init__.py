@@ -33,7 +33,7 @@ from areal_rloo.config.data import (
 from areal_rloo.config.imports import ENTRY, import_entry, import_function
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
-from areal_rloo.config.load import dump_config, load_config
+from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig, SGLangConfig
 from areal_rloo.config.schema import Config, ModelConfig, TinyModelConfig, WarmStartConfig, WireConfig, validate
@@ -70,6 +70,7 @@ __all__ = [
     "WarmStartConfig",
     "WireConfig",
     "argument_name",
+    "check_unique",
     "dump_config",
     "import_entry",
     "import_function",

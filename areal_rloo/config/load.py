@@ -107,6 +107,22 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     return parts, parse(text, f"override '{shown(override)}': the value", is_file=False).tree
 
 
+def check_unique(overrides: Sequence[str]) -> None:
+    """Check the overrides of a command line: the last of two values for a key would win unseen.
+
+    Raises:
+        ConfigError: a key is given twice.
+    """
+    given: dict[str, str] = {}
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        if key in given:
+            raise ConfigError(
+                f"override '{shown(override)}': expected each key once, got '{shown(given[key])}' too; leave one out"
+            )
+        given[key] = override
+
+
 def dump_config(config: Config) -> str:
     """Write the resolved config as YAML; `load_config` reads an equal config back."""
     tree = msgspec.to_builtins(config)

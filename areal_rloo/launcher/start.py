@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_rloo.config import Config, dump_config, import_entry, load_config
+from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
@@ -110,6 +110,7 @@ def parse(
     if known.json and not known.dry_run:
         raise ConfigError("argument '--json': expected with --dry-run, whose plan it prints; add --dry-run")
     overrides = rest if known.entry is None else [*rest, f"run.entry={known.entry}"]
+    check_unique(overrides)
     config = load_config(known.config, overrides)
     import_entry(config.run.entry)
     return Options(config, known.dry_run, known.json, known.resume, vars(known))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.local_runs import with_last_values
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
@@ -50,7 +51,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def run(example: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command_of(example), *arguments],
+        [sys.executable, *with_last_values(*command_of(example), *arguments)],
         cwd=REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

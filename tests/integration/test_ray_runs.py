@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.local_runs import REPO, SMALL, Run, assert_drained, assert_kills_cost_nothing, gone
+from support.local_runs import REPO, SMALL, Run, assert_drained, assert_kills_cost_nothing, gone, with_last_values
 
 pytest.importorskip("ray", reason="Ray is not installed here: make extras")
 
@@ -99,8 +99,9 @@ def test_a_submitted_job_runs_in_its_working_folder_and_drains(cluster: RayClust
     submit = ["ray", "job", "submit", "--address", cluster.dashboard, "--runtime-env-json", wait, "--no-wait"]
     command = ["python", "-m", "areal_rloo.launcher.ray", "--config", "quickstart.yaml", f"run.folder={folder}"]
     environment = {**cluster.environment, "AREAL_RLOO_CACHE": str(REPO / ".pytest_cache" / "models")}
+    options = with_last_values(*SMALL, "learner.num_train_steps=10000")
     submitted = subprocess.run(
-        [*submit, "--working-dir", str(REPO), "--", *command, *SMALL, "learner.num_train_steps=10000"],
+        [*submit, "--working-dir", str(REPO), "--", *command, *options],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Run:
         script = [] if entry is None else [str(entry)]
         command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
         self.process = subprocess.Popen(
-            [*before, *command, f"run.folder={folder}", *SMALL, *arguments],
+            [*before, *command, *with_last_values(f"run.folder={folder}", *SMALL, *arguments)],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -110,6 +110,11 @@ class Run:
                 process.send_signal(signal.SIGUSR2)
         time.sleep(2)
         return ends_of_logs((self.folder / "logs").glob("*.log"), num_lines=200)
+
+
+def with_last_values(*arguments: str) -> Iterable[str]:
+    """Keep the last override of each key, and all options."""
+    return {argument if argument[0] == "-" else argument.partition("=")[0]: argument for argument in arguments}.values()
 
 
 def assert_drained(run: Run) -> None:

@@ -148,6 +148,7 @@ BY_HAND = [
     ("zzz=4", "unknown key 'zzz'; expected one of run, model"),
     (f"{'a' * 101}=4", "expected at most 16 names of at most 100 characters before the '='"),
     (f"{'a.' * 20}b=4", "expected at most 16 names"),
+    ("run.seed=4 & --run.seed=4", "override '--run.seed=4': expected each key once, got 'run.seed=4' too; leave one"),
     ("run..seed=4", "override 'run..seed=4': expected key.path=value"),
     ("run.seed.deep=4", "'run.seed' is a value, not a section"),
     ("data.train=[{}] & data.train.7.task=math", "'data.train.7': expected an index from 0 to 0"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config, import_entry, load_config
+from areal_rloo.config import Config, check_unique, import_entry, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor import Finding, findings
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
@@ -63,6 +63,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
     config: Config | None = None
     if options.config is not None:
         try:
+            check_unique(overrides)
             config = load_config(options.config, overrides)
             import_entry(config.run.entry)
         except UserError as error:
