@@ -32,7 +32,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     """Take `run.folder`, else runs/<name>-<time>; for a resume, else the newest run, if its name is the same.
 
     Raises:
-        CheckpointError: there is no run to resume, or the newest run has another name.
+        CheckpointError: there is no run to resume, or the newest run has another name or no checkpoint.
         PreflightError: the folder holds a run already, and this start is no resume.
         CheckpointError: a resume with this config is refused (`resume_changes`).
         DataError: the resume would read other prompts.
@@ -49,6 +49,8 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     submitted = any(folder.glob(_SUBMITTED.format("*")))
     if resume and not (has_begun(folder) or submitted):
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
+    if resume and config.run.folder is None and newest_checkpoint(folder) is None:
+        raise _nothing_to_resume(folder, config.run.name)
     if (has_results(folder) or submitted) and not resume:
         raise second_run(folder)
     if resume:
@@ -66,6 +68,16 @@ def _check_name(folder: Path, name: str) -> None:
                 f"--resume: the newest run, {folder}, has run.name={latest}, and the config has run.name={name}; set "
                 "run.folder to the folder of the run to go on with"
             )
+
+
+def _nothing_to_resume(newest: Path, name: str) -> CheckpointError:
+    """Make the error for a newest run without a checkpoint; the error names an earlier run with a checkpoint."""
+    runs = sorted(newest.parent.glob(f"{name}-[0-9]*-[0-9]*"), reverse=True)
+    earlier = next((run for run in runs if newest_checkpoint(run) is not None), None)
+    fix = "start again without --resume" if earlier is None else f"resume an earlier run with run.folder={earlier}"
+    return CheckpointError(
+        f"--resume: the newest run, {newest}, has no checkpoint, so nothing was trained there; {fix}"
+    )
 
 
 def make_run_folder(folder: Path) -> None:

@@ -236,6 +236,8 @@ def begin(
     for line in resume_changes(folder, config) if resume else ():
         _say(line)
         logger.info("%s", line)
+    if resume and newest_checkpoint(folder) is None:
+        _say(f"--resume: {folder} has no checkpoint; the run begins from the beginning")
     if resume and standing(folder_of(folder)).newest_version == config.learner.num_train_steps:
         _say(
             f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps="

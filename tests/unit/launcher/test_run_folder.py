@@ -12,7 +12,7 @@ import pytest
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.launcher.run_folder import newest_checkpoint, write_beginning
+from areal_rloo.launcher.run_folder import choose_folder, newest_checkpoint, write_beginning
 from areal_rloo.launcher.start import begin, hold, leaves_nothing
 from areal_rloo.wire.security import load_keys
 
@@ -95,6 +95,29 @@ def test_latest_points_here_after_a_kill_of_the_same_pid(tmp_path: Path) -> None
     write_beginning(folder, load_config("quickstart.yaml"), [HOST])
     assert (folder.parent / "latest").resolve() == folder
     assert sorted(path.name for path in folder.parent.iterdir()) == ["latest", "mine"]
+
+
+def test_a_newest_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, runs = load_config("quickstart.yaml"), tmp_path / "runs"
+    for name in ("quickstart-20260101-000000", "quickstart-20260102-000000"):
+        (runs / name).mkdir(parents=True)
+        write_beginning(runs / name, config, [HOST])
+    words = r"quickstart-20260102-000000, has no checkpoint, so nothing was trained there; "
+    with pytest.raises(CheckpointError, match=f"{words}start again without --resume"):
+        choose_folder(config, resume=True)
+    (runs / "quickstart-20260101-000000" / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"{words}resume an earlier run with run.folder=.*quickstart-20260101"):
+        choose_folder(config, resume=True)
+    (runs / "quickstart-20260102-000000" / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert choose_folder(config, resume=True) == runs / "quickstart-20260102-000000"
+
+
+def test_a_resume_without_a_checkpoint_says_that_the_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(load_config("quickstart.yaml"), Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
+    assert "has no checkpoint; the run begins from the beginning" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "said"), [(99, False), (100, True)])
