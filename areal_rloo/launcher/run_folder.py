@@ -16,16 +16,20 @@ import msgspec
 
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.decoding import from_json, from_msgpack
-from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError, shown
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
+from areal_rloo.learner.lock import lock_path
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
 from areal_rloo.tasks import check_same_sources, load_train
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
 _SUBMITTED = "submitted-{}.yaml"
+_STARTS, _SCRIPT = "environment.jsonl", "job.sbatch"
+_OURS = {_STARTS, _SCRIPT, lock_path(Path(), "launcher").name}  # at least one of them is in the folder of a run
+_LEFT_ALONE = {"lost+found"}  # in every new file system
 
 
 def choose_folder(config: Config, *, resume: bool) -> Path:
@@ -33,7 +37,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
 
     Raises:
         CheckpointError: there is no run to resume, or the newest run has another name or no checkpoint.
-        PreflightError: the folder holds a run already, and this start is no resume.
+        PreflightError: the folder holds a run already, or other files, and this start is no resume.
         CheckpointError: a resume with this config is refused (`resume_changes`).
         DataError: the resume would read other prompts.
     """
@@ -51,12 +55,27 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         raise CheckpointError(f"--resume: {folder} holds no run; expected the folder of one in run.folder")
     if resume and config.run.folder is None and newest_checkpoint(folder) is None:
         raise _nothing_to_resume(folder, config.run.name)
-    if (has_results(folder) or submitted) and not resume:
-        raise second_run(folder)
+    if not resume:
+        if has_results(folder) or submitted:
+            raise second_run(folder)
+        _check_not_foreign(folder)
     if resume:
         resume_changes(folder, config)
         _check_prompts(folder, config)
     return folder
+
+
+def _check_not_foreign(folder: Path) -> None:
+    """Make sure that a folder with files is the folder of a run which has not trained yet."""
+    names = set()
+    with contextlib.suppress(OSError):  # no folder, or not readable: refused later, if it cannot be written
+        names = {path.name for path in folder.iterdir()}
+    foreign = sorted(name for name in names - _LEFT_ALONE if not name.startswith("."))
+    if foreign and not names & _OURS:
+        raise PreflightError(
+            f"run.folder: {folder} holds other files, such as {shown(foreign[0])}; expected an empty folder or the "
+            "folder of a run; choose another"
+        )
 
 
 def _check_name(folder: Path, name: str) -> None:
@@ -149,6 +168,11 @@ def second_run(folder: Path) -> PreflightError:
     return PreflightError(f"run.folder: {folder} holds a run already; add --resume to go on with it, or choose another")
 
 
+def script_file(folder: Path) -> Path:
+    """Name the file for the script of a Slurm job."""
+    return folder / _SCRIPT
+
+
 def submitted_file(folder: Path) -> Path:
     """Name the file for the config of a Slurm job.
 
@@ -175,7 +199,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
-    starts = folder / "environment.jsonl"
+    starts = folder / _STARTS
     earlier = starts.read_bytes() if starts.exists() else b""
     write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)

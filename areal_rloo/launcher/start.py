@@ -19,6 +19,7 @@ from areal_rloo.config import Config, check_unique, dump_config, import_entry, l
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
+from areal_rloo.launcher.doctor.disk import check_run_folder
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
@@ -131,6 +132,15 @@ def check(config: Config, *, runs_here: bool = True) -> None:
             raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
 
 
+def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> None:
+    """Try to write into the run folder, and leave nothing there.
+
+    Raises:
+        PreflightError: the folder cannot be made or written.
+    """
+    raise_first(check_run_folder(Situation(config, folder, runs_here)))
+
+
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     """Replace `auto` counts in the config and place the processes on the hosts.
 
@@ -147,6 +157,7 @@ def show_plan(
 ) -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
+    check_writable(config, folder, runs_here=False)
     for line in resume_changes(folder, config) if options.resume else ():
         _say(line)
     request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
@@ -169,10 +180,8 @@ def hold(
     Raises:
         PreflightError: another launcher or learner uses the folder, and did not end in time.
     """
-    try:
-        make_run_folder(folder)
-    except OSError as error:
-        raise PreflightError(f"run.folder: {folder} cannot be written: {error}; choose another") from error
+    check_writable(config, folder)
+    make_run_folder(folder)
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)
     lock_run_folder(folder, "launcher", patience)
     remove_abandoned()

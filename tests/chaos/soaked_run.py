@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 from support.processes import command_of, ends_of_logs, processes_with, wire_port
 
+from areal_rloo.learner.lock import lock_path
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME
@@ -74,6 +75,7 @@ class SoakedRun:
         """`hazard_share`: of the completions whose reward is in trouble."""
         self.work, self.folder = work, work / "disk" / "run"
         self.folder.mkdir(parents=True)
+        lock_path(self.folder, "launcher").touch()  # a folder with other files would be refused
         (self.folder / FILE_NAME).symlink_to(work / FILE_NAME)
         (work / FILE_NAME).touch()
         hazard = work / "hazard.py"

@@ -12,6 +12,8 @@ import pytest
 from support.local_runs import Run, assert_drained, balanced
 from support.patience import eventually
 
+from areal_rloo.learner.lock import lock_path
+
 pytestmark = pytest.mark.slow
 ENDLESS = "learner.num_train_steps=10000"
 
@@ -150,6 +152,7 @@ def test_a_launcher_without_standard_streams_keeps_its_locks(start: Callable[...
 def test_a_process_that_cannot_be_started_ends_the_run_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
     (tmp_path / "run" / "logs" / "warm_start.out").mkdir(parents=True)  # no log can be opened
+    lock_path(tmp_path / "run", "launcher").touch()  # the folder of a run
     ended = subprocess.run([*command, f"run.folder={tmp_path / 'run'}"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: a process cannot be started: ")

@@ -40,7 +40,9 @@ def check_run_folder(situation: Situation) -> Iterator[Finding]:
         with _probed(folder) as probe:
             locks = _locks(probe)
     except OSError as error:
-        yield wrong(_KEY, f"{folder} cannot be written: {error}", "choose another")
+        # /proc and the like say that there is no such file.
+        reason = f"{file_system(folder)} takes no new files" if isinstance(error, FileNotFoundError) else error.strerror
+        yield wrong(_KEY, f"{folder} cannot be written: {reason}", "choose another")
         return
     kind = file_system(folder)
     if kind in _OBJECT_STORES:

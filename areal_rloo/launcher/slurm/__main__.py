@@ -27,8 +27,8 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
-from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, submitted_file
-from areal_rloo.launcher.start import check, parse, placed, run_main, show_plan
+from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, script_file, submitted_file
+from areal_rloo.launcher.start import check, check_writable, parse, placed, run_main, show_plan
 from areal_rloo.telemetry.progress import stop_printing
 
 _MIB = 2**20
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     config = options.config
     check(config, runs_here=False)
     folder = choose_folder(config, resume=options.resume)
-    submitted, job_script = submitted_file(folder), folder / "job.sbatch"
+    submitted, job_script = submitted_file(folder), script_file(folder)
     script = sbatch_script(config, submitted, resume=options.resume)
     if _asks_for_no_gpu(config):
         print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         placed(config, described_hosts(config.launcher))
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
+    check_writable(config, folder)
     make_run_folder(folder)
     output = folder / _output_name(config, "0")
     submitted.write_text(dump_config(config), encoding="utf-8")

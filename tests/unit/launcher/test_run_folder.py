@@ -72,6 +72,23 @@ def test_an_end_before_the_beginning_removes_the_new_folders(tmp_path: Path, err
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    config = load_config("quickstart.yaml", [f"run.folder={tmp_path}"])
+    for name in ("lost+found", ".snapshot"):  # of the file system
+        (tmp_path / name).mkdir()
+    assert choose_folder(config, resume=False) == tmp_path
+    (tmp_path / "config.yaml").touch()
+    words = r"run\.folder: .* holds other files, such as config\.yaml; expected an empty folder or the folder of a run"
+    with pytest.raises(PreflightError, match=words):
+        choose_folder(config, resume=False)
+
+
+def test_a_run_that_has_not_trained_may_start_again(tmp_path: Path) -> None:
+    config = load_config("quickstart.yaml", [f"run.folder={tmp_path}"])
+    write_beginning(tmp_path, config, [HOST])
+    assert choose_folder(config, resume=False) == tmp_path
+
+
 @pytest.mark.usefixtures("usual_umask")
 def test_a_run_folder_of_the_user_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o750)

@@ -24,7 +24,8 @@ from areal_rloo.launcher.doctor.limits import (
 
 
 def test_the_check_of_a_run_folder_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert "/proc/run cannot be written" in only(check_run_folder, "wrong", folder=Path("/proc/run")).what
+    said = only(check_run_folder, "wrong", folder=Path("/proc/run")).what
+    assert said in {f"/proc/run cannot be written: {why}" for why in ("proc takes no new files", "Permission denied")}
     assert only(check_run_folder, "ok", folder=tmp_path / "a" / "b")
     assert only(check_clock, "ok", folder=tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
