@@ -47,7 +47,8 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         choices = _words(hints_of(Config).get(path))
         if choices and isinstance(value, str):
             words = f"expected one of {', '.join(choices)}"
-        raise ConfigError(f"{source_of(path)}: {path}: {words}; the value is {_quoted(value)}") from error
+        said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
+        raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
     try:
         validate(config)
     except ConfigError as error:

@@ -25,7 +25,7 @@ from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
-from areal_rloo.learner.warm_start import PreparedModel
+from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
@@ -131,7 +131,8 @@ class Job:
         trained = self._request.resume and self._newest_checkpoint() is not None
         if trained and (made := self._made()) is not None:  # else the recipe may be another
             return made
-        self._progress.say("preparing the tiny model (the first time that takes a minute)")
+        if not tiny_model_folder(self._config, self._request.models).is_dir():
+            self._progress.say("preparing the tiny model (the first time that takes a minute)")
         if not self._config.warm_starts:
             self._progress.say(
                 "the tiny model has random weights: it is shown sums before the training, and nothing else"

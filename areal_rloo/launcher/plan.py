@@ -33,6 +33,13 @@ class JobRequest:
     meeting_port: int  # of the learner's ranks; 0: not used
     resume: bool
 
+    @property
+    def models(self) -> Path | None:
+        """The folder for the tiny model; None for the cache of the learner's host."""
+        # Other hosts cannot read the cache of this host, and the cache inside a container is lost with the container.
+        own_cache = len(self.placement.used_hosts) == 1 and self.config.launcher.container.runtime == "none"
+        return None if own_cache else self.folder / "models"
+
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start.
@@ -122,8 +129,6 @@ def plan_run(request: JobRequest, *, model_path: str, warm_start_s: float = 0.0)
 def _preparation(request: JobRequest) -> ProcessSpec:
     """Plan the warm start of the tiny model, on all cores of the learner's host."""
     config, host = request.config, request.placement.learner_host
-    # Other hosts cannot read the cache of this host, and the cache inside a container is lost with the container.
-    own_cache = len(request.placement.used_hosts) == 1 and config.launcher.container.runtime == "none"
     return _spec(
         config,
         Seat(host, (), host.num_cores, host.memory_bytes),
@@ -133,7 +138,7 @@ def _preparation(request: JobRequest) -> ProcessSpec:
         arguments=(
             f"--run-folder={request.folder}",
             f"--num-threads={host.num_cores}",
-            *(() if own_cache else (f"--models={request.folder / 'models'}",)),
+            *(() if request.models is None else (f"--models={request.models}",)),
         ),
     )
 

@@ -42,21 +42,16 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
 
     `models` is a folder that all hosts of the run can read; None for the cache of this host.
     """
-    warm_start = config.model.tiny.warm_start
     if not config.warm_starts:
         tasks = ", ".join(source.task for source in config.data.train_sources)
         logger.info("no demonstrations of %s: the tiny model keeps its random weights", tasks)
-        warm_start = None
-    recipe = msgspec.structs.replace(config.model.tiny, warm_start=warm_start)
-    digest = hashlib.sha256(msgspec.json.encode((recipe, _RECIPE_VERSION))).hexdigest()[:16]
-    cache = Path(os.environ.get("AREAL_RLOO_CACHE") or Path.home() / ".cache" / "areal_rloo")
-    folder = (models or cache / "models") / f"tiny-{digest}"
+    folder = tiny_model_folder(config, models)
     if folder.is_dir():
         logger.info("the tiny model is in the cache: %s", folder)
         return PreparedModel(str(folder), 0.0, None, cached=True)
     started_s = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, accuracy = _made(recipe, folder.parent, num_threads)
+    unfinished, accuracy = _made(_recipe(config), folder.parent, num_threads)
     try:
         move_into_place(unfinished, folder)
     except OSError:
@@ -64,6 +59,18 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
         if not folder.is_dir():  # otherwise another process was faster and made the same model
             raise
     return PreparedModel(str(folder), time.monotonic() - started_s, accuracy, cached=False)
+
+
+def tiny_model_folder(config: Config, models: Path | None = None) -> Path:
+    """Name the folder of the model of `model.tiny`, which may not exist yet; `models` as in `prepare_tiny_model`."""
+    digest = hashlib.sha256(msgspec.json.encode((_recipe(config), _RECIPE_VERSION))).hexdigest()[:16]
+    cache = Path(os.environ.get("AREAL_RLOO_CACHE") or Path.home() / ".cache" / "areal_rloo")
+    return (models or cache / "models") / f"tiny-{digest}"
+
+
+def _recipe(config: Config) -> TinyModelConfig:
+    tiny = config.model.tiny
+    return tiny if config.warm_starts else msgspec.structs.replace(tiny, warm_start=None)
 
 
 def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tuple[Path, float | None]:

@@ -131,6 +131,7 @@ def test_the_next_launcher_frees_the_memory_of_a_killed_run(start: Callable[...,
     assert not left.exists()
     code, output = other.wait()
     assert code == 0, output
+    assert "preparing the tiny model" not in output, "the model is in the cache"
 
 
 def _open_files(pid: int) -> set[Path]:

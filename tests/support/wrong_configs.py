@@ -26,6 +26,7 @@ BY_HAND = [
     (f"run.seed={2**70}", "run.seed: "),
     ("run.seed=1.5", "run.seed: expected int, got float"),
     ("run.seed=true", "run.seed: expected int, got bool"),
+    ("run.seed=", "run.seed: expected int, got null; an empty value is null"),
     ("run.seed=null", "run.seed: expected int, got null"),
     (f"run.seed={'[' * 3000}", "expected at most 32 levels"),
     ("run.seed=&a [*a]", "the alias '*a' names no anchor that ends before it"),
