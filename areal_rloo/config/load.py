@@ -57,7 +57,6 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         tree["algorithm"] = expand(algorithm or {})
 
     def source_of(key: str) -> str:
-        key = ".".join(_parts(key))
         related = (given for given in sources if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}."))
         if key and (given := next(related, None)) is not None:
             return sources[given]
@@ -146,8 +145,3 @@ def _apply(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: st
         node = node[at]
         if not isinstance(node, dict | list):
             raise ConfigError(f"override '{shown(override)}': '{shown(place)}' is a value, not a section")
-
-
-def _parts(path: str) -> list[str]:
-    """Split a path as our checks (`data.train.0.path`) or msgspec (`betas[0]`) write it."""
-    return re.findall(r"[^.\[\]]+", path)

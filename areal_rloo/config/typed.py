@@ -42,7 +42,7 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         config = msgspec.convert(clean, Config)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
-        path = path.rstrip("`")
+        path = ".".join(_parts(path.rstrip("`")))
         value, words = _at(clean, path), f"{message[:1].lower()}{message[1:].replace('`', '')}"
         choices = _words(hints_of(Config).get(path))
         if choices and isinstance(value, str):
@@ -166,7 +166,7 @@ def _words(expected: Any) -> list[str]:
 
 
 def _at(tree: Any, path: str) -> Any:
-    for key in re.findall(r"[^.\[\]]+", path):
+    for key in _parts(path):
         if isinstance(tree, list) and key.isdigit():
             tree = tree[int(key)]
         elif isinstance(tree, dict) and key in tree:
@@ -174,6 +174,11 @@ def _at(tree: Any, path: str) -> Any:
         else:
             break
     return tree
+
+
+def _parts(path: str) -> list[str]:
+    """Split a path as overrides (`betas.0`) or msgspec (`betas[0]`, `fields[...]`) write it."""
+    return re.findall(r"[^.\[\]]+", path)
 
 
 def _quoted(value: Any) -> str:
