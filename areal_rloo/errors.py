@@ -22,13 +22,22 @@ ArealRlooError
 └── TrainingError        training that cannot continue (see `learner.max_skipped_steps`)
     └── UnsavedError         a last checkpoint that the disk refused
 
-`described` turns an exception of the user's code into the detail of a `SampleError`.
+`raised` turns an exception of the user's code into the text of a `UserError`, `described` into the detail of a
+`SampleError`.
 """
 
+import sysconfig
 import traceback
+from pathlib import Path
 
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 _MOST_LINE, _MOST_SHOWN = 2000, 100  # characters
+# Beginnings of the names of files by other authors than the user.
+_NOT_OF_THE_USER = (
+    "<",
+    f"{Path(__file__).parent}/",
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+)
 
 EXIT_RANK_LOST = 3  # exit code of a learner rank after the end of another rank
 EXIT_WENT_BACK = 4  # exit code of a rollout worker after the learner restarted from an older version
@@ -129,6 +138,11 @@ class SampleError(ArealRlooError):
         """The first line of the detail."""
         return self.detail.strip().partition("\n")[0]
 
+    @property
+    def has_traceback(self) -> bool:
+        """True if the detail has a traceback, of which `shortened` may have removed the beginning."""
+        return '\n  File "' in self.detail
+
 
 class GenerationError(SampleError):
     """The engine cannot generate this completion; other completions are not affected."""
@@ -182,11 +196,22 @@ def first_line(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Describe an exception of the user's code: class and text on the first line, then the traceback."""
-    try:
-        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
-    except Exception as broken:  # noqa: BLE001 - `__str__` is the user's code, too
-        summary = f"{type(error).__name__}, whose text raises {type(broken).__name__}"
+    summary = _class_and_text(error).partition("\n")[0]
     return shortened(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
+
+
+def raised(error: BaseException) -> str:
+    """Describe an exception of the user's code: class, text, and the last line of the user's files."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
+    return f"{_class_and_text(error)} ({own[-1]})" if own else _class_and_text(error)
+
+
+def _class_and_text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:  # noqa: BLE001 - `__str__` is the user's code, too
+        return f"{type(error).__name__}, whose text raises {type(broken).__name__}"
 
 
 def shortened(detail: str) -> str:

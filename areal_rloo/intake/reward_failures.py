@@ -1,4 +1,4 @@
-"""Completions without a reward: each drops its sample; too many end the run with the traceback of the first.
+"""Completions without a reward: each drops its sample; too many end the run with the error of the first.
 
 If most workers fail, the rewards are to blame. If only a few fail, they are to blame (their hosts, say, or they lie):
 they do not end the run, and get no leases for a while.
@@ -50,10 +50,11 @@ class RewardFailures:
             return
         num_failed = sum(self._failed)
         logger.error("the first completion without a reward: %s", self._first)
+        place = " (its traceback is in logs/learner.log)" if self._first.has_traceback else ""
         raise UserError(
             f"rewards: {num_failed} of the last {len(self._failed)} completions got none, more than "
             f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: "
-            f"{self._first.summary} (its traceback is in logs/learner.log)"
+            f"{self._first.summary}{place}"
         )
 
     def blame(self, worker: Worker, workers: Iterable[Worker]) -> str | None:

@@ -15,6 +15,7 @@ neither reply nor keep the pool waiting after this process is dead.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import resource
 import signal
@@ -29,7 +30,7 @@ import msgspec
 
 from areal_rloo.config import import_function
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import RewardError, described, shortened
+from areal_rloo.errors import RewardError, UserError, described, raised, shortened
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import MOST_REPLY_BYTES, OUT_OF_MEMORY, Job, Reply
 from areal_rloo.rewards.request import FailureReason
@@ -47,6 +48,7 @@ def main() -> None:
     """Serve until the pool closes the socket."""
     open_missing_streams()
     show_on_signal()
+    faulthandler.enable()  # a crash in the user's code gives a traceback, too
     signal_on_parent_death(signal.SIGKILL)  # works also while a reward hangs
     signal.signal(signal.SIGINT, lambda *_: None)  # the pool ends this process, not Ctrl-C
     socket, memory_bytes = int(sys.argv[1]), int(sys.argv[3])
@@ -60,7 +62,7 @@ def main() -> None:
     try:
         scorer: Scorer = import_function("rewards", sys.argv[2])(connection.recv_bytes())
     except BaseException as error:  # noqa: BLE001 - making a scorer runs the user's code, which may call `sys.exit`
-        detail = str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+        detail = str(error) if isinstance(error, UserError) else raised(error)
         _send(connection, Reply(reason="reward_error", detail=detail))
         return
     _send(connection, Reply())  # ready

@@ -79,8 +79,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 def crash(code: int | None) -> Reply:
     """Return the reply for the job of a process that ended with this code."""
-    why = ": out of memory (rollout.reward_memory_bytes); its log has the traceback" if code == OUT_OF_MEMORY else ""
-    return Reply(reason="reward_crash", detail=f"its worker process ended with code {code}{why}")
+    why = ": out of memory (rollout.reward_memory_bytes)" if code == OUT_OF_MEMORY else ""
+    more = "the output of the rollout worker (logs/rollout-*.out) may have a traceback"
+    return Reply(reason="reward_crash", detail=f"its worker process ended with code {code}{why}; {more}")
 
 
 class WorkerProcess:

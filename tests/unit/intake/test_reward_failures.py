@@ -7,7 +7,7 @@ import pytest
 from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
-from areal_rloo.errors import RewardError, UserError
+from areal_rloo.errors import RewardError, UserError, shortened
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Standing, Worker
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
@@ -50,6 +50,17 @@ def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
     assert "20 of the last 20 completions got none, more than rollout.max_reward_failure_share=0.5" in str(caught.value)
     assert "the first: reward_error: ValueError: no such thing" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_traceback_is_promised_only_for_an_error_that_has_one() -> None:
+    long = shortened(f"ValueError: no\nTraceback:\n{'x' * 5000}\n{ERROR.detail}")  # only the end is kept
+    wrong_type = RewardError("reward_wrong_type", "mine: the reward: expected a number, got str")
+    for error, promised in ((ERROR, True), (RewardError("reward_error", long), True), (wrong_type, False)):
+        failures = _Failures()
+        with pytest.raises(UserError) as caught:
+            for _ in range(20):
+                failures.failed(error=error)
+        assert str(caught.value).endswith(" (its traceback is in logs/learner.log)") is promised
 
 
 def test_rewards_that_fail_half_the_time_never_end_the_run() -> None:

@@ -21,7 +21,7 @@ from areal_rloo.rewards.request import RewardRequest
 from areal_rloo.trajectory import Item
 
 SCORER = """
-import os, struct, subprocess, sys, threading, time
+import os, signal, struct, subprocess, sys, threading, time
 import msgspec
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.process import Reply
@@ -83,6 +83,8 @@ def reward(completion, answer):
         os._exit(7)
     if completion == "negative length":
         send(b"", length=-1)
+    if completion == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "no msgpack":
         send(b"\\xc1")
     if completion == "forged reply":
@@ -242,6 +244,15 @@ def test_an_exception_is_reported_with_a_summary_and_the_traceback(pool: PoolOnA
 def test_a_crash_is_reported_with_its_exit_code(pool: PoolOnALoop) -> None:
     with pytest.raises(RewardError, match="ended with code 7"):
         asyncio.run(pool.score(_request("crash", "right"), "part"))
+
+
+def test_a_segmentation_fault_writes_a_traceback(scorer: str, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = PoolOnALoop(f"{scorer}:make", b"", num_workers=1, deadline_s=PATIENCE_S)
+    with pytest.raises(RewardError, match=r"ended with code -11; the output of .* \(logs/rollout-\*\.out\) may have"):
+        asyncio.run(pool.score(_request("segfault", "right"), "part"))
+    pool.close()
+    assert "Fatal Python error: Segmentation fault" in (written := capfd.readouterr().err)
+    assert 'scorer.py", line' in written
 
 
 def test_killing_an_idle_worker_drops_no_sample(pool: PoolOnALoop) -> None:

@@ -143,7 +143,7 @@ def test_replacements_that_fail_for_good_end_the_worker_with_code_1(
         await _outcome(pool, "right")
 
     assert run_to_exit_code(lambda: _run(lambda: make("range(2, 100)", "raise", policy=policy), scenario)) == 1
-    assert "3 times in a row; the last: not now" in capsys.readouterr().err
+    assert "3 times in a row; the last: RuntimeError: not now" in capsys.readouterr().err
 
 
 def test_the_other_processes_score_while_a_replacement_fails(tmp_path: Path) -> None:
