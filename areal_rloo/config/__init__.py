@@ -30,7 +30,7 @@ from areal_rloo.config.data import (
     SourceConfig,
     source_key,
 )
-from areal_rloo.config.imports import ENTRY, import_entry, import_function
+from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_unique, dump_config, load_config
@@ -74,6 +74,7 @@ __all__ = [
     "dump_config",
     "import_entry",
     "import_function",
+    "import_named",
     "is_loopback",
     "load_config",
     "source_key",

@@ -1,4 +1,4 @@
-"""Import a user's function by path: `package.module:function`, `path/to/file.py:function` or `entry:function`.
+"""Import a user's function or class by path: `package.module:function`, `path/to/file.py:function` or `entry:function`.
 
 The entry is the user's script in `run.entry`; every process of a run imports the entry. Launchers pass the path in an
 environment variable, which also reaches processes without the config (rewards).
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, raised
 
 ENTRY = "AREAL_RLOO_ENTRY"  # the environment variable
 
@@ -36,24 +36,42 @@ def import_function(key: str, path: str) -> Callable[..., Any]:
     """Import the function that the config value `path` of a `key` names; files are relative to the current folder.
 
     Raises:
-        ConfigError: the path has another form, the import fails, or the module has no such function.
+        ConfigError: as `import_named`, or the value is a class or cannot be called.
+    """
+    function = import_named(key, path, kind="function")
+    if isinstance(function, type):
+        raise ConfigError(
+            f"{key}: expected a function, but {path} is a class; name a function, or an instance of a class with "
+            "__call__"
+        )
+    if not callable(function):
+        raise ConfigError(f"{key}: expected a function, but {path} is a value of the type {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def import_named(key: str, path: str, *, kind: str) -> Any:
+    """Import a value as `import_function` does, without a check of the value; `kind` is its name in an error.
+
+    Raises:
+        ConfigError: the path has another form, the import fails, or the module has no such name.
     """
     module_name, colon, name = path.rpartition(":")
     if module_name == "entry":
         import_entry()
     if not colon or not module_name or not name:
-        raise ConfigError(f"{key}: expected module:function or path/to/file.py:function, got '{path}'")
-    function = getattr(_imported(key, module_name), name, None)
-    if not callable(function):
-        raise ConfigError(f"{key}: {module_name} has no function '{name}'")
-    return function  # type: ignore[no-any-return]
+        raise ConfigError(f"{key}: expected module:{kind} or path/to/file.py:{kind}, got '{path}'")
+    module = _imported(key, module_name)
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise ConfigError(f"{key}: {module_name} has no {kind} '{name}'") from error
 
 
 def _imported(key: str, path: str) -> Any:
     try:
         return _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {path} cannot be imported: {raised(error)}") from error
 
 
 def _from_file(path: Path) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import must_wait, within_bound
 from areal_rloo.config import Config
-from areal_rloo.errors import TrainingError
+from areal_rloo.errors import UserError, raised
 from areal_rloo.intake.ledger import Ledger, LedgerGroup
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
@@ -45,7 +45,7 @@ class Buffer:
         """Drop a complete group that is too small for a baseline, or not worth training on.
 
         Raises:
-            TrainingError: `group_filter` raised for `groups_per_step` groups in a row.
+            UserError: `group_filter` raised for `groups_per_step` groups in a row.
         """
         if not group.complete:
             return
@@ -106,7 +106,7 @@ class Buffer:
             logger.exception("algorithm.group_filter raised on group %d: the group is dropped", group.group_id)
             self._ledger.drop_group(group.group_id, "group_filter_error")
             if self._filter_errors_in_a_row >= self._groups_per_step:
-                raise TrainingError(f"algorithm.group_filter: {type(error).__name__}: {error}") from error
+                raise UserError(f"algorithm.group_filter: {raised(error)}") from error
             return
         self._filter_errors_in_a_row = 0
         if not keep:

@@ -47,7 +47,7 @@ class FunctionReward:
         """Import the function at `path`, the value of the config's `key`.
 
         Raises:
-            ConfigError: the function cannot be imported, or the parameters cannot be read.
+            ConfigError: the function cannot be imported, is none, or the parameters cannot be read.
         """
         self._function = import_function(key, path)
         self._name = path.rpartition(":")[2]
@@ -75,19 +75,31 @@ class FunctionReward:
         """Call an async function; raises like `score`."""
         return read_worth(await self._call(request), request, returns=self._returns)
 
-    def _call(self, request: RewardRequest) -> Any:
-        standard = {**described_request(request), "item": request.item}
-        known = {**request.item.fields, **standard}
-        if not request.item.answer and "answer" not in request.item.fields:
-            del known["answer"]  # compared with an empty answer, every completion could look right
+    def unfilled(self, request: RewardRequest) -> str | None:
+        """Name a parameter without a value in the request, and the known names; None if all have a value."""
+        standard, fields = _values(request)
         for parameter in (*self._by_position, *self._by_name):
-            if parameter.name not in known and parameter.default is parameter.empty:
-                fields = ", ".join(name for name in known if name not in standard)
-                raise RewardError(
-                    "reward_error",
+            if parameter.default is parameter.empty and parameter.name not in standard | fields:
+                return (
                     f"{self._name} has the parameter '{parameter.name}', which nothing fills; rename it, or give it a "
-                    f"default; known names: {', '.join(standard)}, and of the item's row {fields or 'no other field'}",
+                    f"default; known names: {', '.join(standard)}, and of the item's row "
+                    f"{', '.join(fields) or 'no other field'}"
                 )
+        return None
+
+    def _call(self, request: RewardRequest) -> Any:
+        if (unfilled := self.unfilled(request)) is not None:
+            raise RewardError("reward_error", unfilled)
+        standard, fields = _values(request)
+        known = standard | fields
         positional = {p.name: known.get(p.name, p.default) for p in self._by_position}
         wanted = known.keys() - positional if self._takes_all else {p.name for p in self._by_name}
         return self._function(*positional.values(), **{name: known[name] for name in known if name in wanted})
+
+
+def _values(request: RewardRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the standard values, and those of other fields of the item's row, by name."""
+    standard = {**described_request(request), "item": request.item}
+    if not request.item.answer and "answer" not in request.item.fields:
+        del standard["answer"]  # compared with an empty answer, every completion could look right
+    return standard, {name: value for name, value in request.item.fields.items() if name not in standard}

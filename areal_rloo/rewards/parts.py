@@ -22,6 +22,7 @@ import msgspec
 
 from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function, source_key
 from areal_rloo.decoding import from_msgpack
+from areal_rloo.errors import ConfigError, RewardError
 from areal_rloo.models.folder import check_model_folder
 from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.rewards.functions import FunctionReward, is_async
@@ -31,8 +32,8 @@ from areal_rloo.rewards.request import FinalAnswer, Returns, RewardRequest, Sour
 from areal_rloo.rewards.scoring import FindAnswer, Part, Runner, Score, Scoring, SourceRewards
 from areal_rloo.rewards.service import RewardServices
 from areal_rloo.tasks.base import Task
-from areal_rloo.tasks.loading import eval_sources, make_task
-from areal_rloo.trajectory import Purpose
+from areal_rloo.tasks.loading import Looked, eval_sources, make_task
+from areal_rloo.trajectory import Item, Purpose
 
 _FACTORY = "areal_rloo.rewards.parts:make_scorer"
 
@@ -89,18 +90,20 @@ def reward_parts(data: DataConfig) -> Iterator[RewardPart]:
                 yield RewardPart(purpose, source, config, f"{key}.rewards.{index}")
 
 
-def check_rewards(data: DataConfig) -> None:
-    """Check before anything starts that every function can be imported and every task and model exists.
+def check_rewards(data: DataConfig, looked: Looked) -> None:
+    """Check before anything starts that every function can be called and every task and model exists.
+
+    `looked` has items of some sources, as `check_data` returned them: a parameter of a function needs a value.
 
     Raises:
         DataError: a task.
-        ConfigError: an import path.
+        ConfigError: an import path, or a function.
         ModelError: the folder of a reward model.
     """
     for part in reward_parts(data):
         config = part.config
         if config.function is not None:
-            import_function(f"{part.key}.function", config.function)
+            _check_function(f"{part.key}.function", config.function, part.purpose, looked.get(part.source_key, ()))
         if config.task is not None:
             part.make_task(seed=0)
         if config.model is not None:
@@ -110,6 +113,25 @@ def check_rewards(data: DataConfig) -> None:
                 else_expected="a model folder or a hub name (org/name)",
                 files="a sequence classification model",
             )
+
+
+def _check_function(key: str, path: str, purpose: Purpose, items: Sequence[Item]) -> None:
+    """Look for an item with a value for every parameter; rows may have different fields."""
+    function, unfilled = FunctionReward(key, path, returns="trajectory"), None
+    for item in items:
+        request = RewardRequest(
+            purpose=purpose,
+            item=item,
+            completion="",
+            turns=(),
+            prompt_ids=(),
+            completion_ids=(),
+            finish_reason="stop",
+        )
+        if (unfilled := function.unfilled(request)) is None:
+            return
+    if unfilled is not None:
+        raise ConfigError(f"{key}: {unfilled}")
 
 
 async def make_scoring(config: Config) -> Scoring:
@@ -240,10 +262,16 @@ def make_scorer(argument: bytes) -> Callable[[Job], Any]:
     def score(job: Job) -> Any:
         purpose, source = job.request.purpose, job.request.item.source
         if isinstance(job, AnswerJob):
-            return FinalAnswer(answering[purpose, source].final_answer(job.request.completion))
+            return _final_answer(answering[purpose, source].final_answer(job.request.completion))
         return scorers[purpose, source, job.part](job.request)
 
     return score
+
+
+def _final_answer(text: object) -> FinalAnswer:
+    if text is not None and not isinstance(text, str):
+        raise RewardError("reward_wrong_type", f"expected a text or None, got {type(text).__name__}")
+    return FinalAnswer(text)
 
 
 def _scorer(part: RewardPart, settings: ScorerSettings) -> Callable[[RewardRequest], Any]:

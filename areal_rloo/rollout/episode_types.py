@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from areal_rloo.config import Config, import_function
-from areal_rloo.errors import ConfigError
+from areal_rloo.config import Config, import_named
+from areal_rloo.errors import ConfigError, raised
 from areal_rloo.rollout.agent import Agent
 from areal_rloo.rollout.episode import Episode, SingleTurn
 from areal_rloo.rollout.multi_turn import MultiTurn, ToolUse
@@ -24,13 +24,11 @@ def make_episode(config: Config) -> Episode:
     built_in["single_turn"] = lambda _: SingleTurn()
     if path in built_in:
         return built_in[path](config)
-    made = import_function("rollout.episode.type", path)
+    made = import_named("rollout.episode.type", path, kind="class")
     try:
         return made(config)  # type: ignore[no-any-return]
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"rollout.episode.type: {path} cannot be made from the config: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"rollout.episode.type: {path} cannot be made from the config: {raised(error)}") from error
 
 
 def serving(episode: Episode) -> AbstractAsyncContextManager[object]:

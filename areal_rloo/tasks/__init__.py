@@ -12,6 +12,7 @@
 
 from areal_rloo.tasks.base import Item, Message, Split, Task
 from areal_rloo.tasks.loading import (
+    Looked,
     Source,
     check_data,
     check_same_sources,
@@ -23,6 +24,7 @@ from areal_rloo.tasks.loading import (
 
 __all__ = [
     "Item",
+    "Looked",
     "Message",
     "Source",
     "Split",

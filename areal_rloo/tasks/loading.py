@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_function, source_key
-from areal_rloo.errors import DataError, UserError
+from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_named, source_key
+from areal_rloo.errors import DataError, UserError, raised
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
 from areal_rloo.tasks.math import MathTask
@@ -40,7 +40,10 @@ TASKS: Mapping[str, Callable[[ConfiguredSource, int], Task]] = {
 }
 
 _READ_BYTES = 64 * 2**20  # rows of larger files are not checked before the start; reading takes about a second
-_PARTS = 32  # of a source, whose ends are looked at to notice other items on a resume
+_PARTS = 32  # of a source, whose ends are looked at to notice other items on a resume, and mistakes before the start
+
+Looked = dict[tuple[Split, str], Sequence[Item]]
+"""Some items, or all, of the sources read before the start, by split and label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,7 @@ class Source:
     @property
     def description(self) -> str:
         """The number and some of the items: a resume notices others."""
-        places = [(len(self.items) - 1) * part // _PARTS for part in range(_PARTS + 1)]
-        looked_at = [self.items[place].text for place in places]
+        looked_at = [item.text for item in _some_of(self.items)]
         digest = zlib.crc32("\0".join(looked_at).encode(errors="surrogatepass"))
         return f"{self.label} ({len(self.items)} items, {digest:08x})"
 
@@ -82,10 +84,11 @@ def make_task(source: ConfiguredSource, *, seed: int) -> Task:
         ConfigError: the name is an import path, and the import fails.
     """
     if ":" in source.task:
-        make = import_function("data: task", source.task)
+        make = import_named("data: task", source.task, kind="class")
         if not isinstance(make, type) or not issubclass(make, Task):
-            got = type(make).__name__
-            raise DataError(f"data: task: expected {source.task} to be a subclass of areal_rloo.tasks.Task, got {got}")
+            expected = f"data: task: expected {source.task} to be a subclass of areal_rloo.tasks.Task"
+            got = "a class without this base" if isinstance(make, type) else type(make).__name__
+            raise DataError(f"{expected}, got {got}")
         with _users_code(f"data: {source.label}: {source.task} cannot be made"):
             return _made(make, source, seed)
     if source.task not in TASKS:
@@ -107,11 +110,13 @@ def load_train(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES
     seen: set[str] = set()
     if data.deduplicate:
         for held_out in eval_sources(data):  # the full sets, even if num_prompts limits the evaluation
-            seen |= {_key(item) for item in make_task(held_out, seed=seed).items("eval")}
+            seen |= {_key(item) for item in _items(make_task(held_out, seed=seed), held_out, "eval")}
     sources = []
     for config in data.train_sources:
         items, examples = _items_and_examples(config, data, "train", seed)
         kept = _first_ones(items, seen) if data.deduplicate else items
+        if not kept:
+            raise DataError(f"data.train: {config.label}: no items are left without the duplicates")
         num_duplicates = len(items) - len(kept)
         prepared = _prepared(config, kept, examples, most_item_bytes)
         sources.append(Source(config.label, prepared, weight=config.weight, num_duplicates=num_duplicates))
@@ -137,16 +142,18 @@ def eval_sources(data: DataConfig) -> list[EvalSourceConfig]:
     return [_with_test_file(source, data.train_sources) for source in data.eval_sources]
 
 
-def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> None:
-    """Check tasks and their parameters, files, and the rows of files up to `_READ_BYTES`; the learner checks all rows.
+def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> Looked:
+    """Check tasks and their parameters, files, and the items; return the items looked at.
+
+    Files larger than `_READ_BYTES` and datasets of the hub are not read; the learner checks all items.
 
     Raises:
         DataError: a task or a file is wrong.
         ConfigError: an import path is wrong.
     """
     # The train files first: a missing train file has no test file beside it either.
-    _check_sources(data.train_sources, "train", most_item_bytes)
-    _check_sources(eval_sources(data), "eval", most_item_bytes)
+    trains = _check_sources(data.train_sources, "train", most_item_bytes)
+    return trains | _check_sources(eval_sources(data), "eval", most_item_bytes)
 
 
 def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -159,7 +166,8 @@ def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
                 yield f"{source_key(split, index, len(sources))}.{'hub' if source.hub else 'path'}", name
 
 
-def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_item_bytes: int) -> None:
+def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_bytes: int) -> Looked:
+    looked: Looked = {}
     for index, source in enumerate(sources):
         key = source_key(split, index, len(sources))
         task = make_task(source, seed=0)
@@ -167,9 +175,49 @@ def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_item_
         for name, path in (("path", source.path), ("few_shot.path", examples)):
             if path is not None and not Path(path).is_file():
                 raise DataError(f"{key}.{name}: {path}: no such file")
-        if source.path is not None and Path(source.path).stat().st_size <= _READ_BYTES:
-            with _users_code(f"{key}: the items of {source.label} cannot be made"):
-                _prepared(source, task.items(split), (), most_item_bytes)
+        if _is_looked_at(source, task):
+            items = _items(task, source, split)
+            prepared = _prepared(source, items, (), most_bytes)
+            looked[split, source.label] = items if isinstance(items, list) else _some_of(prepared)
+    return looked
+
+
+def _is_looked_at(source: ConfiguredSource, task: Task) -> bool:
+    """Return True for a small file, and for items made or scored by the user's code."""
+    if source.path is not None:
+        return Path(source.path).stat().st_size <= _READ_BYTES
+    return not isinstance(task, RowTask) and (":" in source.task or bool(source.rewards))
+
+
+def _items(task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]:
+    """Return the items of a task, which may be the user's code: a list checked now, or else items checked when made."""
+    place = f"data.{split}: {source.label}"
+    with _users_code(f"{place}: the items cannot be made"):
+        items = task.items(split)
+        if not isinstance(items, Sized):
+            expected = f"expected a list of items, or another sequence, from {source.task}.items('{split}')"
+            raise DataError(f"{place}: {expected}, got {type(items).__name__}")
+        num = len(items)
+    if not num:
+        raise DataError(f"{place}: expected items from {source.task}.items('{split}'), got none")
+
+    def item(index: int) -> Item:
+        with _users_code(f"{place}: item {index + 1} cannot be made"):
+            made = items[index]
+        if not isinstance(made, Item):
+            got = type(made).__name__
+            raise DataError(f"{place}: item {index + 1}: expected an areal_rloo.tasks.Item, got {got}")
+        with _users_code(f"{place}: item {index + 1}: expected a text or messages as the prompt"):
+            made.text  # noqa: B018 - reads every message
+        return made
+
+    checked = LazyItems(num, item)
+    return list(checked) if isinstance(items, list | tuple) else checked
+
+
+def _some_of(items: Sequence[Item]) -> list[Item]:
+    places = {(len(items) - 1) * part // _PARTS: None for part in range(_PARTS + 1)}
+    return [items[place] for place in places]
 
 
 @contextmanager
@@ -180,7 +228,7 @@ def _users_code(words: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"{words}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{words}: {raised(error)}") from error
 
 
 def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) -> EvalSourceConfig:
@@ -200,7 +248,7 @@ def _items_and_examples(
 ) -> tuple[Sequence[Item], list[tuple[Item, str]]]:
     """Return the items of a source without the few-shot examples, and the examples with completions."""
     task = make_task(source, seed=seed)
-    items = task.items(split)
+    items = _items(task, source, split)
     examples = _examples(source, data, task, seed)
     if examples:
         shown = {_key(item) for item, _ in examples}
@@ -220,12 +268,13 @@ def _examples(source: ConfiguredSource, data: DataConfig, task: Task, seed: int)
         where: ConfiguredSource = msgspec.structs.replace(source, path=few_shot.path, hub=None)
     else:
         where = next((train for train in data.train_sources if train.task == source.task), source)
-    pool = make_task(where, seed=seed).items("train")
+    pool = _items(make_task(where, seed=seed), where, "train")
     if len(pool) < few_shot.num:
         most = f"at most {len(pool)} (all items)"
         raise DataError(f"data: {source.label}: few_shot.num: expected {most}, got {few_shot.num}")
     picked = random.Random(few_shot.seed).sample(range(len(pool)), few_shot.num)
-    return [(pool[index], task.demonstration(pool[index])) for index in picked]
+    with _users_code(f"data: {source.label}: few_shot: a demonstration cannot be made"):
+        return [(pool[index], task.demonstration(pool[index])) for index in picked]
 
 
 def _first_ones(items: Sequence[Item], seen: set[str]) -> Sequence[Item]:

@@ -32,10 +32,11 @@ def _run(folder: Path, function: str, *arguments: str) -> subprocess.CompletedPr
         ("nowhere.py:score", "nowhere.py cannot be imported: FileNotFoundError: no such file"),
         ("{folder}/mine.py:scor", "mine.py has no function 'scor'"),
         ("{folder}/mine.py", "expected module:function or path/to/file.py:function"),
+        ("{folder}/mine.py:named", "named has the parameter 'anser', which nothing fills"),
     ],
 )
 def test_a_reward_that_cannot_be_imported_gives_one_line_at_start(tmp_path: Path, name: str, words: str) -> None:
-    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\ndef named(anser): return 1.0\n")
     done = _run(tmp_path / "run", name.format(folder=tmp_path))
     assert done.returncode == 2
     assert done.stdout.count("\n") == 1

@@ -27,12 +27,11 @@ def _block(language: str) -> str:
 
 def test_the_document_s_config_passes_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(_block("python"))
-    (tmp_path / "my.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "my.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({**yaml.safe_load(_block("yaml")), "model": {"path": "tiny"}}))
     monkeypatch.chdir(tmp_path)
     config = load_config("my.yaml", ["data.eval=null"])
-    check_rewards(config.data)
-    check_data(config.data)
+    check_rewards(config.data, check_data(config.data))
     labels = [reward.label for reward in config.data.train_sources[0].rewards]
     assert labels == ["exact", "judge", "gsm8k", "service", "preference"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from areal_rloo.config import Config, import_function
+from areal_rloo.config import Config, import_function, import_named
 from areal_rloo.errors import ConfigError, DataError, ModelError, UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.models.folder import (
@@ -19,6 +20,7 @@ from areal_rloo.models.folder import (
     num_parameters,
 )
 from areal_rloo.rewards import check_rewards
+from areal_rloo.rewards.functions import is_async
 from areal_rloo.tasks import check_data, hub_datasets
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
@@ -131,19 +133,37 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
         if path is None:
             continue
         try:
-            found = import_function(key, path)
-            if key == "rollout.episode.type" and not callable(getattr(found, "run", None)):
-                raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/agents.md")
+            if key == "rollout.episode.type":
+                if not callable(getattr(import_named(key, path, kind="class"), "run", None)):
+                    words = f"expected a class with an async method run(), got {path}; see docs/agents.md"
+                    raise ConfigError(f"{key}: {words}")
+            else:
+                function = import_function(key, path)
+                if key == "algorithm.group_filter":
+                    _check_filter(key, path, function)
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
 
 
+def _check_filter(key: str, path: str, function: Callable[..., object]) -> None:
+    """Check the call of the filter with a group. An async function would keep every group."""
+    expected = f"{key}: expected a function of one group, such as `def keep(group):`"
+    if is_async(function):
+        raise ConfigError(f"{expected}, but {path} is async; leave out async")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"{expected}, but {path} cannot be called with it: {error}") from error
+    except ValueError:
+        return  # of a builtin, the parameters may be unknown
+
+
 def check_data_files(situation: Situation) -> Iterator[Finding]:
     """Check the data section: tasks, files, rewards."""
     try:
-        check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
-        check_rewards(situation.config.data)
+        looked = check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
+        check_rewards(situation.config.data, looked)
         yield ok("data", "files, tasks and rewards are in order")
     except UserError as error:
         key, colon, _ = str(error).partition(": ")

@@ -59,7 +59,7 @@ def test_a_name_missing_in_the_entry_is_reported(tmp_path: Path) -> None:
     (tmp_path / "my_rl.py").write_text("def reward(completion):\n    return 1.0\n")
     ended = run("my_rl.py", "--config", "quickstart.yaml", "rollout.episode.type=entry:Episode", folder=tmp_path)
     assert ended.returncode == 2
-    assert "rollout.episode.type: entry has no function 'Episode'" in ended.stderr
+    assert "rollout.episode.type: entry has no class 'Episode'" in ended.stderr
 
 
 def test_json_without_a_dry_run_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
-from areal_rloo.errors import TrainingError
+from areal_rloo.errors import UserError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
@@ -91,7 +91,7 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(TrainingError, match="ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:85\)"):
         bench.complete(1.0, 0.0)
 
 
@@ -103,7 +103,7 @@ def test_a_filter_that_exits_drops_the_group_and_later_fails_the_run() -> None:
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 4}
-    with pytest.raises(TrainingError, match=r"algorithm\.group_filter: SystemExit"):
+    with pytest.raises(UserError, match=r"algorithm\.group_filter: SystemExit"):
         bench.complete(1.0, 0.0)
 
 

@@ -53,7 +53,8 @@ async def later(completion):
     return {"reward": len(completion)}
 
 judge = Judge()
-strange = dict  # its parameters cannot be read
+strange = max  # its parameters cannot be read
+value = 3
 """
 
 REQUEST = RewardRequest(
@@ -119,13 +120,18 @@ def test_an_item_without_an_answer_passes_no_answer(tmp_path: Path) -> None:
 
 
 def test_an_import_failure_names_the_config_key(file: Path) -> None:
-    for name, reason in (("absent", "has no function 'absent'"), ("strange", "parameters of .* cannot be read")):
+    for name, reason in (
+        ("absent", "has no function 'absent'"),
+        ("value", r"expected a function, but .*mine\.py:value is a value of the type int"),
+        ("Judge", r"expected a function, but .*mine\.py:Judge is a class; name a function, or an instance of a class"),
+        ("strange", "parameters of .* cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=rf"data\.train\.rewards\.0\.function: .*{reason}"):
             _score(file, name)
 
 
 def test_async_functions_and_async_objects_are_recognized(file: Path) -> None:
-    for name, expected in (("named", False), ("later", True), ("judge", True), ("Judge", False)):
+    for name, expected in (("named", False), ("later", True), ("judge", True)):
         function = FunctionReward("key", f"{file}:{name}", returns="trajectory")
         assert function.is_async is expected, name
 

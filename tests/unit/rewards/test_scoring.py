@@ -20,6 +20,7 @@ from areal_rloo.errors import ConfigError, ModelError, RewardError
 from areal_rloo.rewards import check_rewards, make_scoring
 from areal_rloo.rewards.request import RewardRequest, Scored, Worth
 from areal_rloo.rewards.scoring import Part, Scoring, SourceRewards
+from areal_rloo.tasks import check_data
 from areal_rloo.trajectory import Item
 
 FUNCTIONS = """
@@ -315,7 +316,7 @@ def test_a_failed_start_ends_the_runners_that_have_started(file: str, tmp_path: 
 
 
 def test_wrong_rewards_are_refused_before_anything_starts(file: str, tmp_path: Path) -> None:
-    check_rewards(_config(file, {"function": f"{file}:judge"}, {"task": "gsm8k"}, {"model": "some/model"}).data)
+    check_rewards(_config(file, {"function": f"{file}:judge"}, {"task": "gsm8k"}, {"model": "some/model"}).data, {})
     (tmp_path / "empty").mkdir()
     cases = [
         ({"function": f"{file}:absent"}, ConfigError, r"^data\.train\.rewards\.1\.function: .*no function 'absent'"),
@@ -324,7 +325,41 @@ def test_wrong_rewards_are_refused_before_anything_starts(file: str, tmp_path: P
     ]
     for reward, kind, told in cases:
         with pytest.raises(kind, match=told):
-            check_rewards(_config(file, {"function": f"{file}:exact"}, reward).data)
+            check_rewards(_config(file, {"function": f"{file}:exact"}, reward).data, {})
+
+
+def test_a_parameter_that_no_row_fills_is_refused_before_the_start(file: str) -> None:
+    rows = Path(file).with_name("rows.jsonl")
+    for lines, words in (
+        ('{"prompt": "p"}\n' * 98 + '{"prompt": "q", "scale": 2}\n{"prompt": "p"}\n', None),  # a row is enough
+        ('{"prompt": "p", "sacle": 1}\n', "short has the parameter 'scale', which nothing fills; .* row sacle$"),
+        ('{"prompt": "p"}\n', "short has the parameter 'scale', which nothing fills; .* row no other field$"),
+    ):
+        rows.write_text(lines)
+        data = _config(file, {"function": f"{file}:short"}).data
+        check_rewards(data, {})  # no items are known, for example of a dataset on the hub
+        if words is None:
+            check_rewards(data, check_data(data))
+        else:
+            with pytest.raises(ConfigError, match=rf"^data\.train\.rewards\.0\.function: {words}"):
+                check_rewards(data, check_data(data))
+
+
+def test_a_final_answer_of_another_type_drops_the_sample(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from areal_rloo.tasks.arithmetic import ArithmeticTask\n"
+        "class Mine(ArithmeticTask):\n"
+        "    def final_answer(self, completion): return 3\n"
+    )
+    task = f"task: '{tmp_path / 'mine.py'}:Mine'"
+    votes = f"data.eval={{{task}, num_samples: 2, temperature: 1}}"
+
+    async def scenario(scoring: Scoring) -> None:
+        with pytest.raises(RewardError, match="final answer: expected a text or None, got int") as caught:
+            await scoring.score(_request("2", "Mine", "eval"))
+        assert caught.value.reason == "reward_wrong_type"
+
+    _run(load_config("quickstart.yaml", [votes, "rollout.num_reward_workers=1"]), scenario)
 
 
 def test_checks_import_neither_torch_nor_http_unless_needed(file: str) -> None:
@@ -336,8 +371,7 @@ from areal_rloo.tasks import check_data
 rows = {str(Path(file).with_name("rows.jsonl"))!r}
 config = load_config("quickstart.yaml", [
     f"data.train={{{{task: rows, path: {{rows}}, rewards: [{{{{function: '{file}:exact'}}}}]}}}}", "data.eval=null"])
-check_data(config.data)
-check_rewards(config.data)
+check_rewards(config.data, check_data(config.data))
 print(sorted({{"torch", "aiohttp", "transformers"}} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr

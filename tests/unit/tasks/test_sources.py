@@ -249,6 +249,7 @@ def test_equal_answers_have_equal_keys_and_others_differ() -> None:
 
 def test_a_custom_task_is_a_class_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
         "from areal_rloo.tasks import Item, Task\n"
         "class Mine(Task):\n"
         "    def __init__(self, source, seed): self.num = source.parameters['num']\n"
@@ -260,8 +261,16 @@ def test_a_custom_task_is_a_class_in_a_file(tmp_path: Path) -> None:
     (loaded,) = load_train(DataConfig(train=source, eval=None), seed=0)
     assert [item.text for item in loaded.items] == ["0", "1", "2"]
     assert loaded.label == loaded.items[0].source == "Mine"
-    with pytest.raises(DataError, match=r"to be a subclass of areal_rloo\.tasks\.Task, got function"):
-        make_task(SourceConfig(task=f"{tmp_path / 'mine.py'}:no_task"), seed=0)
+    for name, got in (("no_task", "function"), ("Path", "a class without this base")):
+        with pytest.raises(DataError, match=rf"to be a subclass of areal_rloo\.tasks\.Task, got {got}"):
+            make_task(SourceConfig(task=f"{tmp_path / 'mine.py'}:{name}"), seed=0)
+
+
+def test_train_prompts_that_are_all_evaluated_are_refused(tmp_path: Path) -> None:
+    path = _sums(tmp_path / "a.jsonl", "q0", "q1")
+    source, held_out = SourceConfig(task="gsm8k", path=path), EvalSourceConfig(task="gsm8k", path=path)
+    with pytest.raises(DataError, match=r"data\.train: gsm8k: no items are left without the duplicates"):
+        load_train(DataConfig(train=source, eval=held_out, deduplicate=True), seed=0)
 
 
 def test_parquet_fields_can_be_sent_and_other_values_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tasks: disjoint splits, rewards, and data files with mistakes."""
+"""Tasks: disjoint splits, rewards, and mistakes in data files and in the tasks of users."""
 
 import json
 import random
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_rloo.config import DataConfig, EvalSourceConfig, SourceConfig
+from areal_rloo.config import DataConfig, EvalSourceConfig, FewShotConfig, SourceConfig
 from areal_rloo.errors import DataError
-from areal_rloo.tasks import check_data, load_eval, make_task
+from areal_rloo.tasks import check_data, load_eval, load_train, make_task
 from areal_rloo.tasks.arithmetic import ArithmeticTask, demonstration, part_of
 
 ROW = {"question": "2 and 2?", "answer": "easy\n#### 4"}
@@ -132,3 +132,62 @@ def test_evaluation_without_a_path_uses_the_test_file_beside_train(tmp_path: Pat
         load_eval(data, seed=0)
     (tmp_path / "test.jsonl").write_text(json.dumps({**ROW, "question": "held out"}))
     assert load_eval(data, seed=0)[0].items[0].text.startswith("held out")
+
+
+MISTAKES = """
+from areal_rloo.tasks import Item, Task
+
+class Lazy:
+    def __len__(self): return 100
+    def __getitem__(self, index): return [][index]
+
+ITEMS = {
+    "error": lambda: {}["question"],
+    "generator": lambda: (Item(str(n)) for n in range(3)),
+    "no items": lambda: [],
+    "rows": lambda: [Item("p"), {"prompt": "q"}],
+    "numbers": lambda: [Item(3)],
+    "lazy": Lazy,
+    "answers": lambda: [Item("p", 3)],
+    "good": lambda: [Item(str(n)) for n in range(9)],
+}
+
+class Mine(Task):
+    def __init__(self, source, seed): self.kind = source.parameters["kind"]
+    def items(self, split): return ITEMS[self.kind]()
+    def reward(self, completion, item): return 1.0
+    def demonstration(self, item): return {}["solution"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("error", "the items cannot be made: KeyError: 'question' ({file}:9)"),
+        ("generator", "expected a list of items, or another sequence, from {file}:Mine.items('train'), got generator"),
+        ("no items", "expected items from {file}:Mine.items('train'), got none"),
+        ("rows", "item 2: expected an areal_rloo.tasks.Item, got dict"),
+        ("numbers", "item 1: expected a text or messages as the prompt: TypeError: 'int' object is not iterable"),
+        ("lazy", "item 1 cannot be made: IndexError: list index out of range ({file}:6)"),
+        ("answers", "item 1 ('p'): expected fields that JSON can represent"),
+    ],
+)
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_mistake_in_the_items_of_a_custom_task_is_a_data_error(
+    tmp_path: Path, kind: str, words: str, deduplicate: bool
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MISTAKES)
+    source = SourceConfig(task=f"{file}:Mine", parameters={"kind": kind})
+    data = DataConfig(train=source, eval=None, deduplicate=deduplicate)
+    for look in (lambda: check_data(data), lambda: [list(loaded.items) for loaded in load_train(data, seed=0)]):
+        with pytest.raises(DataError) as caught:
+            look()
+        assert words.format(file=file) in str(caught.value)
+
+
+def test_a_mistake_in_a_custom_demonstration_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    source = SourceConfig(task=f"{tmp_path / 'mine.py'}:Mine", parameters={"kind": "good"}, few_shot=FewShotConfig())
+    with pytest.raises(DataError, match=r"few_shot: a demonstration cannot be made: KeyError: 'solution' .*mine\.py:"):
+        load_train(DataConfig(train=source, eval=None), seed=0)

@@ -136,6 +136,24 @@ def test_missing_data_and_functions_are_wrong(tmp_path: Path) -> None:
     assert (finding.name, "no.py cannot be imported" in finding.what) == ("algorithm.group_filter", True)
 
 
+def test_a_group_filter_that_cannot_be_called_with_a_group_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Keep:\n    def __init__(self, group): pass\n"
+        "async def later(group): return False\n"
+        "def two(group, least): return True\n"
+        "def keep(group, least=1): return True\n"
+    )
+    for name, what in (
+        ("Keep", f"expected a function, but {path}:Keep is a class"),
+        ("later", f"expected a function of one group, such as `def keep(group):`, but {path}:later is async"),
+        ("two", f"but {path}:two cannot be called with it: missing a required argument: 'least'"),
+    ):
+        finding = only(check_functions, "wrong", f"algorithm.group_filter={path}:{name}")
+        assert (finding.name, what in finding.what) == ("algorithm.group_filter", True)
+    assert only(check_functions, "ok", f"algorithm.group_filter={path}:keep").name == "algorithm.group_filter"
+
+
 def test_a_sandbox_that_could_read_the_run_folder_is_wrong() -> None:
     tools = ("rollout.episode.type=tool_use", "rollout.episode.tools=[python]")
     (finding,) = found(check_tool_sandbox, *tools, folder=Path(sysconfig.get_paths()["purelib"]) / "runs")
