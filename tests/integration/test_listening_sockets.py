@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.local_runs import Run
-from support.strangers import scraped
+from support.strangers import AGENT, processes_of, scraped
 
 from areal_rloo.config import is_loopback
 
@@ -19,21 +19,18 @@ IPV6 = ("wire.host=::1", "weights.transport=collective") if socket.has_dualstack
 TWO_RANKS = ("learner.num_ranks=2", "weights.transport=collective")
 
 
-def _processes(run: Run) -> list[psutil.Process]:
-    launcher = psutil.Process(run.process.pid)
-    return [launcher, *launcher.children(recursive=True)]
-
-
 def _listening(run: Run) -> Iterator[tuple[str, str, int]]:
     """Yield the process, the host and the port of each TCP socket that listens, and of each bound UDP socket."""
-    for process in _processes(run):
+    for process in processes_of(run.process.pid):
         for connection in process.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN or (not connection.raddr and connection.status == "NONE"):
                 yield " ".join(process.cmdline()[:4]), connection.laddr.ip, connection.laddr.port
 
 
 def _socket_files(run: Run) -> set[Path]:
-    paths = [connection.laddr for process in _processes(run) for connection in process.net_connections("unix")]
+    paths = [
+        connection.laddr for process in processes_of(run.process.pid) for connection in process.net_connections("unix")
+    ]
     return {Path(str(path)) for path in paths if str(path).startswith("/")}
 
 
@@ -70,18 +67,6 @@ def test_a_run_on_one_host_listens_on_loopback_and_private_folders(
 
 
 # Notes the key of each session, and sends it to the endpoint like any agent.
-AGENT = """
-import pathlib, openai
-
-def solve(base_url, api_key, model, prompt):
-    with (pathlib.Path(__file__).parent / "session_keys").open("a") as keys:
-        keys.write(api_key + "\\n")
-    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": "user", "content": prompt}]
-        return len(client.chat.completions.create(model=model, messages=messages).choices[0].message.content) / 24
-"""
-
-
 @pytest.mark.parametrize("episode", ["single_turn", "agent"])
 def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run], tmp_path: Path, episode: str) -> None:
     """Neither the two keys of the wire, nor those of the sessions of agents."""
@@ -92,7 +77,7 @@ def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run], tmp_path: Pat
     keys = [path.read_bytes() for path in (run.folder / "keys").glob("*.secret")]
     assert [len(key) for key in keys] == [40, 40]
     shown: dict[str, bytes] = {}
-    for process in _processes(run):
+    for process in processes_of(run.process.pid):
         for name in ("cmdline", "environ"):
             shown[f"{name} of {process.pid}"] = Path(f"/proc/{process.pid}/{name}").read_bytes()
     for _, host, port in _listening(run):

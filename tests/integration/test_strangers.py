@@ -8,6 +8,7 @@ import pytest
 from support.local_runs import Run, assert_drained
 from support.processes import ends_of_logs, wire_port
 from support.strangers import (
+    AGENT,
     claim_name,
     lie_until_cut_off,
     processes_of,
@@ -22,14 +23,6 @@ from areal_rloo.wire.messages import Refusal
 from areal_rloo.wire.peers import MOST_OFFENCES
 from areal_rloo.wire.security import load_keys
 
-AGENT = """
-import openai
-
-def solve(base_url, api_key, model, prompt):
-    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": "user", "content": prompt}]
-        return len(client.chat.completions.create(model=model, messages=messages).choices[0].message.content) / 24
-"""
 MAX_ATTEMPTS = 3
 
 

@@ -33,6 +33,17 @@ _BYTES = (
     _GREETING % b"CURVE".ljust(20, b"\0") + random.Random(1).randbytes(200),
 )
 TcpPort = tuple[str, int]
+# An agent for a run, so that a chat endpoint listens. Notes the keys of the sessions beside this file.
+AGENT = """
+import pathlib, openai
+
+def solve(base_url, api_key, model, prompt):
+    with (pathlib.Path(__file__).parent / "session_keys").open("a") as keys:
+        keys.write(api_key + "\\n")
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        return len(client.chat.completions.create(model=model, messages=messages).choices[0].message.content) / 24
+"""
 
 
 def processes_of(launcher: int) -> list[psutil.Process]:
