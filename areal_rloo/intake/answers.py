@@ -97,7 +97,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return []
         in_vain = self._release_holder(sample, duty.sample_id)
-        self.failures.scored(sender.worker)
+        self.failures.scored(None if sender.worker is None else sender.worker.standing)
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)
         elif not self._refuse_if_too_long(duty.sample_id, trajectories):
@@ -124,8 +124,9 @@ class Answers:
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
             self.leasing.lose([duty], is_attempt=True)
             return
-        self.failures.failed(sender.worker, RewardError(failed.reason, failed.detail), self.fleet.voters())
-        if failed.reason == "reward_unavailable" and sample.num_attempts < self.leasing.config.wire.max_attempts:
+        standing = None if sender.worker is None else sender.worker.standing
+        self.failures.failed(standing, RewardError(failed.reason, failed.detail), self.fleet.votes())
+        if failed.reason == "reward_unavailable" and sample.num_attempts + 1 < self.leasing.config.wire.max_attempts:
             self.leasing.lose([duty], is_attempt=True)
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, ClassVar, NamedTuple
@@ -35,7 +35,8 @@ logger = get_logger(__name__)
 MOST_WORKERS = 1024
 LAST_OUTCOMES = 20  # completions; a share of failures among fewer says nothing
 SET_ASIDE_S, _MOST_DOUBLINGS = 300.0, 4  # twice as long each time
-_VOTES_S = 300.0  # of a departed worker: it may be back soon
+_VOTES_S = 300.0  # of workers that departed, and at the start of those that are expected
+_MOST_TICK_S = 1.0  # the rest of a longer time is the learner's own
 _MARKS = 8  # the age of a lease is known to this part of the most
 _LATE_S = 0.25  # of messages that a process sent before its end
 _MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
@@ -69,7 +70,8 @@ class Standing:
 
     failed: deque[bool] = field(default_factory=lambda: deque(maxlen=LAST_OUTCOMES))  # which last completions failed
     set_aside_until_s: float | None = None  # monotonic time; gets no lease until then
-    num_set_aside: int = 0
+    num_set_aside: int = 0  # since the last time that no completion failed
+    held_s: float = 0.0  # seconds with duties since the last result, in which the worker may have lost and got duties
     waits: bool = False  # lost leases: gets no other before the next tick, so losing them in a loop costs little
 
 
@@ -164,9 +166,14 @@ class _Met:
 class Fleet:
     """All workers heard of since their Hello; the work of departed workers, too."""
 
-    def __init__(self, *, most_samples: int) -> None:
-        """`most_samples`: train samples of a worker, whatever capacity the worker claims."""
-        self._most_samples = most_samples
+    def __init__(self, *, most_samples: int, num_expected: int = 0) -> None:
+        """
+        Args:
+            most_samples: train samples of a worker, whatever capacity the worker claims.
+            num_expected: workers that will come.
+        """
+        self._most_samples, self._num_expected = most_samples, num_expected
+        self._first_tick_s = self._last_tick_s = math.inf
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
@@ -240,9 +247,16 @@ class Fleet:
         if len(self._departed) > MOST_WORKERS:
             del self._departed[next(iter(self._departed))]
 
-    def voters(self) -> Iterable[Worker]:
-        """Give all workers whose completions say if most workers fail: those on their way back, too."""
-        return chain(self.alive.values(), self._departed.values())
+    def votes(self) -> Iterator[Collection[bool]]:
+        """Yield the last completions of the workers, true if failed: of those on their way back or to come, too."""
+        for worker in chain(self.alive.values(), self._departed.values()):
+            if worker.standing.failed or worker.is_trusted:
+                yield worker.standing.failed
+        for _ in range(self._num_awaited()):
+            yield ()
+
+    def _num_awaited(self) -> int:
+        return max(0, self._num_expected - len(self.alive) - len(self._departed))
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
@@ -282,15 +296,27 @@ class Fleet:
                 worker.progress_s = now_s
         return stalled
 
-    def overdue(self, now_s: float, most_s: float) -> list[Worker]:
-        """Return the workers with a lease older than `most_s`, whatever progress they claim."""
+    def overdue(self, now_s: float, most_s: float, newest_lease: int) -> list[Worker]:
+        """Return the workers with a lease older than `most_s`, or duties for so long without a result.
+
+        The progress that they claim does not count, nor do new leases in place of lost ones.
+        """
+        tick_s = min(max(0.0, now_s - self._last_tick_s), _MOST_TICK_S)
+        self._last_tick_s = now_s
+        late = []
+        for worker in self.alive.values():
+            worker.standing.held_s += tick_s * bool(worker.duties)
+            if worker.standing.held_s > most_s:
+                worker.standing.held_s = 0.0
+                late.append(worker)
         if self._marks and now_s - self._marks[-1][0] < most_s / _MARKS:
-            return []
-        self._marks.append((now_s, max((worker.newest_lease for worker in self.alive.values()), default=0)))
+            return late
+        self._marks.append((now_s, newest_lease))
         due = 0
         while now_s - self._marks[0][0] > most_s:
             due = self._marks.popleft()[1]
-        return [worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties)]
+        old = [worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties)]
+        return late + [worker for worker in old if worker not in late]
 
     def set_aside(self, worker: Worker, now_s: float, why: str) -> None:
         """Give a worker no leases for a while, twice as long each time."""
@@ -302,7 +328,13 @@ class Fleet:
         standing.set_aside_until_s = now_s + within_s
 
     def try_again(self, now_s: float) -> None:
-        """Let workers get leases after their time; all workers, if none gets any: better than to stand still."""
+        """Let workers get leases after their time, or now if none gets any: do not stand still.
+
+        Workers set aside do not get them while others are awaited: they would only use up prompts until then.
+        """
+        self._first_tick_s = min(self._first_tick_s, now_s)
+        if now_s - self._first_tick_s >= _VOTES_S:
+            self._num_expected = 0
         self._departed = {w.worker_id: w for w in self._departed.values() if now_s - w.last_heard_s < _VOTES_S}
         workers = [worker for worker in self.alive.values() if worker.capacity_samples]
         for worker in workers:
@@ -310,9 +342,15 @@ class Fleet:
             if worker.standing.set_aside_until_s is not None and now_s >= worker.standing.set_aside_until_s:
                 worker.standing.set_aside_until_s = None
                 worker.standing.failed.clear()
-        if not any(worker.gets_leases for worker in workers):
-            for worker in [worker for worker in workers if worker.standing.set_aside_until_s is None] or workers:
+        if any(worker.gets_leases for worker in workers):
+            return
+        for worker in (stalled := [worker for worker in workers if worker.standing.set_aside_until_s is None]):
+            worker.progress_s, worker.stalled = now_s, False
+        if not stalled and not self._num_awaited() and not any(w.is_trusted for w in self._departed.values()):
+            for worker in workers:
                 worker.progress_s, worker.stalled, worker.standing.set_aside_until_s = now_s, False, None
+                worker.standing.num_set_aside = max(0, worker.standing.num_set_aside - 1)
+                worker.standing.failed.clear()
 
     def describe(self, now_s: float) -> str:
         """Describe the workers for a log line about a wait."""

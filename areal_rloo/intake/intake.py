@@ -73,7 +73,7 @@ class Intake:
             group_filter: returns False for a group to drop (user code).
         """
         self.ledger, self.stream, self.evaluation = ledger, stream, evaluation
-        self.fleet = Fleet(most_samples=config.capacity_samples)
+        self.fleet = Fleet(most_samples=config.capacity_samples, num_expected=config.rollout.num_workers)
         self.draining = self._stopping = False
         self.history, (self.learner_id, _) = history, history[-1]
         self._offers, self._num_truncated = offers, num_truncated
@@ -120,7 +120,7 @@ class Intake:
         for worker in self.fleet.silent(now_s, self._wire):
             self._remove(worker)
         outgoing = [self._take_duties(worker, is_attempt=True) for worker in self.fleet.stalled(now_s, self._wire)]
-        for worker in self.fleet.overdue(now_s, self._lease_timeout_s):
+        for worker in self.fleet.overdue(now_s, self._lease_timeout_s, self._leasing.newest_lease):
             self.fleet.set_aside(worker, now_s, "holds samples for longer than their episodes can take")
             outgoing.append(self._take_duties(worker, is_attempt=True))
         self.fleet.try_again(now_s)
@@ -218,8 +218,8 @@ class Intake:
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:
                     if len(worker.duties) < num_duties:
-                        worker.progress_s, worker.stalled = now_s, False
-                    why = self._answers.failures.blame(worker, self.fleet.voters())
+                        worker.progress_s, worker.stalled, worker.standing.held_s = now_s, False, 0.0
+                    why = self._answers.failures.blame(worker.standing, self.fleet.votes())
                     if why is not None and worker.gets_leases:
                         self.fleet.set_aside(worker, now_s, why)
                         replies.append(self._take_duties(worker, is_attempt=False))
@@ -294,7 +294,9 @@ class Intake:
     def _adopt(self, worker: Worker, duty: Duty) -> bool:
         """Let a worker taken for dead go on with a duty, unless another worker has begun the sample."""
         sample = self._leasing.sample(duty.sample_id)
-        if sample is None or not sample.adopts(duty.lease_id, worker.worker_id):
+        if sample is None or worker.standing.set_aside_until_s is not None:
+            return False
+        if not sample.adopts(duty.lease_id, worker.worker_id):
             return False
         worker.hold(duty)
         return True

@@ -35,7 +35,7 @@ class Leasing:
     buffer: Buffer
     stream: PromptStream
     evaluation: Evaluation
-    _num_leases: int = field(default=0, init=False)  # the last lease id
+    newest_lease: int = field(default=0, init=False)  # the last lease id
     _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Leasing:
 
     def has_granted(self, duty: Duty) -> bool:
         """Return False if this learner cannot have granted this duty."""
-        if not 0 < duty.lease_id <= self._num_leases:
+        if not 0 < duty.lease_id <= self.newest_lease:
             return False
         if duty.purpose == "eval":
             return self.evaluation.has_begun(duty.group_id)
@@ -78,9 +78,16 @@ class Leasing:
             worker = choice[number % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             granted[worker.worker_id].append(self._lease(worker, group_id, indices, prompt, version, seed))
-        self._admit(sum(max(0, worker.free_samples) for worker in workers), policy_version)
+        choices: dict[int, list[Worker]] = {}
+        num_waiting = 0
         for group, indices in self.ledger.waiting():
             choice = without_last_holders(workers, [group.samples[index] for index in indices], most)
+            choices[group.group_id] = choice
+            if choice is workers or any(worker.free_samples > 0 for worker in choice):
+                num_waiting += len(indices)  # the others wait for room at another worker, and take none
+        self._admit(sum(max(0, worker.free_samples) for worker in workers), num_waiting, policy_version)
+        for group, indices in self.ledger.waiting():
+            choice = choices.get(group.group_id, workers)
             worker = max(choice, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
             if worker.free_samples <= 0:
                 if choice is workers:
@@ -125,12 +132,12 @@ class Leasing:
     def _lease(
         self, worker: Worker, group_id: int, indices: tuple[int, ...], prompt: Prompt, min_version: int, seed: int
     ) -> Lease:
-        self._num_leases += 1
+        self.newest_lease += 1
         first = self.sample((group_id, indices[0]))
         most = self.config.wire.max_message_bytes // 2  # the item and the prompt have the rest
         # Without a partial rollout of a liar, or of a run with longer messages, the sample begins anew.
         partial = b"" if first is None or len(first.partial) > most else first.partial
-        lease = Lease(self._num_leases, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
+        lease = Lease(self.newest_lease, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
         grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version), bool(partial))
         for duty in lease.duties:
             sample = self.sample(duty.sample_id)
@@ -139,7 +146,7 @@ class Leasing:
         worker.take(lease)
         return lease
 
-    def _admit(self, free_samples: int, policy_version: int) -> None:
+    def _admit(self, free_samples: int, num_waiting: int, policy_version: int) -> None:
         """Admit groups while the bound, the end of the run and the workers' capacity allow."""
         algorithm, learner = self.config.algorithm, self.config.learner
         limit = num_admissible(
@@ -149,7 +156,7 @@ class Leasing:
             num_train_steps=learner.num_train_steps,
             num_live=len(self.ledger.groups),
         )
-        free_samples -= sum(len(indices) for _, indices in self.ledger.waiting())
+        free_samples -= num_waiting
         for _ in range(min(limit, -(-free_samples // algorithm.group_size))):
             prompt = self.stream.take()
             if prompt is None:

@@ -48,15 +48,16 @@ class Sample:
 
     worker_id: str | None = None  # of the holder; None: waits for a lease, or is buffered
     leases: tuple[Grant, ...] = ()  # the last that were granted, the newest last
-    num_attempts: int = 0  # leases under which the generation may have begun
+    num_attempts: int = 0  # leases lost after the generation may have begun
     trajectories: tuple[Trajectory, ...] = ()
     partial: bytes = b""  # what the holders have told of an unfinished sample: bytes of `wire.turns`
+    lost_as_attempt: bool = False  # the newest lease was lost, and counts in `num_attempts`
 
     def lease(self, grant: Grant) -> None:
         assert self.worker_id is None and not self.trajectories, f"lease {grant.lease_id}: the sample is not waiting"
         self.worker_id = grant.worker_id
         self.leases = (*self.leases[1 - _MOST_LEASES :], grant)
-        self.num_attempts += 1
+        self.lost_as_attempt = False
 
     def grant(self, lease_id: int) -> Grant | None:
         """Return a lease of this sample; None if the sample never had the lease, or had it too long ago."""
@@ -75,6 +76,8 @@ class Sample:
         if self.worker_id is not None or not self.is_newest(lease_id) or self.leases[-1].worker_id != worker_id:
             return False
         self.worker_id = worker_id
+        self.num_attempts -= self.lost_as_attempt
+        self.lost_as_attempt = False
         return True
 
     def finish(self, trajectories: Sequence[Trajectory]) -> None:
@@ -89,7 +92,8 @@ class Sample:
         if self.worker_id is None or lease_id != self.leases[-1].lease_id:
             return False
         self.worker_id = None
-        self.num_attempts -= not is_attempt
+        self.num_attempts += is_attempt
+        self.lost_as_attempt = is_attempt
         return True
 
 
@@ -299,8 +303,7 @@ class Ledger:
 
 
 def _saved(sample_index: int, sample: Sample) -> SavedSample:
-    num_attempts = sample.num_attempts - (sample.worker_id is not None)
-    return SavedSample(sample_index, num_attempts, bool(sample.trajectories), sample.partial)
+    return SavedSample(sample_index, sample.num_attempts, bool(sample.trajectories), sample.partial)
 
 
 def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:

@@ -7,11 +7,11 @@ they do not end the run, and get no leases for a while.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from areal_rloo.config import Config
 from areal_rloo.errors import RewardError, UserError
-from areal_rloo.intake.fleet import LAST_OUTCOMES, Worker
+from areal_rloo.intake.fleet import LAST_OUTCOMES, Standing
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -25,28 +25,30 @@ class RewardFailures:
         self._most_share = config.rollout.max_reward_failure_share
         self._first: RewardError | None = None
 
-    def scored(self, worker: Worker | None) -> None:
-        """Record a completion with a reward; `worker` is None if it is taken for dead."""
+    def scored(self, standing: Standing | None) -> None:
+        """Record a completion with a reward; `standing` is None if the worker is taken for dead."""
         self._failed.append(False)
-        if worker is not None:
-            worker.standing.failed.append(False)
+        if standing is not None:
+            standing.failed.append(False)
+            if len(standing.failed) == standing.failed.maxlen and not any(standing.failed):
+                standing.num_set_aside = 0
 
-    def failed(self, worker: Worker | None, error: RewardError, workers: Iterable[Worker]) -> None:
+    def failed(self, standing: Standing | None, error: RewardError, votes: Iterable[Collection[bool]]) -> None:
         """Record a completion without a reward.
 
         Args:
-            workers: all that have a vote.
+            votes: of the workers: which of their last completions failed.
 
         Raises:
             UserError: too many failed, and at most of the workers; says how many, and why the first did.
         """
-        if worker is not None:
-            worker.standing.failed.append(True)
+        if standing is not None:
+            standing.failed.append(True)
         if error.reason == "reward_unavailable":
             return  # this worker has no reward processes, which says nothing about the rewards
         self._first = self._first or error
         self._failed.append(True)
-        if len(self._failed) < LAST_OUTCOMES or not self._too_many(self._failed) or not self._by_most(workers):
+        if len(self._failed) < LAST_OUTCOMES or not self._too_many(self._failed) or not self._by_most(votes):
             return
         num_failed = sum(self._failed)
         logger.error("the first completion without a reward: %s", self._first)
@@ -57,22 +59,22 @@ class RewardFailures:
             f"{self._first.summary}{place}"
         )
 
-    def blame(self, worker: Worker, workers: Iterable[Worker]) -> str | None:
+    def blame(self, standing: Standing, votes: Iterable[Collection[bool]]) -> str | None:
         """Return why a worker is to blame: too many completions failed, and its own, but not those of most workers.
 
         A prompt whose reward always fails fills a worker's own completions with failures, but not those of all.
         """
-        own = worker.standing.failed
+        own = standing.failed
         if len(own) < LAST_OUTCOMES or not self._too_many(own) or not self._too_many(self._failed):
             return None
-        if self._by_most(workers):
+        if self._by_most(votes):
             return None
         return f"{sum(own)} of the last {len(own)} completions got no reward, and those of most workers did"
 
-    def _by_most(self, workers: Iterable[Worker]) -> bool:
-        """Return True if most of the workers that have completions, or can have some, fail too often."""
-        asked = [worker.standing.failed for worker in workers if worker.standing.failed or worker.is_trusted]
-        return 2 * sum(map(self._too_many, asked)) > len(asked)
+    def _by_most(self, votes: Iterable[Collection[bool]]) -> bool:
+        """Return True if most of the workers fail too often."""
+        fails = [self._too_many(failed) for failed in votes]
+        return 2 * sum(fails) > len(fails)
 
-    def _too_many(self, failed: deque[bool]) -> bool:
+    def _too_many(self, failed: Collection[bool]) -> bool:
         return sum(failed) > self._most_share * len(failed)

@@ -26,7 +26,7 @@ from areal_rloo.telemetry.watchdog import Watchdog
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import fault_of
 from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.messages import Hello, History, LearnerMessage, WeightsCall, WeightsNotice
+from areal_rloo.wire.messages import Goodbye, Hello, History, LearnerMessage, WeightsCall, WeightsNotice
 
 if TYPE_CHECKING:  # imports torch
     from torch import Tensor
@@ -37,6 +37,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
+_DUTY_S = 8e-6  # of the loop for a duty in a Hello
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -205,10 +206,15 @@ class IntakeService:
     async def _serve(self) -> None:
         while True:
             peer, message = await self.channel.receive()
-            if isinstance(message, Hello):  # the connection of the process before may have ended
-                for lost in self.channel.disconnected_by_now():
-                    self._intake.disconnected(lost, time.monotonic())
+            for lost in self.channel.disconnected_by_now():  # before the Hello of the next process of a worker
+                self._intake.disconnected(lost, time.monotonic())
+            began_s = time.thread_time()
             self._apply(self._intake.handle(peer, message, time.monotonic()))
+            # The leases after a Hello are the learner's own wish, so the duties alone count.
+            work_s = _DUTY_S * len(message.duties) if isinstance(message, Hello) else time.thread_time() - began_s
+            self.channel.charge(peer, work_s)
+            if isinstance(message, Goodbye):
+                self.channel.departed(peer)
 
     async def _notice_lost_connections(self) -> None:
         while True:

@@ -29,7 +29,7 @@ from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.address import Address, Admission, Connection, bind, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
-from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, WorkerMessage
+from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, Welcome, WorkerMessage
 from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, shut
 
 logger = get_logger(__name__)
@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 _HIGH_WATER_MARK = 100_000  # of a worker: messages
 _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
-_ROUND_FRAMES = 2048  # read before other tasks have their turn
+_ROUND_FRAMES, _ROUND_S = 2048, 0.02  # read before other tasks have their turn
 _ROUND_EVENTS = 256
 _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
@@ -142,7 +142,19 @@ class LearnerChannel:
         if not _sent(self._socket, frames, self._counts, self._limits, to=[bytes.fromhex(peer)]):
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
+        if isinstance(message, Welcome):
+            for descriptor in [of for of, known in self._peers.items() if known == peer]:
+                self._newcomers.known(descriptor)
         return True
+
+    def charge(self, peer: str, work_s: float) -> None:
+        """Charge a peer for work with a message, in seconds of this thread."""
+        self._allowances.charge(peer, work_s)
+
+    def departed(self, peer: str) -> None:
+        """Note the Goodbye of a peer: other connections may need the descriptor."""
+        for descriptor in [of for of, known in self._peers.items() if known == peer]:
+            self._newcomers.departed(descriptor)
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(**self._counts, cut_off=self._offences.num_cut_off)
@@ -159,7 +171,10 @@ class LearnerChannel:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
         direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         num_discarded, num_excess = self._counts["discarded"], 0
+        ends_s = time.monotonic() + _ROUND_S
         for _ in range(_ROUND_FRAMES):
+            if time.monotonic() > ends_s:
+                break
             try:
                 frame = direct.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -180,14 +195,12 @@ class LearnerChannel:
         self._counts["messages_in"] += 1
         self._counts["bytes_in"] += num_bytes
         peer = identity.hex()
-        if self._newcomers.any and (descriptor := _descriptor_of(frames[-1])) is not None:
-            self._newcomers.known(descriptor)
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
             self._counts.update(("refused", "discarded"))
             return
+        began_s = time.thread_time()
         try:
             message = decode_worker(body, self._limits)
-            self._allowances.charge(peer, message)
             if isinstance(message, Hello | Heartbeat) and (descriptor := _descriptor_of(frames[-1])) is not None:
                 if self._peers.get(descriptor) != peer:
                     self._read_events()  # first: the descriptor may have been another peer's until now
@@ -200,6 +213,7 @@ class LearnerChannel:
             self.send(peer, Refusal(str(error)[:1000], final=is_cut_off))
             if is_cut_off:
                 logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
+        self.charge(peer, time.thread_time() - began_s)
 
     def _read_events(self) -> None:
         """Read queued events of the connections, up to a bound."""

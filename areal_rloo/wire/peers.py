@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.wire.messages import Hello, Partials, Results, WorkerMessage
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -26,7 +25,6 @@ MOST_OFFENCES = 8  # of a process, before it is cut off
 # as much as several: benchmarks/wire.py reaches 1.6 GB/s.
 _MESSAGES_PER_S = 5000.0
 _BYTES_PER_MESSAGE = 2**20
-_ENTRIES_PER_MESSAGE = 8  # duties, failures and partial rollouts: 8 us each
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
 _GONE = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)  # libzmq closed the descriptor
@@ -105,23 +103,17 @@ class Allowances:
         allowance.messages -= 1 + num_bytes / _BYTES_PER_MESSAGE
         return True
 
-    def charge(self, peer: str, message: WorkerMessage) -> None:
-        """Charge the entries for the intake to look up, known after the message was read."""
-        match message:
-            case Hello():
-                num_entries = len(message.duties)
-            case Results():
-                num_entries = len(message.failed)
-            case Partials():
-                num_entries = len(message.partials)
-            case _:
-                return
+    def charge(self, peer: str, work_s: float) -> None:
+        """Charge the seconds of the loop's thread that a message took, known afterwards: half of them can be a peer's.
+
+        The size of a message says little about the work: thousands of answers that come too late fit into 100 KB.
+        """
         if (allowance := self._allowances.get(peer)) is not None:
-            allowance.messages -= num_entries / _ENTRIES_PER_MESSAGE
+            allowance.messages -= work_s * 2 * _MESSAGES_PER_S
 
 
 class Newcomers:
-    """The connections that have sent no message yet, oldest first, by descriptor.
+    """The connections of no welcomed worker, oldest first, by descriptor.
 
     ZeroMQ passes on messages only after the handshake, so a stranger without the key stays a newcomer, and makes room
     for later connections when the descriptors run out. (The event of a successful handshake names no connection.)
@@ -144,18 +136,18 @@ class Newcomers:
         return oldest
 
     def known(self, descriptor: int) -> None:
-        """Note that a connection has sent a message."""
+        """Note that a connection is a welcomed worker's."""
         self._waiting.pop(descriptor, None)
 
+    def departed(self, descriptor: int) -> None:
+        """Note that the worker of a connection has left."""
+        if descriptor in self._open:
+            self._waiting[descriptor] = None
+
     def ended(self, descriptor: int) -> bool:
-        """Forget a connection; return True if it has sent no message."""
+        """Forget a connection; return True if it was no welcomed worker's."""
         self._open.discard(descriptor)
         return descriptor in self._waiting and self._waiting.pop(descriptor) is None
-
-    @property
-    def any(self) -> bool:
-        """Whether there is such a connection."""
-        return bool(self._waiting)
 
 
 def shut(descriptor: int, endpoint: str) -> None:

@@ -19,7 +19,8 @@ from areal_rloo.trajectory import Completion, FinishReason
 from areal_rloo.wire.columns import version_runs
 from areal_rloo.wire.token_rules import Broken, broken_by_logprobs, check_version_runs, first_wrong, highest_token
 
-_MOST_TURNS, _MOST_VERSIONS = 2**13, 2**12  # of a sample, and of a turn
+# Of a sample. A turn takes 20 us to check, and a message can have a partial rollout for every sample of a worker.
+_MOST_TURNS, _MOST_RUNS = 2**10, 2**12
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -35,7 +36,7 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     logprobs: bytes
     # a version, and how many tokens in a row it sampled
-    version_runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=_MOST_VERSIONS)]
+    version_runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=_MOST_RUNS)]
     finish_reason: FinishReason
 
 
@@ -43,10 +44,11 @@ EncodedTurns = Annotated[tuple[_Encoded, ...], Meta(max_length=_MOST_TURNS)]
 
 
 def encode_turns(turns: Sequence[RecordedTurn]) -> bytes:
-    """Encode turns. Turns without any token, and too many turns, are no bytes: the sample begins anew."""
+    """Encode turns. Turns without any token, and too many turns or versions, are no bytes: the sample begins anew."""
     if len(turns) > _MOST_TURNS or not any(len(turn.completion.tokens) for turn in turns):
         return b""
-    return msgspec.msgpack.encode([_encoded(turn) for turn in turns])
+    encoded = [_encoded(turn) for turn in turns]
+    return msgspec.msgpack.encode(encoded) if _num_runs(encoded) <= _MOST_RUNS else b""
 
 
 def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
@@ -58,9 +60,16 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
     if not partial:
         return ()
     try:
-        return tuple(_decoded(each) for each in from_msgpack(partial, EncodedTurns))
+        encoded = from_msgpack(partial, EncodedTurns)
+        if (num_runs := _num_runs(encoded)) > _MOST_RUNS:
+            raise ValueError(f"expected at most {_MOST_RUNS} runs of a version, got {num_runs}")
+        return tuple(_decoded(each) for each in encoded)
     except (DecodeError, ValueError, OverflowError) as error:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error
+
+
+def _num_runs(encoded: Sequence[_Encoded]) -> int:
+    return sum(len(each.version_runs) for each in encoded)
 
 
 def _encoded(turn: RecordedTurn) -> _Encoded:

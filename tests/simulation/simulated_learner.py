@@ -106,7 +106,9 @@ class SimulatedLearner:
         self._after(self.intake.handle(peer, message, self.simulation.clock.now_s))
 
     def disconnected(self, peer: str) -> None:
-        if self.alive:
+        if self.alive and self._is_stopped():
+            self.simulation.clock.at(self.stopped_until_s, lambda: self.disconnected(peer))
+        elif self.alive:
             self.intake.disconnected(peer, self.simulation.clock.now_s)
 
     def has_met(self, worker_id: str) -> bool:
@@ -309,6 +311,8 @@ class SimulatedLearner:
         self._count(fleet.statistics())
         if lies := self.intake.lies.statistics().refused_answers:
             raise ViolationError(f"an honest worker is taken for a liar: {lies}")
+        if any(sample.num_attempts < 0 for group in ledger.groups.values() for sample in group.samples.values()):
+            raise ViolationError("a checkpoint with a negative number of attempts cannot be read")
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():
             raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")

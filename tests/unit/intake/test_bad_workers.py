@@ -10,6 +10,7 @@ from areal_rloo.errors import UserError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
 from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Item
 from areal_rloo.wire.messages import (
@@ -47,10 +48,11 @@ def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
     return [duty for message in granted for lease in message.leases for duty in lease.duties]
 
 
-def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error") -> list[Outgoing]:
-    return intake.handle(
-        worker, Results(LEARNER, 7, (), tuple(Failed(*duty, reason, "no", "") for duty in duties)), 0.0
-    )
+def _fail(
+    intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error", *, now_s: float = 0.0
+) -> list[Outgoing]:
+    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
+    return intake.handle(worker, Results(LEARNER, 7, (), failed), now_s)
 
 
 # -- holding samples ---------------------------------------------------------------------------------------------------
@@ -102,6 +104,39 @@ def test_a_worker_without_room_gets_no_evaluation_samples() -> None:
     assert (len(_duties(sent, "watcher")), len(_duties(sent, "honest"))) == (0, 4)
 
 
+def test_a_worker_with_new_leases_and_results_is_never_overdue() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
+    duties = _duties(intake.handle("w", _hello("w"), 0.0), "w")
+    for second in range(10, 2400, 10):
+        intake.handle("w", _heartbeat(intake, "w", tokens=second), float(second))
+        if second % 300 == 0:
+            duties = _duties(_fail(intake, "w", duties, "episode_error", now_s=float(second)), "w")
+        assert intake.tick(float(second)) == []
+    assert intake.fleet.statistics().set_aside == 0
+
+
+@pytest.mark.parametrize("how", ["reconnects", "loses", "goes"])
+def test_coming_anew_does_not_make_samples_younger(how: str) -> None:
+    """Neither the samples that the worker goes on with, nor those that it gets in place of lost ones."""
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
+    intake.handle("hog", _hello("hog"), 0.0)
+    second = 0
+    while intake.fleet.statistics().set_aside == 0:
+        second += 1
+        assert second < 1000
+        intake.handle("hog", _heartbeat(intake, "hog", tokens=second), float(second))
+        if second % 400 == 0:
+            hog = intake.fleet.alive["hog"]
+            if how == "reconnects":
+                intake._remove(hog)
+            elif how == "goes":
+                intake.handle("hog", Goodbye(LEARNER, Work()), float(second))
+            told = hog.duties if how == "reconnects" else ()
+            intake.handle("hog", _hello("hog", duties=sorted(told)), float(second))
+        intake.tick(float(second))
+    assert second > 780
+
+
 # -- coming and going --------------------------------------------------------------------------------------------------
 
 
@@ -121,20 +156,54 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
     assert SET_ASIDE_S > 4.0
 
 
-def test_a_worker_that_fails_while_others_restart_ends_no_run() -> None:
+def test_a_worker_that_fails_while_others_restart_is_set_aside_once() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
-    good = _duties(intake.handle("good", _hello("good"), 0.0), "good")
+    intake.handle("good", _hello("good"), 0.0)
     bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
-    assert len(good) == 2
     intake.handle("good", Goodbye(LEARNER, Work()), 1.0)
     for _ in range(LAST_OUTCOMES):
         bad = _duties([*_fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
-        assert bad, "better than to stand still"
-    intake.handle("bad", _heartbeat(intake, "bad", tokens=1), 302.0)
-    intake.tick(302.0)  # the other is gone for good
+    assert bad == []
+    assert intake.fleet.statistics().set_aside == 1
+    intake.handle("bad", _heartbeat(intake, "bad", tokens=1), 300.0)
+    bad = _duties(intake.tick(300.0), "bad")  # the other is gone for good
     with pytest.raises(UserError, match="got none"):
         for _ in range(LAST_OUTCOMES):
-            bad = _duties([*_fail(intake, "bad", bad), *intake.tick(302.0)], "bad")
+            bad = _duties([*_fail(intake, "bad", bad), *intake.tick(300.0)], "bad")
+
+
+def test_the_first_worker_to_come_cannot_end_the_run() -> None:
+    """One of eight hosts lacks a package of the rewards, and the others still load."""
+    intake = make_intake(make_offers(), *ONE_GROUP, "rollout.num_workers=8")
+    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    for _ in range(LAST_OUTCOMES):
+        bad = _duties([*_fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
+    assert bad == []
+    assert intake.fleet.statistics().set_aside == 1
+    assert len(_duties(intake.handle("good", _hello("good"), 2.0), "good")) == 2
+
+
+def test_a_worker_set_aside_does_not_go_on_with_its_samples() -> None:
+    """Its Hello crosses the message that cancels them; a checkpoint counts no attempt less than none."""
+    intake = make_intake(make_offers(), *TWO_GROUPS)
+    intake.handle("good", _hello("good", capacity=1), 0.0)
+    duties = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    intake.fleet.set_aside(intake.fleet.alive["bad"], 0.0, "a test")
+    intake._take_duties(intake.fleet.alive["bad"], is_attempt=False)
+    sent = intake.handle("bad", _hello("bad", duties=duties), 0.1)
+    assert Outgoing("bad", Abort(LEARNER, tuple(duties))) in sent
+    assert intake.fleet.alive["bad"].duties == set()
+
+
+@pytest.mark.parametrize("is_attempt", [True, False])
+def test_an_attempt_counts_once_however_often_the_holder_comes_back(is_attempt: bool) -> None:
+    sample = Sample()
+    sample.lease(Grant(1, "w", 0))
+    for _ in range(5):
+        assert sample.lose(1, is_attempt=is_attempt)
+        assert sample.num_attempts == is_attempt
+        assert sample.adopts(1, "w")
+        assert sample.num_attempts == 0
 
 
 def test_each_time_without_leases_is_twice_as_long() -> None:
@@ -176,6 +245,17 @@ def test_no_worker_alone_uses_up_the_attempts_of_a_sample() -> None:
     assert _duties(_fail(intake, "honest", kept), "honest") == [
         Duty(intake.fleet.alive["honest"].newest_lease, *duty.sample_id) for duty in lost
     ]
+
+
+def test_samples_that_wait_for_another_worker_take_no_room() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=3", "wire.max_attempts=2")
+    intake.handle("full", _hello("full"), 0.0)
+    lost = _duties(intake.handle("twice", _hello("twice"), 0.0), "twice")
+    intake.handle("twice", Goodbye(LEARNER, Work(), failed=True), 1.0)
+    intake.handle("twice", _hello("twice"), 1.0)
+    again = _duties(intake.tick(1.0), "twice")
+    assert len(again) == 2
+    assert {duty.sample_id for duty in lost}.isdisjoint(duty.sample_id for duty in again)
 
 
 def test_a_sample_is_dropped_with_the_reason_of_the_last_attempt() -> None:

@@ -1,6 +1,6 @@
 """Completions without a reward are dropped; too many end the run with the reason, or set their worker aside."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError, shortened
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Standing, Worker
+from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Standing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.wire.messages import Abort, Duty, Failed, Goodbye, Heartbeat, Hello, Leases, Results, Work, digest
@@ -24,21 +24,20 @@ class _Failures:
     def __init__(self, *overrides: str, num_workers: int = 1) -> None:
         small = ["algorithm.group_size=4", "learner.groups_per_step=10", "learner.num_minibatches=1"]
         self._failures = RewardFailures(load_config("quickstart.yaml", [*small, *overrides]))
-        self.workers = [_worker(f"w-{number}") for number in range(num_workers)]
+        self.standings = [Standing() for _ in range(num_workers)]
 
     def scored(self, number: int = 0) -> None:
-        self._failures.scored(self.workers[number])
+        self._failures.scored(self.standings[number])
 
     def failed(self, number: int = 0, error: RewardError = ERROR) -> None:
-        self._failures.failed(self.workers[number], error, self.workers)
+        self._failures.failed(self.standings[number], error, self._votes())
 
     def blamed(self) -> list[int]:
-        judged = enumerate(self.workers)
-        return [number for number, worker in judged if self._failures.blame(worker, self.workers)]
+        judged = enumerate(self.standings)
+        return [number for number, standing in judged if self._failures.blame(standing, self._votes())]
 
-
-def _worker(name: str) -> Worker:
-    return Worker(name, "1", name, 8, 0.0, 0, 0, 0.0, Standing(), duties={Duty(1, 0, 0)})
+    def _votes(self) -> list[Collection[bool]]:
+        return [standing.failed for standing in self.standings]
 
 
 def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
@@ -112,14 +111,6 @@ def test_most_workers_end_the_run_as_early_as_a_single_one(num_workers: int) -> 
         failures.failed()
 
 
-def test_a_worker_with_all_leases_cannot_end_a_run() -> None:
-    failures = _Failures(num_workers=2)
-    failures.workers[1].duties.clear()
-    for _ in range(100):
-        failures.failed(0)
-    assert failures.blamed() == [0]
-
-
 def test_a_prompt_whose_rewards_fail_sets_nobody_aside() -> None:
     """A worker generates a whole group, so most of its last completions can fail."""
     failures = _Failures(num_workers=3)
@@ -145,6 +136,10 @@ def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
 def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error") -> list[Outgoing]:
     failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
     return intake.handle(worker, Results(LEARNER, 7, (), failed), 0.0)
+
+
+def _idle_heartbeat() -> Heartbeat:
+    return Heartbeat(LEARNER, 1, 100, digest([]), 0, 0, receiving=False, work=Work())
 
 
 def _with_a_bad_and_a_good_worker() -> tuple[Intake, list[Duty], list[Duty]]:
@@ -185,14 +180,17 @@ def test_the_unfinished_samples_of_a_worker_set_aside_go_elsewhere() -> None:
     assert intake.fleet.alive["bad"].duties == set()
 
 
-def test_the_last_worker_is_tried_again_at_once() -> None:
+def test_the_last_worker_is_tried_again_when_no_other_is_awaited() -> None:
     """The others may leave: better than to stand still."""
     intake, bad, _ = _with_a_bad_and_a_good_worker()
     for _ in range(LAST_OUTCOMES // 2):
         bad = _duties(_fail(intake, "bad", bad), "bad")
     assert bad == []
     intake.handle("good", Goodbye(LEARNER, Work()), 0.0)
-    assert len(_duties(intake.tick(0.5), "bad")) == 2
+    for second in range(0, 299, 10):
+        intake.handle("bad", _idle_heartbeat(), float(second))
+        assert _duties(intake.tick(float(second)), "bad") == [], "the other may come back"
+    assert len(_duties(intake.tick(300.0), "bad")) == 2
 
 
 def test_a_sample_without_a_reward_process_is_generated_again() -> None:

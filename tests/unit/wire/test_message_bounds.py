@@ -113,5 +113,18 @@ def test_a_message_beyond_a_bound_takes_no_memory(message: dict[str, object]) ->
 def test_a_sample_with_more_turns_than_a_message_takes_begins_anew() -> None:
     one = np.ones(1, dtype=np.int32)
     turn = RecordedTurn(b"prompt", Completion(one, -one.astype(np.float32), one, "stop"))
-    assert len(decode_turns(encode_turns([turn] * 2**13))) == 2**13
-    assert encode_turns([turn] * (2**13 + 1)) == b""
+    assert len(decode_turns(encode_turns([turn] * 2**10))) == 2**10
+    assert encode_turns([turn] * (2**10 + 1)) == b""
+
+
+def test_a_sample_with_more_versions_than_a_message_takes_begins_anew() -> None:
+    def turn(num: int) -> RecordedTurn:
+        versions = np.arange(num, dtype=np.int32)
+        return RecordedTurn(b"prompt", Completion(versions, -np.ones(num, np.float32), versions, "stop"))
+
+    whole = encode_turns([turn(2**11), turn(2**11)])
+    assert len(decode_turns(whole)) == 2
+    assert encode_turns([turn(2**11), turn(2**11), turn(1)]) == b""
+    forged = msgspec.msgpack.encode([*msgspec.msgpack.decode(whole), *msgspec.msgpack.decode(encode_turns([turn(1)]))])
+    with pytest.raises(DecodeError, match="expected at most 4096 runs of a version, got 4097"):
+        decode_turns(forged)
