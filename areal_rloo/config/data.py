@@ -120,7 +120,8 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
     """Check dependent options; give the text of each error."""
     for key, sources in (("data.train", data.train_sources), ("data.eval", data.eval_sources)):
         if not sources and (key == "data.train" or data.eval is not None):
-            yield f"{key}: expected at least one source, got an empty list"
+            words = "; leave the key out, or null, for no evaluation" if key == "data.eval" else ""
+            yield f"{key}: expected at least one source, got an empty list{words}"
         yield from _labels_mistakes(key, "sources", sources)
         for index, source in enumerate(sources):
             yield from _source_mistakes(source_key(key.removeprefix("data."), index, len(sources)), source)

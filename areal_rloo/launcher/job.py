@@ -145,7 +145,8 @@ class Job:
             return None
         if code != 0:
             words = self._supervisor.last_words(preparation.name).removeprefix("error: ")
-            raise PreflightError(f"the warm start ended with code {code}: {words}")
+            words = words or "it left no message; was it killed, for lack of memory, say? The same command starts again"
+            raise PreflightError(f"the warm start ended with code {named(code)}: {words}")
         if (made := self._made()) is None:
             raise PreflightError(
                 f"the warm start left no model that {self._folder / 'model.json'} names; do all hosts see the folder?"
@@ -254,7 +255,7 @@ class Job:
             newest = self._newest_checkpoint()
             remedy = f"; go on from the newest checkpoint with --resume ({newest})"
             if newest is None:
-                remedy = "; there is no checkpoint to resume from: begin again"
+                remedy = "; there is no checkpoint yet: --resume begins again"
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
     def _why_killed(self) -> str | None:

@@ -252,7 +252,10 @@ def begin(
             f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps="
             f"{config.learner.num_train_steps}; raise this number to go on"
         )
-    write_beginning(folder, config, placement.hosts)
+    try:
+        write_beginning(folder, config, placement.hosts)
+    except OSError as error:  # a full disk
+        raise PreflightError(f"run.folder: {folder} cannot be written: {error.strerror}; free some disk") from error
     return JobRequest(config, placement, folder, wire, meeting_port, resume)
 
 

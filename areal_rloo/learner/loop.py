@@ -75,7 +75,7 @@ class Learner:
         if not self.checkpoints.wait():
             raise UnsavedError(
                 f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
-                "whole checkpoint are lost; free some disk, then --resume goes on from there"
+                "whole checkpoint are lost; free some disk, then --resume"
             )
         return reason
 

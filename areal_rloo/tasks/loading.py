@@ -208,7 +208,13 @@ def _items(task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]
             got = type(made).__name__
             raise DataError(f"{place}: item {index + 1}: expected an areal_rloo.tasks.Item, got {got}")
         with _users_code(f"{place}: item {index + 1}: expected a text or messages as the prompt"):
-            made.text  # noqa: B018 - reads every message
+            text = made.text  # reads every message
+        if not text:
+            raise DataError(f"{place}: item {index + 1}: expected a prompt, got an empty text")
+        if not isinstance(made.answer, str):
+            raise DataError(
+                f"{place}: item {index + 1}: expected a text as the answer, got {type(made.answer).__name__}"
+            )
         return made
 
     checked = LazyItems(num, item)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from areal_rloo.errors import ArealRlooError, UserError, printable
 
-MOST_LINES = 100
+MOST_LINES, MOST_MINUTE = 100, 200_000  # records and characters, of a line of code in a minute
 STOPPED = "stopped by an error"  # begins the record of the last error of a process
 _WINDOW_S = 60.0
 _MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
@@ -67,10 +67,12 @@ class _Window:
     first: logging.LogRecord
     ends_s: float
     num: int = 0
+    num_left_out: int = 0
+    num_characters: int = 0
 
 
 class LimitedHandler(logging.Handler):
-    """Passes records on to other handlers, but at most `MOST_LINES` a minute of each line of code."""
+    """Passes records on to other handlers, but at most `MOST_LINES` and `MOST_MINUTE` of each line of code."""
 
     def __init__(self, outputs: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -84,8 +86,11 @@ class LimitedHandler(logging.Handler):
         place = (record.pathname, record.lineno)
         window = self._windows.setdefault(place, _Window(record, now_s + _WINDOW_S))
         window.num += 1
-        if window.num <= MOST_LINES:
-            self._pass(record)
+        if window.num > MOST_LINES or window.num_characters > MOST_MINUTE:
+            window.num_left_out += 1
+            return
+        window.num_characters += min(len(record.getMessage()), _MOST_CHARACTERS)
+        self._pass(record)
 
     def flush(self) -> None:
         for output in self._outputs:
@@ -102,9 +107,9 @@ class LimitedHandler(logging.Handler):
         ended = [place for place, window in self._windows.items() if window.ends_s <= now_s]
         for place in ended:
             window = self._windows.pop(place)
-            if window.num > MOST_LINES:
+            if window.num_left_out:
                 first, text = window.first, "left out %d records within a minute like: %s"
-                arguments = (window.num - MOST_LINES, first.getMessage()[:_MOST_CHARACTERS])
+                arguments = (window.num_left_out, first.getMessage()[:_MOST_CHARACTERS])
                 told = (first.name, first.levelno, first.pathname, first.lineno, text, arguments, None)
                 self._pass(logging.LogRecord(*told))
 

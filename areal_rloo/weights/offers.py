@@ -23,6 +23,7 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _MOST_DOUBLINGS = 6  # of the backoff of a worker with repeated failures
+_MOST_DEPARTED = 1024  # workers whose backoff is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Offers:
         self.newest_version = -1  # nothing is published yet
         self.num_failures = self.num_left_out = 0
         self._together, self._timeout_s, self._call_timeout_s = together, timeout_s, call_timeout_s
+        self._departed: dict[str, tuple[int, float]] = {}  # failures in a row, and no offer before this time
         self._offers: dict[int, _Offer] = {}
         self._commands: list[Command] = []
         self._num_offers = 0
@@ -127,7 +129,8 @@ class Offers:
         if policy_version is None:
             self.leave(worker_id)
         elif member is None:
-            self.members[worker_id] = Member(policy_version)
+            failures_in_a_row, again_s = self._departed.pop(worker_id, (0, 0.0))
+            self.members[worker_id] = Member(policy_version, failures_in_a_row=failures_in_a_row, again_s=again_s)
         elif number >= member.answer_number:
             member.policy_version = policy_version
 
@@ -153,8 +156,12 @@ class Offers:
             self._commands.append(Repeat(offer.offer_id, worker_id))
 
     def leave(self, worker_id: str) -> None:
-        """Forget a departed worker."""
-        if self.members.pop(worker_id, None) is not None:
+        """Forget a departed worker, except for its backoff: to come anew would keep the weights from all workers."""
+        if (member := self.members.pop(worker_id, None)) is not None:
+            if member.failures_in_a_row:
+                self._departed[worker_id] = (member.failures_in_a_row, member.again_s)
+                if len(self._departed) > _MOST_DEPARTED:
+                    del self._departed[next(iter(self._departed))]
             self._give_up(worker_id)
 
     def ready(self, worker_id: str, offer_id: int) -> None:

@@ -149,6 +149,7 @@ ITEMS = {
     "numbers": lambda: [Item(3)],
     "lazy": Lazy,
     "answers": lambda: [Item("p", 3)],
+    "empty": lambda: [Item("p"), Item("")],
     "good": lambda: [Item(str(n)) for n in range(9)],
 }
 
@@ -169,7 +170,8 @@ class Mine(Task):
         ("rows", "item 2: expected an areal_rloo.tasks.Item, got dict"),
         ("numbers", "item 1: expected a text or messages as the prompt: TypeError: 'int' object is not iterable"),
         ("lazy", "item 1 cannot be made: IndexError: list index out of range ({file}:6)"),
-        ("answers", "item 1 ('p'): expected fields that JSON can represent"),
+        ("answers", "item 1: expected a text as the answer, got int"),
+        ("empty", "item 2: expected a prompt, got an empty text"),
     ],
 )
 @pytest.mark.parametrize("deduplicate", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.errors import EXIT_UNSAVED, ArealRlooError, ConfigError, TrainingError
-from areal_rloo.telemetry.logs import MOST_LINES, LimitedHandler, get_logger, run_to_exit_code, setup_logs
+from areal_rloo.telemetry.logs import MOST_LINES, MOST_MINUTE, LimitedHandler, get_logger, run_to_exit_code, setup_logs
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>\w+) +(?P<process>\S+) (?P<module>\w+): (?P<text>.*)"
@@ -111,6 +111,16 @@ def test_a_line_that_repeats_without_end_is_counted(tmp_path: Path) -> None:
     assert len(lines) == MOST_LINES + 2
     assert lines[MOST_LINES].endswith("another line")
     assert lines[-1].endswith(f"left out {5000 - MOST_LINES} records within a minute like: refused: 0")
+
+
+def test_long_records_of_a_line_are_limited_by_their_characters(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    setup_logs("learner", level="info", file=file)
+    for _ in range(MOST_LINES):
+        get_logger(__name__).warning("a text of a peer: %s", "x" * 15_000)
+    setup_logs("learner", level="info", file=None)  # ends the minute
+    assert MOST_MINUTE <= file.stat().st_size <= MOST_MINUTE + 40_000
+    assert "left out 86 records within a minute like: a text of a peer" in file.read_text().splitlines()[-1]
 
 
 def test_a_line_is_written_again_after_a_minute() -> None:

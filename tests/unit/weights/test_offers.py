@@ -182,8 +182,9 @@ def test_up_to_date_workers_take_part_in_a_collective() -> None:
     assert _called(offers).workers == ("a", "b")
 
 
-def test_a_worker_that_hangs_in_collectives_delays_the_others_ever_less() -> None:
-    """The worker sends heartbeats, answers calls, and never takes a version."""
+@pytest.mark.parametrize("comes_anew", [False, True])
+def test_a_worker_that_hangs_in_collectives_delays_the_others_ever_less(comes_anew: bool) -> None:
+    """The worker sends heartbeats, answers calls, and never takes a version; or it leaves and joins each time."""
     offers = _offers("a", "hangs", together=True)
     now_s, delays = 0.0, 0
     for version in range(1, 41):
@@ -201,6 +202,9 @@ def test_a_worker_that_hangs_in_collectives_delays_the_others_ever_less() -> Non
         offers.poll(now_s)
         offers.sent(begin.offer_id)
         now_s += 1.0
+        if comes_anew:
+            offers.leave("hangs")
+            offers.join("hangs", 0)
         _heard(offers, "hangs", 0, now_s)
         assert offers.members["a"].policy_version == version
     assert delays <= 5

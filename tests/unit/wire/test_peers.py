@@ -93,7 +93,7 @@ def test_a_connection_is_ended_without_a_free_descriptor() -> None:
 
 
 @pytest.mark.usefixtures("few_files")
-def test_the_oldest_connection_that_sent_nothing_is_ended() -> None:
+def test_the_oldest_connection_without_a_worker_is_ended() -> None:
     newcomers = Newcomers()
     assert {newcomers.accepted(number) for number in range(150)} == {None}
     newcomers.known(0)
@@ -103,3 +103,8 @@ def test_the_oldest_connection_that_sent_nothing_is_ended() -> None:
     assert newcomers.accepted(152) == 3
     newcomers.accepted(4)  # the descriptor of another connection now
     assert newcomers.accepted(153) == 5
+    newcomers.known(6)
+    newcomers.departed(6)
+    newcomers.departed(5)  # has ended
+    newcomers.ended(7)
+    assert [newcomers.accepted(number) for number in range(154, 157)] == [None, 8, 9]
