@@ -315,8 +315,8 @@ class Fleet:
         due = 0
         while now_s - self._marks[0][0] > most_s:
             due = self._marks.popleft()[1]
-        old = [worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties)]
-        return late + [worker for worker in old if worker not in late]
+        aged = [worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties)]
+        return late + [worker for worker in aged if worker not in late]
 
     def set_aside(self, worker: Worker, now_s: float, why: str) -> None:
         """Give a worker no leases for a while, twice as long each time."""
