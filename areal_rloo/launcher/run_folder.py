@@ -140,7 +140,8 @@ def _check_prompts(folder: Path, config: Config) -> None:
         DataError: the prompts are others; the learner would refuse them, too.
     """
     data = config.data
-    if not data.deduplicate and all(source.path is None for source in data.train_sources):
+    is_made = all(source.path is None and ":" not in source.task for source in data.train_sources)
+    if is_made and not data.deduplicate:  # by our code, and anew in the learner
         return
     for path in reversed(list_checkpoints(folder_of(folder)).values()):
         try:

@@ -157,7 +157,8 @@ def show_plan(
 ) -> None:
     """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
     config, placement = placed(options.config, hosts)
-    check_writable(config, folder, runs_here=False)
+    if not options.resume:  # a dry run of a resume leaves even the times of the folder as they are
+        check_writable(config, folder, runs_here=False)
     for line in resume_changes(folder, config) if options.resume else ():
         _say(line)
     request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
@@ -246,7 +247,7 @@ def begin(
         _say(line)
         logger.info("%s", line)
     if resume and newest_checkpoint(folder) is None:
-        _say(f"--resume: {folder} has no checkpoint; the run begins from the beginning")
+        _say(f"{folder} has no checkpoint, so --resume begins from the beginning")
     if resume and standing(folder_of(folder)).newest_version == config.learner.num_train_steps:
         _say(
             f"nothing is left to train: {newest_checkpoint(folder)} has all learner.num_train_steps="

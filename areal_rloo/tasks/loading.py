@@ -7,6 +7,7 @@ If an evaluation set of a file task names no data, use the `test` file beside th
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import zlib
@@ -90,7 +91,13 @@ def make_task(source: ConfiguredSource, *, seed: int) -> Task:
             got = "a class without this base" if isinstance(make, type) else type(make).__name__
             raise DataError(f"{expected}, got {got}")
         with _users_code(f"data: {source.label}: {source.task} cannot be made"):
-            return _made(make, source, seed)
+            task = _made(make, source, seed)
+        try:
+            inspect.signature(task.reward).bind("", Item(""))
+        except (TypeError, ValueError) as error:
+            expected = f"data: {source.label}: expected {source.task}.reward(self, completion, item)"
+            raise DataError(f"{expected}, but it cannot be called with these: {error}") from error
+        return task
     if source.task not in TASKS:
         hint = closest(source.task, TASKS, f"expected one of {', '.join(TASKS)}, or file.py:Class")
         raise DataError(f"data: unknown task '{source.task}'; {hint}")
@@ -179,6 +186,8 @@ def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_bytes
             items = _items(task, source, split)
             prepared = _prepared(source, items, (), most_bytes)
             looked[split, source.label] = items if isinstance(items, list) else _some_of(prepared)
+            if ":" in source.task:
+                _check_same_again(source, split, items)
     return looked
 
 
@@ -219,6 +228,16 @@ def _items(task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]
 
     checked = LazyItems(num, item)
     return list(checked) if isinstance(items, list | tuple) else checked
+
+
+def _check_same_again(source: ConfiguredSource, split: Split, items: Sequence[Item]) -> None:
+    """Make the items of a user's task once more: after a restart, the learner goes on in the same order."""
+    again = _items(make_task(source, seed=0), source, split)
+    if Source(source.label, again).description != Source(source.label, items).description:
+        raise DataError(
+            f"data.{split}: {source.label}: expected the same items from every call of {source.task}.items('{split}'), "
+            "in the same order, got others; draw random items with the seed that the task is given"
+        )
 
 
 def _some_of(items: Sequence[Item]) -> list[Item]:

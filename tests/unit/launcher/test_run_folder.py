@@ -134,7 +134,7 @@ def test_a_resume_without_a_checkpoint_says_that_the_run_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin(load_config("quickstart.yaml"), Placement((HOST,), (), ()), tmp_path, ports=(1, 2), resume=True)
-    assert "has no checkpoint; the run begins from the beginning" in capsys.readouterr().err
+    assert "has no checkpoint, so --resume begins from the beginning" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "said"), [(99, False), (100, True)])

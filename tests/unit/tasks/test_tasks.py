@@ -135,6 +135,7 @@ def test_evaluation_without_a_path_uses_the_test_file_beside_train(tmp_path: Pat
 
 
 MISTAKES = """
+import random
 from areal_rloo.tasks import Item, Task
 
 class Lazy:
@@ -149,6 +150,7 @@ ITEMS = {
     "numbers": lambda: [Item(3)],
     "lazy": Lazy,
     "answers": lambda: [Item("p", 3)],
+    "random": lambda: [Item(str(random.random())) for n in range(9)],
     "empty": lambda: [Item("p"), Item("")],
     "good": lambda: [Item(str(n)) for n in range(9)],
 }
@@ -164,12 +166,12 @@ class Mine(Task):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("error", "the items cannot be made: KeyError: 'question' ({file}:9)"),
+        ("error", "the items cannot be made: KeyError: 'question' ({file}:10)"),
         ("generator", "expected a list of items, or another sequence, from {file}:Mine.items('train'), got generator"),
         ("no items", "expected items from {file}:Mine.items('train'), got none"),
         ("rows", "item 2: expected an areal_rloo.tasks.Item, got dict"),
         ("numbers", "item 1: expected a text or messages as the prompt: TypeError: 'int' object is not iterable"),
-        ("lazy", "item 1 cannot be made: IndexError: list index out of range ({file}:6)"),
+        ("lazy", "item 1 cannot be made: IndexError: list index out of range ({file}:7)"),
         ("answers", "item 1: expected a text as the answer, got int"),
         ("empty", "item 2: expected a prompt, got an empty text"),
     ],
@@ -186,6 +188,23 @@ def test_a_mistake_in_the_items_of_a_custom_task_is_a_data_error(
         with pytest.raises(DataError) as caught:
             look()
         assert words.format(file=file) in str(caught.value)
+
+
+def test_other_items_at_every_call_are_a_data_error(tmp_path: Path) -> None:
+    """Else no learner could restart: the checkpoint was made with other prompts."""
+    file = tmp_path / "mine.py"
+    file.write_text(MISTAKES)
+    data = DataConfig(train=SourceConfig(task=f"{file}:Mine", parameters={"kind": "random"}), eval=None)
+    with pytest.raises(DataError, match=r"Mine: expected the same items from every call of .*mine.py:Mine.items"):
+        check_data(data)
+
+
+def test_a_custom_reward_with_other_parameters_is_a_data_error(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MISTAKES.replace("def reward(self, completion, item)", "def reward(self, completion)"))
+    source = SourceConfig(task=f"{file}:Mine", parameters={"kind": "good"})
+    with pytest.raises(DataError, match=r"expected .*:Mine.reward\(self, completion, item\), but it cannot be called"):
+        make_task(source, seed=0)
 
 
 def test_a_mistake_in_a_custom_demonstration_is_a_data_error(tmp_path: Path) -> None:
