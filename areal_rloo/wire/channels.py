@@ -171,10 +171,8 @@ class LearnerChannel:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
         direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         num_discarded, num_excess = self._counts["discarded"], 0
-        ends_s = time.monotonic() + _ROUND_S
+        ends_s = time.thread_time() + _ROUND_S
         for _ in range(_ROUND_FRAMES):
-            if time.monotonic() > ends_s:
-                break
             try:
                 frame = direct.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -186,6 +184,8 @@ class LearnerChannel:
             if not frame.more:
                 frames, self._frames = self._frames, []
                 self._take(frames)
+                if time.thread_time() > ends_s:
+                    break
         return num_excess > 0 or self._counts["discarded"] > num_discarded
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
