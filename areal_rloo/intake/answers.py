@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from areal_rloo.errors import RewardError
-from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.fleet import Fleet, Standing, Worker
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
@@ -26,6 +26,10 @@ class Sender(NamedTuple):
     peer: str
     worker_id: str
     worker: Worker | None
+
+    @property
+    def standing(self) -> Standing | None:
+        return None if self.worker is None else self.worker.standing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +101,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return []
         in_vain = self._release_holder(sample, duty.sample_id)
-        self.failures.scored(None if sender.worker is None else sender.worker.standing)
+        self.failures.scored(sender.standing)
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)
         elif not self._refuse_if_too_long(duty.sample_id, trajectories):
@@ -124,8 +128,7 @@ class Answers:
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
             self.leasing.lose([duty], is_attempt=True)
             return
-        standing = None if sender.worker is None else sender.worker.standing
-        self.failures.failed(standing, RewardError(failed.reason, failed.detail), self.fleet.votes())
+        self.failures.failed(sender.standing, RewardError(failed.reason, failed.detail), self.fleet.votes())
         if failed.reason == "reward_unavailable" and sample.num_attempts + 1 < self.leasing.config.wire.max_attempts:
             self.leasing.lose([duty], is_attempt=True)
             return

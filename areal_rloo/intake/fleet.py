@@ -66,7 +66,7 @@ class Outgoing(NamedTuple):
 
 @dataclass(slots=True)
 class Standing:
-    """What the learner remembers of a worker over all processes of this name: to come anew makes nothing good."""
+    """What the learner remembers of a worker id. A new process of the worker begins with the standing of the last."""
 
     failed: deque[bool] = field(default_factory=lambda: deque(maxlen=LAST_OUTCOMES))  # which last completions failed
     set_aside_until_s: float | None = None  # monotonic time; gets no lease until then

@@ -85,7 +85,7 @@ class Leasing:
             choices[group.group_id] = choice
             if choice is workers or any(worker.free_samples > 0 for worker in choice):
                 num_waiting += len(indices)  # the others wait for room at another worker, and take none
-        self._admit(sum(max(0, worker.free_samples) for worker in workers), num_waiting, policy_version)
+        self._admit(sum(max(0, worker.free_samples) for worker in workers) - num_waiting, policy_version)
         for group, indices in self.ledger.waiting():
             choice = choices.get(group.group_id, workers)
             worker = max(choice, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
@@ -113,9 +113,7 @@ class Leasing:
             if sample is None or not sample.lose(duty.lease_id, is_attempt=is_attempt):
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
-                self.drop(
-                    duty.sample_id, "max_attempts", detail=f"{sample.num_attempts} leases ended without an answer"
-                )
+                self.drop(duty.sample_id, "max_attempts", detail=f"{sample.num_attempts} leases without an answer")
             elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:
@@ -146,7 +144,7 @@ class Leasing:
         worker.take(lease)
         return lease
 
-    def _admit(self, free_samples: int, num_waiting: int, policy_version: int) -> None:
+    def _admit(self, free_samples: int, policy_version: int) -> None:
         """Admit groups while the bound, the end of the run and the workers' capacity allow."""
         algorithm, learner = self.config.algorithm, self.config.learner
         limit = num_admissible(
@@ -156,7 +154,6 @@ class Leasing:
             num_train_steps=learner.num_train_steps,
             num_live=len(self.ledger.groups),
         )
-        free_samples -= num_waiting
         for _ in range(min(limit, -(-free_samples // algorithm.group_size))):
             prompt = self.stream.take()
             if prompt is None:

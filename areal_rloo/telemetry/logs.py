@@ -72,7 +72,7 @@ class _Window:
 
 
 class LimitedHandler(logging.Handler):
-    """Passes records on to other handlers, but at most `MOST_LINES` and `MOST_MINUTE` of each line of code."""
+    """Passes on up to `MOST_LINES` records and `MOST_MINUTE` characters a minute of each line of code."""
 
     def __init__(self, outputs: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, cast
 
 import msgspec
@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 _HIGH_WATER_MARK = 100_000  # of a worker: messages
 _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
-_ROUND_FRAMES, _ROUND_S = 2048, 0.02  # read before other tasks have their turn
+_ROUND_FRAMES, _ROUND_S = 2048, 0.02  # read, or of this thread's time, before other tasks have their turn
 _ROUND_EVENTS = 256
 _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
@@ -143,8 +143,7 @@ class LearnerChannel:
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
         if isinstance(message, Welcome):
-            for descriptor in [of for of, known in self._peers.items() if known == peer]:
-                self._newcomers.known(descriptor)
+            self._note(peer, self._newcomers.known)
         return True
 
     def charge(self, peer: str, work_s: float) -> None:
@@ -153,8 +152,7 @@ class LearnerChannel:
 
     def departed(self, peer: str) -> None:
         """Note the Goodbye of a peer: other connections may need the descriptor."""
-        for descriptor in [of for of, known in self._peers.items() if known == peer]:
-            self._newcomers.departed(descriptor)
+        self._note(peer, self._newcomers.departed)
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(**self._counts, cut_off=self._offences.num_cut_off)
@@ -166,6 +164,10 @@ class LearnerChannel:
         if self.admission is not None:
             self.admission.authenticator.stop()
         self._context.destroy(0)
+
+    def _note(self, peer: str, note: Callable[[int], None]) -> None:
+        for descriptor in [descriptor for descriptor, known in self._peers.items() if known == peer]:
+            note(descriptor)
 
     def _read_round(self) -> bool:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
