@@ -241,7 +241,10 @@ def _last_messages_of_the_dead_are_signs_of_life() -> Any:
 
 
 def _departed_workers_have_no_vote() -> Any:
-    return patch.object(Fleet, "voters", lambda self: self.alive.values())
+    def mutated(self: Fleet) -> Iterator[Any]:
+        yield from (worker.standing.failed for worker in self.alive.values() if worker.standing.failed)
+
+    return patch.object(Fleet, "votes", mutated)
 
 
 def _nobody_is_set_aside() -> Any:

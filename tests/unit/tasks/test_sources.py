@@ -208,6 +208,15 @@ def test_reasoning_gym_puzzles_are_scored_by_their_verifier() -> None:
             {"task": "reasoning_gym", "parameters": {"dataset": "leg_counting", "x": 1}},
             "unexpected keyword argument 'x'",
         ),
+    ],
+)
+def test_a_dataset_refused_by_reasoning_gym_fails_the_check_of_the_data(source: dict[str, Any], words: str) -> None:
+    _check_refused(source, words)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
         ({"path": "a.jsonl"}, "the task arithmetic generates its items; leave path out"),
         ({"parameters": {"seed": 1}}, "arithmetic: parameters.seed: the task has no such parameter; it has none"),
         (
@@ -219,10 +228,14 @@ def test_reasoning_gym_puzzles_are_scored_by_their_verifier() -> None:
             "gsm8k: parameters.last_number_fallback: expected bool, got 1",
         ),
         ({"task": "nowhere.py:Task"}, "data: task: nowhere.py cannot be imported: FileNotFoundError"),
-        ({"task": "math:sqrt2"}, "data: task: math has no function 'sqrt2'"),
+        ({"task": "math:sqrt2"}, "data: task: math has no class 'sqrt2'"),
     ],
 )
 def test_a_source_refused_by_its_task_fails_the_check_of_the_data(source: dict[str, Any], words: str) -> None:
+    _check_refused(source, words)
+
+
+def _check_refused(source: dict[str, Any], words: str) -> None:
     with pytest.raises((DataError, ConfigError)) as caught:
         check_data(DataConfig(train=SourceConfig(**source), eval=None))
     assert words in str(caught.value)
