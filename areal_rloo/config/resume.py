@@ -134,6 +134,7 @@ _RULES: dict[str, Rule] = {
     **_refused("rollout.episode", "type tools", _LIVE_PROMPTS),
     **_allowed("rollout.episode", "max_turns max_turn_tokens feedback success_reward turn_discount agent", _LATER),
     **_exact("rollout.episode", "num_agents"),
+    **_allowed("rollout.episode", "max_trajectories", "samples with more trajectories are dropped"),
     **_allowed("rollout.episode", "agent_timeout_s timeout_s", "slower episodes are dropped"),
     **_allowed("rollout.episode.python", "cpu_s wall_s memory_bytes", _LATER),
     **_allowed("rollout.sampling", "temperature", "the learner's logprobs are at this temperature"),

@@ -35,7 +35,7 @@ _READERS = {  # option of an episode: the built-in types that read the option
     "max_turns": ("multi_turn", "tool_use"),
     **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
     **dict.fromkeys(("tools", "python"), ("tool_use",)),
-    **dict.fromkeys(("num_agents", "agent_timeout_s"), ("agent",)),
+    **dict.fromkeys(("num_agents", "agent_timeout_s", "max_trajectories"), ("agent",)),
 }
 _OWNED = {  # options of SGLang set by the package, in every spelling of SGLang
     "host": "the host is 127.0.0.1",
@@ -112,6 +112,7 @@ class EpisodeConfig(Section, frozen=True):
     agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
     num_agents: ManyCount | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
     agent_timeout_s: Seconds = 600.0  # agent: of a session; then the sample is dropped
+    max_trajectories: ManyCount = 64  # agent, or a class of yours: of a sample; with more, the sample is dropped
     # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. The default is
     # for episodes that hang: 64k tokens at 15 tokens a second take 71 minutes.
     timeout_s: Seconds = 7200.0

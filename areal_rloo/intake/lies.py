@@ -38,7 +38,7 @@ Lie = Literal[
     "vocabulary",  # a token that the model does not have
     "prompt",  # not the lease's
     "length",  # more tokens than the sampling allows
-    "shape",  # several trajectories, or spans, that the episode cannot make
+    "shape",  # too many trajectories, or spans, that the episode cannot make
     "unreadable",  # a partial rollout
 ]
 
@@ -71,6 +71,7 @@ class Lies:
         self._has_prompt = episode.built_in and episode.type != "agent"  # an agent sends the prompts that it likes
         self._is_single_turn = episode.type == "single_turn"
         self._most_tokens = config.context_tokens
+        self._most_trajectories = 1 if self._has_prompt else episode.max_trajectories
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
         self._names = Words(_MOST_NAMES)
@@ -112,7 +113,9 @@ class Lies:
         has_strange_spans = has_spans if self._is_single_turn else has_even_spans
         if self._is_built_in and (most_tokens > self._most_tokens or has_strange_spans):
             return None
-        if self._has_prompt and not _have_prompts(results.finished, prompt_of):
+        if self._has_prompt:
+            return lowest_version if _have_prompts(results.finished, prompt_of) else None
+        if any(len(each.trajectories) > self._most_trajectories for each in results.finished):
             return None
         return lowest_version
 
@@ -123,7 +126,7 @@ class Lies:
         lies = (self._in_trajectory(each, grant, prompt, policy_version) for each in trajectories)
         if (lie := next((lie for lie in lies if lie is not None), None)) is not None:
             return lie
-        return "shape" if self._is_built_in and self._has_strange_shape(trajectories) else None
+        return "shape" if self._has_strange_shape(trajectories) else None
 
     def in_partial(self, turns: bytes, *, grant: Grant, policy_version: int) -> Lie | None:
         """Return what is wrong with a partial rollout, encoded as in `wire.turns`."""
@@ -182,8 +185,10 @@ class Lies:
         return None
 
     def _has_strange_shape(self, trajectories: Sequence[Trajectory]) -> bool:
-        if self._has_prompt and len(trajectories) > 1:
+        if len(trajectories) > self._most_trajectories:
             return True
+        if not self._is_built_in:
+            return False
         spans = [each.completion.spans for each in trajectories if each.completion.spans]
         return any(self._is_single_turn or len(lengths) % 2 == 0 for lengths in spans)  # the policy has the last word
 

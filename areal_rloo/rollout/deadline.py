@@ -64,11 +64,14 @@ def checked_trajectories(
     Returns the trajectories, and their size in a message.
 
     Raises:
-        EpisodeError: there is no trajectory, a trajectory of another sample, two different rewards, or a trajectory
-            that cannot be sent.
+        EpisodeError: there is no trajectory, there are more than `limits.max_trajectories`, there is a trajectory of
+            another sample, there are two different rewards, or a trajectory cannot be sent.
     """
     if not trajectories:
         raise EpisodeError("episode_error", "expected at least one trajectory, got none")
+    if len(trajectories) > (most := limits.max_trajectories):
+        expected = f"expected at most rollout.episode.max_trajectories={most} trajectories, got {len(trajectories)}"
+        raise EpisodeError("episode_error", expected)
     plain = []
     try:
         for given in trajectories:

@@ -72,7 +72,7 @@ class RolloutWorker:
         self._config = config
         self._channel, self._engine, self._receiver = channel, engine, receiver
         self._episode, self._rewards, self._chat, self._stop_token_ids = episode, rewards, chat, stop_token_ids
-        self._limits = Limits(max_message_bytes=config.wire.max_message_bytes)
+        self._limits = Limits(config.wire.max_message_bytes, config.rollout.episode.max_trajectories)
         self._protocol = WorkerProtocol(
             worker_id=worker_id,
             incarnation=incarnation,

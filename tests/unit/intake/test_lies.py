@@ -247,6 +247,16 @@ def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
     assert intake.statistics().ledger.buffered == 1
 
 
+@pytest.mark.parametrize("kind", ["agent, agent: support.agents_to_train:right", "some.module:Episode"])
+def test_a_sample_of_an_agent_has_limited_trajectories(kind: str) -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode={{type: {kind}, max_trajectories: 3}}")
+    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    as_many, too_many = (Finished(duty.lease_id, (_answer(duty),) * num) for duty, num in ((first, 3), (second, 4)))
+    intake.handle("w", _results(as_many, too_many), 0.0)
+    assert _refused(intake) == {"shape": 1}
+    assert intake.statistics().ledger.buffered == 1
+
+
 def test_the_prompt_of_another_group_is_a_lie_although_it_travels_once() -> None:
     prompts = iter([(1, 2), (5, 6)])
     stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda _: next(prompts), seed=0, num_epochs=None)
@@ -271,8 +281,8 @@ def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObje
     tokens = st.lists(st.integers(0, VOCAB_SIZE), min_size=1, max_size=4)
     answer = st.tuples(tokens, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2), st.integers(1, 2))
     answers = data.draw(st.lists(answer, max_size=4))
-    kind = data.draw(st.sampled_from(["single_turn", "multi_turn", "some.module:Episode"]))
-    lies = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}").lies
+    kind = data.draw(st.sampled_from(["single_turn", "multi_turn", "some.module:Episode, max_trajectories: 1"]))
+    lies = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode={{type: {kind}}}").lies
     prompts = {number: Prompt(0, 0, tokens, Item("?")) for number, tokens in enumerate([PROMPT, (1,)])}
     finished = []
     for ids, version, is_right, has_spans, group_id, num in answers:
@@ -291,7 +301,7 @@ def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObje
         slow.append(prompt and lies.in_trajectories(each.trajectories, grant, prompt, newest))
     if lowest is not None and lowest >= grant.min_version:
         assert set(slow) <= {None}
-    elif lowest is None and results.finished and kind != "some.module:Episode":
+    elif lowest is None and results.finished:
         known = all(each.trajectories[0].group_id in prompts for each in results.finished)
         assert not known or set(slow) != {None}, "a look at all answers finds a lie that a look at each does not"
 

@@ -56,3 +56,10 @@ def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
 def test_wrong_trajectories_drop_the_sample_with_the_reason(trajectories: list[Trajectory], words: str) -> None:
     with pytest.raises(EpisodeError, match=words):
         checked_trajectories(SAMPLE, trajectories, Limits())
+
+
+def test_more_trajectories_than_the_option_allows_drop_the_sample() -> None:
+    limits = Limits(max_trajectories=2)
+    assert len(checked_trajectories(SAMPLE, [_trajectory()] * 2, limits)[0]) == 2
+    with pytest.raises(EpisodeError, match=r"at most rollout\.episode\.max_trajectories=2 trajectories, got 3"):
+        checked_trajectories(SAMPLE, [_trajectory()] * 3, limits)
