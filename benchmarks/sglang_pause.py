@@ -175,7 +175,7 @@ class _Publisher:
 
     async def start(self) -> None:
         offering = self._broadcaster.run(self._ready, self._notice)
-        self._offers.join("w", 0)
+        self._offers.join("w", 0, now_s=time.monotonic())
         self._tasks = [asyncio.create_task(offering), asyncio.create_task(self._acknowledge())]
         await self._publish(0)
 

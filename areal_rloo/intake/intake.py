@@ -268,7 +268,7 @@ class Intake:
         if before is not None and is_another:
             self._remove(before)
         worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
-        self._offers.join(worker.worker_id, hello.policy_version, number=hello.number)
+        self._offers.join(worker.worker_id, hello.policy_version, number=hello.number, now_s=now_s)
         has_met = hello.learner_id == self.learner_id  # else all leases of this learner are still on their way
         told = set(hello.duties) if has_met else set()
         lost = {duty for duty in worker.duties if has_met and duty.lease_id <= hello.newest_lease} - told

@@ -9,14 +9,15 @@ for `broadcast.py`, from `poll`. The intake reports the workers; tests drive any
 
 Over shared memory, every worker takes a version alone: an offer is for a single worker, and a slow worker delays no
 other. A collective needs all ranks, so a slow worker delays all: the workers are called first, and the offer is for
-those that answer at once. A worker that hangs in a broadcast gets the next call after a backoff, which doubles.
+those that answer at once. A worker that hangs in a broadcast, or whose version falls again and again, gets the next
+call after a backoff, which doubles; each new version that the worker takes undoes one doubling.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from areal_rloo.telemetry.logs import get_logger
 
@@ -75,9 +76,10 @@ class Member:
     """A worker whose engine takes weights."""
 
     policy_version: int
+    highest_version: int  # so far
     offer_id: int | None = None  # of the offer without an answer yet, also after the deadline of the offer
     answer_number: int = 0  # number of the message with the last answer
-    failures_in_a_row: int = 0
+    num_doublings: int = 0  # of the backoff after the next failure
     again_s: float = 0.0  # no offer before this time
 
 
@@ -111,7 +113,7 @@ class Offers:
         self.newest_version = -1  # nothing is published yet
         self.num_failures = self.num_left_out = 0
         self._together, self._timeout_s, self._call_timeout_s = together, timeout_s, call_timeout_s
-        self._departed: dict[str, tuple[int, float]] = {}  # failures in a row, and no offer before this time
+        self._departed: dict[str, Member] = {}
         self._offers: dict[int, _Offer] = {}
         self._commands: list[Command] = []
         self._num_offers = 0
@@ -120,19 +122,24 @@ class Offers:
         """Make this the version to offer."""
         self.newest_version = policy_version
 
-    def join(self, worker_id: str, policy_version: int | None, *, number: int = 0) -> None:
+    def join(self, worker_id: str, policy_version: int | None, *, number: int = 0, now_s: float) -> None:
         """Record the version of a worker's engine; None: the engine takes no weights now, e.g. while it starts.
 
         `number` orders the messages of a worker: a version told before the last answer to an offer is out of date.
         """
-        member = self.members.get(worker_id)
         if policy_version is None:
             self.leave(worker_id)
-        elif member is None:
-            failures_in_a_row, again_s = self._departed.pop(worker_id, (0, 0.0))
-            self.members[worker_id] = Member(policy_version, failures_in_a_row=failures_in_a_row, again_s=again_s)
-        elif number >= member.answer_number:
-            member.policy_version = policy_version
+            return
+        member = self.members.get(worker_id)
+        if member is None:
+            member = self._departed.pop(worker_id, None) or Member(policy_version, policy_version)
+            self.members[worker_id] = member
+        if number < member.answer_number:
+            return
+        if policy_version < member.policy_version:
+            self._back_off(member, now_s, first_s=0.0)  # an engine that restarts, or a lie
+        member.policy_version = policy_version
+        member.highest_version = max(member.highest_version, policy_version)
 
     def heard(
         self,
@@ -145,7 +152,7 @@ class Offers:
         now_s: float,
     ) -> None:
         """Record a heartbeat: the version of the engine, and the newest offer seen by the worker."""
-        self.join(worker_id, policy_version, number=number)
+        self.join(worker_id, policy_version, number=number, now_s=now_s)
         member = self.members.get(worker_id)
         if member is None or member.offer_id is None:
             return
@@ -158,10 +165,9 @@ class Offers:
     def leave(self, worker_id: str) -> None:
         """Forget a departed worker, except for its backoff: to come anew would keep the weights from all workers."""
         if (member := self.members.pop(worker_id, None)) is not None:
-            if member.failures_in_a_row:
-                self._departed[worker_id] = (member.failures_in_a_row, member.again_s)
-                if len(self._departed) > _MOST_DEPARTED:
-                    del self._departed[next(iter(self._departed))]
+            self._departed[worker_id] = replace(member, offer_id=None, answer_number=0)
+            if len(self._departed) > _MOST_DEPARTED:
+                del self._departed[next(iter(self._departed))]
             self._give_up(worker_id)
 
     def ready(self, worker_id: str, offer_id: int) -> None:
@@ -187,7 +193,9 @@ class Offers:
             return
         if offer is not None:
             member.policy_version = max(member.policy_version, offer.policy_version)
-        member.failures_in_a_row = 0
+        if member.policy_version > member.highest_version or offer is None:
+            member.num_doublings = max(0, member.num_doublings - 1)
+        member.highest_version = max(member.highest_version, member.policy_version)
         self._answered(member, worker_id, number, taken=True)
 
     def failed(self, worker_id: str, offer_id: int, detail: str, *, number: int, now_s: float) -> None:
@@ -304,8 +312,8 @@ class Offers:
             self._commands.append(Over(offer.offer_id))
 
     def _back_off(self, member: Member, now_s: float, *, first_s: float) -> None:
-        member.again_s = now_s + first_s + self._call_timeout_s * (2.0**member.failures_in_a_row - 1)
-        member.failures_in_a_row = min(member.failures_in_a_row + 1, _MOST_DOUBLINGS)
+        member.again_s = now_s + first_s + self._call_timeout_s * (2.0**member.num_doublings - 1)
+        member.num_doublings = min(member.num_doublings + 1, _MOST_DOUBLINGS)
 
     def _is_behind(self, member: Member) -> bool:
         return member.policy_version < self.newest_version

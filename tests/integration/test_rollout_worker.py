@@ -351,7 +351,7 @@ async def _give_version_1(learner: _Learner, folder: Path, scratch: Path) -> lis
     buckets = await broadcaster.stage()
     with torch.no_grad():
         gather(manifest, weights, buckets)
-    broadcaster.offers.join("w", 0)
+    broadcaster.offers.join("w", 0, now_s=0.0)
     broadcaster.publish(1, buckets)
     told = await _until_version(learner, broadcaster, 1)
     broadcasting.cancel()

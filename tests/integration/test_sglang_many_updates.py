@@ -139,7 +139,7 @@ def _publish_all(engine: EngineOnThread, models: Models, load: Load, measure: Ca
         device=CPU,
     )
     broadcaster.publish(0, partial(gather, manifest, list(models[0].named_parameters())))
-    broadcaster.tell(lambda offers: offers.join("w", 0))
+    broadcaster.tell(lambda offers: offers.join("w", 0, now_s=0.0))
     sizes = [measure()]
     for version in range(1, NUM_VERSIONS + 1):
         made = engine.statistics().generated_tokens

@@ -98,7 +98,7 @@ class Cluster:
     def join(self, worker_id: str, version: int) -> None:
         self.number += 1
         number = self.number
-        self.broadcaster.tell(lambda offers: offers.join(worker_id, version, number=number))
+        self.broadcaster.tell(lambda offers: offers.join(worker_id, version, number=number, now_s=time.monotonic()))
 
     def leave(self, worker_id: str) -> None:
         self.broadcaster.tell(lambda offers: offers.leave(worker_id))

@@ -200,7 +200,7 @@ def _a_lost_notice_is_not_repeated() -> Any:
     """Neither at a heartbeat nor after the deadline of the offer."""
 
     def mutated(self: Offers, worker_id: str, policy_version: int | None, *, number: int, **values: Any) -> None:
-        self.join(worker_id, policy_version, number=number)
+        self.join(worker_id, policy_version, number=number, now_s=values["now_s"])
 
     return patch.object(Offers, "heard", mutated)
 

@@ -229,7 +229,7 @@ def _offer_until_noticed(broadcaster: Broadcaster) -> int:
         broadcaster.publish(1, await broadcaster.stage())
 
     loop.run(publish())
-    loop.call(broadcaster.offers.join, "w", 0)
+    loop.call(lambda: broadcaster.offers.join("w", 0, now_s=0.0))
     loop.call(broadcaster.changed)
     eventually(lambda: notices == [1], "the version was not offered again")
     num_failures = loop.call(broadcaster.statistics).failures

@@ -43,7 +43,7 @@ def test_damaged_weights_are_refused_and_offered_again(tmp_path: Path) -> None:
     )
     broadcaster.publish(1, fill_with(1))
     segment = next((tmp_path / "segments").rglob("segment-*"))
-    broadcaster.tell(lambda offers: offers.join("a", 0))
+    broadcaster.tell(lambda offers: offers.join("a", 0, now_s=0.0))
     eventually(lambda: notices, "no offer came")
     with segment.open("r+b") as file:
         good = file.read(8)

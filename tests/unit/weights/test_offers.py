@@ -10,7 +10,7 @@ def _offers(*workers: str, together: bool = False) -> Offers:
     offers = Offers(together=together, timeout_s=10.0, call_timeout_s=2.0)
     offers.publish(1)
     for worker_id in workers:
-        offers.join(worker_id, 0)
+        offers.join(worker_id, 0, now_s=0.0)
     return offers
 
 
@@ -178,7 +178,7 @@ def test_a_worker_that_leaves_during_the_call_is_not_awaited() -> None:
 
 def test_up_to_date_workers_take_part_in_a_collective() -> None:
     offers = _offers("a", together=True)
-    offers.join("b", 1)
+    offers.join("b", 1, now_s=0.0)
     assert _called(offers).workers == ("a", "b")
 
 
@@ -204,10 +204,36 @@ def test_a_worker_that_hangs_in_collectives_delays_the_others_ever_less(comes_an
         now_s += 1.0
         if comes_anew:
             offers.leave("hangs")
-            offers.join("hangs", 0)
+            offers.join("hangs", 0, now_s=now_s)
         _heard(offers, "hangs", 0, now_s)
         assert offers.members["a"].policy_version == version
     assert delays <= 5
+
+
+@pytest.mark.parametrize("comes_anew", [False, True])
+def test_a_worker_whose_version_falls_is_in_few_collectives(comes_anew: bool) -> None:
+    """A version every 30 s for an hour; the other takes every version, and tells version 0 a second later."""
+    offers = _offers("a", "falls", together=True)
+    num_broadcasts, number = 0, 50
+    for now_s in range(3600):
+        if now_s % 30 == 0:
+            offers.publish(1 + now_s // 30)
+        if comes_anew:
+            offers.leave("falls")
+        offers.join("falls", 0, number=number, now_s=now_s)
+        for command in offers.poll(now_s):
+            if isinstance(command, Call):
+                for worker_id in command.workers:
+                    offers.ready(worker_id, command.offer_id)
+        for begin in _begun(offers, now_s):
+            num_broadcasts += 1
+            number += 1
+            for worker_id in begin.workers:
+                offers.received(worker_id, begin.offer_id, 7, number=number, now_s=now_s)
+        offers.poll(now_s)
+        assert offers.members["a"].policy_version == offers.newest_version
+    assert num_broadcasts <= 2.2 * offers.newest_version
+    assert offers.members["falls"].again_s < now_s + 200.0, "the backoff is limited"
 
 
 @pytest.mark.parametrize("together", [False, True])
