@@ -4,6 +4,7 @@ ArealRlooError
 ├── UserError            a mistake that the user can fix: one line, exit code 2, no traceback
 │   ├── ConfigError          a config file or an override
 │   ├── DataError            a data file or one of its rows
+│   │   └── SourceError          an option of a source of prompts, raised by a task
 │   ├── ModelError           a model folder or an architecture
 │   ├── PreflightError       ports, devices, disk, checked before any process starts
 │   └── CheckpointError      a checkpoint to resume from
@@ -68,6 +69,13 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data file is missing, or a row lacks fields that the task needs."""
+
+
+class SourceError(DataError):
+    """A task refuses an option of its source. The text begins with the option; the caller puts the source's key before.
+
+    So `parameters.size: expected ...` becomes `data.train.1.parameters.size: expected ...`.
+    """
 
 
 class ModelError(UserError):

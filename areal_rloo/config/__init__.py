@@ -28,7 +28,6 @@ from areal_rloo.config.data import (
     FewShotConfig,
     RewardConfig,
     SourceConfig,
-    source_key,
 )
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
@@ -77,6 +76,5 @@ __all__ = [
     "import_named",
     "is_loopback",
     "load_config",
-    "source_key",
     "validate",
 ]

@@ -110,10 +110,19 @@ class DataConfig(Section, frozen=True):
             return ()
         return (self.eval,) if isinstance(self.eval, EvalSourceConfig) else self.eval
 
+    @property
+    def keyed_train_sources(self) -> list[tuple[str, SourceConfig]]:
+        """Train sources with their keys as the user wrote them, for errors: a list has indices."""
+        if isinstance(self.train, SourceConfig):
+            return [("data.train", self.train)]
+        return [(f"data.train.{index}", source) for index, source in enumerate(self.train)]
 
-def source_key(split: str, index: int, num_sources: int) -> str:
-    """Config key of a source, for errors."""
-    return f"data.{split}" if num_sources == 1 else f"data.{split}.{index}"
+    @property
+    def keyed_eval_sources(self) -> list[tuple[str, EvalSourceConfig]]:
+        """Evaluation sets with their keys, as `keyed_train_sources`."""
+        if isinstance(self.eval, EvalSourceConfig):
+            return [("data.eval", self.eval)]
+        return [(f"data.eval.{index}", source) for index, source in enumerate(self.eval or ())]
 
 
 def data_mistakes(data: DataConfig) -> Iterator[str]:
@@ -123,19 +132,19 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
             words = "; leave the key out, or null, for no evaluation" if key == "data.eval" else ""
             yield f"{key}: expected at least one source, got an empty list{words}"
         yield from _labels_mistakes(key, "sources", sources)
-        for index, source in enumerate(sources):
-            yield from _source_mistakes(source_key(key.removeprefix("data."), index, len(sources)), source)
+    for key, source in (*data.keyed_train_sources, *data.keyed_eval_sources):
+        yield from _source_mistakes(key, source)
     weights = [source.weight for source in data.train_sources]
     if None in weights and any(weight is not None for weight in weights):
         yield (
             f"data.train: expected a weight for every source or for none, got {weights}; without weights every prompt "
             "has the same probability"
         )
-    for source in data.eval_sources:
-        if source.num_samples > 1 and source.temperature == 0:
+    for key, evaluated in data.keyed_eval_sources:
+        if evaluated.num_samples > 1 and evaluated.temperature == 0:
             yield (
-                f"data.eval: {source.label}: expected temperature above 0 with num_samples={source.num_samples}, got "
-                "0; greedy samples are all equal; raise temperature, or set num_samples=1"
+                f"{key}.temperature: expected a temperature above 0 with num_samples={evaluated.num_samples}, got 0; "
+                "greedy samples are all equal; raise it, or set num_samples=1"
             )
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function, source_key
+from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import ConfigError, RewardError
 from areal_rloo.models.folder import check_model_folder
@@ -42,12 +42,13 @@ PartKey = tuple[Purpose, str, str]
 
 
 class RewardPart(msgspec.Struct, frozen=True):
-    """One part of a source's reward, the key in the config, and the source."""
+    """One part of a source's reward, the source, and the keys of both in the config."""
 
     purpose: Purpose
     source: ConfiguredSource
     config: RewardConfig
     key: str
+    key_of_source: str
 
     @property
     def source_key(self) -> SourceKey:
@@ -74,20 +75,20 @@ class RewardPart(msgspec.Struct, frozen=True):
             DataError: the task is unknown, or refuses the source.
         """
         assert self.config.task is not None, "only a part that is a task"
-        source = self.source
-        if self.config.task != source.task:
-            source = type(source)(task=self.config.task, parameters=self.config.parameters)
-        return make_task(source, seed=seed)
+        if self.config.task == self.source.task:
+            return make_task(self.key_of_source, self.source, seed=seed)
+        alone = type(self.source)(task=self.config.task, parameters=self.config.parameters)
+        return make_task(self.key, alone, seed=seed)
 
 
 def reward_parts(data: DataConfig) -> Iterator[RewardPart]:
     """Yield every part of every source's reward. A source without `rewards` has one part: the reward of its task."""
-    splits: dict[Purpose, Sequence[ConfiguredSource]] = {"train": data.train_sources, "eval": eval_sources(data)}
+    splits: dict[Purpose, Sequence[tuple[str, ConfiguredSource]]]
+    splits = {"train": data.keyed_train_sources, "eval": eval_sources(data)}
     for purpose, sources in splits.items():
-        for source_index, source in enumerate(sources):
-            key = source_key(purpose, source_index, len(sources))
+        for key, source in sources:
             for index, config in enumerate(source.rewards or (RewardConfig(task=source.task),)):
-                yield RewardPart(purpose, source, config, f"{key}.rewards.{index}")
+                yield RewardPart(purpose, source, config, f"{key}.rewards.{index}", key)
 
 
 def check_rewards(data: DataConfig, looked: Looked) -> None:
@@ -257,7 +258,7 @@ def make_scorer(argument: bytes) -> Callable[[Job], Any]:
             if part.config.task is not None:  # the user's own rows may be scored by a task that reads their answers
                 answering[part.source_key] = part.make_task(settings.seed)
             elif part.source_key not in answering:
-                answering[part.source_key] = make_task(part.source, seed=settings.seed)
+                answering[part.source_key] = make_task(part.key_of_source, part.source, seed=settings.seed)
 
     def score(job: Job) -> Any:
         purpose, source = job.request.purpose, job.request.item.source

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import DataError
+from areal_rloo.errors import SourceError
 from areal_rloo.trajectory import Item, Message
 
 __all__ = ["Item", "LazyItems", "Message", "Split", "Task", "check_parameters", "closest", "refuse_files"]
@@ -75,15 +75,15 @@ def check_parameters(source: ConfiguredSource, defaults: Mapping[str, Any]) -> d
     """Return the defaults of a task, updated with the parameters of a source.
 
     Raises:
-        DataError: the task has no such parameter, or the value and the default have different types.
+        SourceError: the task has no such parameter, or the value and the default have different types.
     """
     for name, value in source.parameters.items():
         if name not in defaults:
             hint = closest(name, defaults, f"it has {', '.join(defaults) or 'none'}")
-            raise DataError(f"data: {source.label}: parameters.{name}: the task has no such parameter; {hint}")
+            raise SourceError(f"parameters.{name}: the task has no such parameter; {hint}")
         if type(value) is not type(defaults[name]):
             expected = type(defaults[name]).__name__
-            raise DataError(f"data: {source.label}: parameters.{name}: expected {expected}, got {value!r}")
+            raise SourceError(f"parameters.{name}: expected {expected}, got {value!r}")
     return {**defaults, **source.parameters}
 
 
@@ -91,8 +91,8 @@ def refuse_files(source: ConfiguredSource) -> None:
     """Refuse data of a source, for tasks that generate their items.
 
     Raises:
-        DataError: the source names a file, a hub dataset, or fields.
+        SourceError: the source names a file, a hub dataset, or fields.
     """
     for key in ("path", "hub", "hub_split", "fields"):
         if getattr(source, key):
-            raise DataError(f"data: {source.label}: the task {source.task} generates its items; leave {key} out")
+            raise SourceError(f"{key}: the task {source.task} generates its items; leave {key} out")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_named, source_key
-from areal_rloo.errors import DataError, UserError, raised
+from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, SourceConfig, import_named
+from areal_rloo.errors import DataError, SourceError, UserError, raised
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
 from areal_rloo.tasks.math import MathTask
@@ -77,35 +77,41 @@ def check_same_sources(before: Sequence[str], now: Sequence[str]) -> None:
         )
 
 
-def make_task(source: ConfiguredSource, *, seed: int) -> Task:
-    """Make the task that a source names.
+def make_task(key: str, source: ConfiguredSource, *, seed: int) -> Task:
+    """Make the task that a source names. `key`: of the source in the config, for errors.
 
     Raises:
         DataError: no such task exists, or the task refuses the source.
         ConfigError: the name is an import path, and the import fails.
     """
     if ":" in source.task:
-        make = import_named("data: task", source.task, kind="class")
+        make = import_named(f"{key}.task", source.task, kind="class")
         if not isinstance(make, type) or not issubclass(make, Task):
-            expected = f"data: task: expected {source.task} to be a subclass of areal_rloo.tasks.Task"
+            expected = f"{key}.task: expected {source.task} to be a subclass of areal_rloo.tasks.Task"
             got = "a class without this base" if isinstance(make, type) else type(make).__name__
             raise DataError(f"{expected}, got {got}")
-        with _users_code(f"data: {source.label}: {source.task} cannot be made"):
-            task = _made(make, source, seed)
+        with _users_code(key, f"{source.task} cannot be made"):
+            task = _made(key, make, source, seed)
         try:
             inspect.signature(task.reward).bind("", Item(""))
         except (TypeError, ValueError) as error:
-            expected = f"data: {source.label}: expected {source.task}.reward(self, completion, item)"
+            expected = f"{key}.task: expected {source.task}.reward(self, completion, item)"
             raise DataError(f"{expected}, but it cannot be called with these: {error}") from error
         return task
     if source.task not in TASKS:
         hint = closest(source.task, TASKS, f"expected one of {', '.join(TASKS)}, or file.py:Class")
-        raise DataError(f"data: unknown task '{source.task}'; {hint}")
-    return TASKS[source.task](source, seed)
+        raise DataError(f"{key}.task: unknown task '{source.task}'; {hint}")
+    with _options_of(key):
+        return TASKS[source.task](source, seed)
 
 
-def _made(make: Callable[..., Task], source: ConfiguredSource, seed: int) -> Task:
-    return make(source, seed)
+def _made(key: str, make: Callable[..., Task], source: ConfiguredSource, seed: int) -> Task:
+    try:
+        return make(source, seed)
+    except SourceError:
+        raise
+    except UserError as error:  # raised by the user's code, which does not know the key
+        raise DataError(f"{key}: {error}") from error
 
 
 def load_train(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES) -> list[Source]:
@@ -116,16 +122,16 @@ def load_train(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES
     """
     seen: set[str] = set()
     if data.deduplicate:
-        for held_out in eval_sources(data):  # the full sets, even if num_prompts limits the evaluation
-            seen |= {_key(item) for item in _items(make_task(held_out, seed=seed), held_out, "eval")}
+        for key, held_out in eval_sources(data):  # the full sets, even if num_prompts limits the evaluation
+            seen |= {_key(item) for item in _items(key, make_task(key, held_out, seed=seed), held_out, "eval")}
     sources = []
-    for config in data.train_sources:
-        items, examples = _items_and_examples(config, data, "train", seed)
+    for key, config in data.keyed_train_sources:
+        items, examples = _items_and_examples(key, config, data, "train", seed)
         kept = _first_ones(items, seen) if data.deduplicate else items
         if not kept:
-            raise DataError(f"data.train: {config.label}: no items are left without the duplicates")
+            raise DataError(f"{key}: no items are left without the duplicates")
         num_duplicates = len(items) - len(kept)
-        prepared = _prepared(config, kept, examples, most_item_bytes)
+        prepared = _prepared(key, config, kept, examples, most_item_bytes)
         sources.append(Source(config.label, prepared, weight=config.weight, num_duplicates=num_duplicates))
         if num_duplicates:
             logger.info("%s: removed %d of %d prompts as duplicates", config.label, num_duplicates, len(items))
@@ -138,15 +144,16 @@ def load_eval(data: DataConfig, *, seed: int, most_item_bytes: int = MOST_BYTES)
     Raises:
         DataError: as `load_train`.
     """
-    return [
-        Source(config.label, _prepared(config, *_items_and_examples(config, data, "eval", seed), most_item_bytes))
-        for config in eval_sources(data)
-    ]
+    sources = []
+    for key, config in eval_sources(data):
+        items, examples = _items_and_examples(key, config, data, "eval", seed)
+        sources.append(Source(config.label, _prepared(key, config, items, examples, most_item_bytes)))
+    return sources
 
 
-def eval_sources(data: DataConfig) -> list[EvalSourceConfig]:
-    """Return the evaluation sets of the config, with their files filled in."""
-    return [_with_test_file(source, data.train_sources) for source in data.eval_sources]
+def eval_sources(data: DataConfig) -> list[tuple[str, EvalSourceConfig]]:
+    """Return the evaluation sets, each with its key in the config, and with their files filled in."""
+    return [(key, _with_test_file(key, source, data.train_sources)) for key, source in data.keyed_eval_sources]
 
 
 def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> Looked:
@@ -159,35 +166,35 @@ def check_data(data: DataConfig, *, most_item_bytes: int = MOST_BYTES) -> Looked
         ConfigError: an import path is wrong.
     """
     # The train files first: a missing train file has no test file beside it either.
-    trains = _check_sources(data.train_sources, "train", most_item_bytes)
+    trains = _check_sources(data.keyed_train_sources, "train", most_item_bytes)
     return trains | _check_sources(eval_sources(data), "eval", most_item_bytes)
 
 
 def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
     """Give the config key and the name of each dataset that the hub must have."""
-    splits: dict[Split, Sequence[ConfiguredSource]] = {"train": data.train_sources, "eval": eval_sources(data)}
+    splits: dict[Split, Sequence[tuple[str, ConfiguredSource]]]
+    splits = {"train": data.keyed_train_sources, "eval": eval_sources(data)}
     for split, sources in splits.items():
-        for index, source in enumerate(sources):
-            task = make_task(source, seed=0)
+        for key, source in sources:
+            task = make_task(key, source, seed=0)
             if source.path is None and isinstance(task, RowTask) and (name := task.dataset(split)) is not None:
-                yield f"{source_key(split, index, len(sources))}.{'hub' if source.hub else 'path'}", name
+                yield f"{key}.{'hub' if source.hub else 'path'}", name
 
 
-def _check_sources(sources: Sequence[ConfiguredSource], split: Split, most_bytes: int) -> Looked:
+def _check_sources(sources: Sequence[tuple[str, ConfiguredSource]], split: Split, most_bytes: int) -> Looked:
     looked: Looked = {}
-    for index, source in enumerate(sources):
-        key = source_key(split, index, len(sources))
-        task = make_task(source, seed=0)
+    for key, source in sources:
+        task = make_task(key, source, seed=0)
         examples = source.few_shot.path if source.few_shot is not None else None
         for name, path in (("path", source.path), ("few_shot.path", examples)):
             if path is not None and not Path(path).is_file():
                 raise DataError(f"{key}.{name}: {path}: no such file")
         if _is_looked_at(source, task):
-            items = _items(task, source, split)
-            prepared = _prepared(source, items, (), most_bytes)
+            items = _items(key, task, source, split)
+            prepared = _prepared(key, source, items, (), most_bytes)
             looked[split, source.label] = items if isinstance(items, list) else _some_of(prepared)
             if ":" in source.task:
-                _check_same_again(source, split, items)
+                _check_same_again(key, source, split, items)
     return looked
 
 
@@ -198,45 +205,43 @@ def _is_looked_at(source: ConfiguredSource, task: Task) -> bool:
     return not isinstance(task, RowTask) and (":" in source.task or bool(source.rewards))
 
 
-def _items(task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]:
+def _items(key: str, task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]:
     """Return the items of a task, which may be the user's code: a list checked now, or else items checked when made."""
-    place = f"data.{split}: {source.label}"
-    with _users_code(f"{place}: the items cannot be made"):
+    with _users_code(key, "the items cannot be made"):
         items = task.items(split)
         if not isinstance(items, Sized):
             expected = f"expected a list of items, or another sequence, from {source.task}.items('{split}')"
-            raise DataError(f"{place}: {expected}, got {type(items).__name__}")
+            raise DataError(f"{key}: {expected}, got {type(items).__name__}")
         num = len(items)
     if not num:
-        raise DataError(f"{place}: expected items from {source.task}.items('{split}'), got none")
+        raise DataError(f"{key}: expected items from {source.task}.items('{split}'), got none")
 
     def item(index: int) -> Item:
-        with _users_code(f"{place}: item {index + 1} cannot be made"):
+        place = f"item {index + 1}"
+        with _users_code(key, f"{place} cannot be made"):
             made = items[index]
         if not isinstance(made, Item):
             got = type(made).__name__
-            raise DataError(f"{place}: item {index + 1}: expected an areal_rloo.tasks.Item, got {got}")
-        with _users_code(f"{place}: item {index + 1}: expected a text or messages as the prompt"):
+            raise DataError(f"{key}: {place}: expected an areal_rloo.tasks.Item, got {got}")
+        with _users_code(key, f"{place}: expected a text or messages as the prompt"):
             text = made.text  # reads every message
         if not text:
-            raise DataError(f"{place}: item {index + 1}: expected a prompt, got an empty text")
+            raise DataError(f"{key}: {place}: expected a prompt, got an empty text")
         if not isinstance(made.answer, str):
-            raise DataError(
-                f"{place}: item {index + 1}: expected a text as the answer, got {type(made.answer).__name__}"
-            )
+            raise DataError(f"{key}: {place}: expected a text as the answer, got {type(made.answer).__name__}")
         return made
 
     checked = LazyItems(num, item)
     return list(checked) if isinstance(items, list | tuple) else checked
 
 
-def _check_same_again(source: ConfiguredSource, split: Split, items: Sequence[Item]) -> None:
+def _check_same_again(key: str, source: ConfiguredSource, split: Split, items: Sequence[Item]) -> None:
     """Make the items of a user's task once more: after a restart, the learner goes on in the same order."""
-    again = _items(make_task(source, seed=0), source, split)
+    again = _items(key, make_task(key, source, seed=0), source, split)
     if Source(source.label, again).description != Source(source.label, items).description:
         raise DataError(
-            f"data.{split}: {source.label}: expected the same items from every call of {source.task}.items('{split}'), "
-            "in the same order, got others; draw random items with the seed that the task is given"
+            f"{key}: expected the same items from every call of {source.task}.items('{split}'), in the same order, got "
+            "others; draw random items with the seed that the task is given"
         )
 
 
@@ -246,17 +251,27 @@ def _some_of(items: Sequence[Item]) -> list[Item]:
 
 
 @contextmanager
-def _users_code(words: str) -> Iterator[None]:
-    """Turn any exception of a user's task into a DataError."""
+def _options_of(key: str) -> Iterator[None]:
+    """Put the key of a source before the option that a task refuses."""
     try:
         yield
+    except SourceError as error:
+        raise DataError(f"{key}.{error}") from error
+
+
+@contextmanager
+def _users_code(key: str, words: str) -> Iterator[None]:
+    """Turn any exception of a user's task into a DataError."""
+    try:
+        with _options_of(key):
+            yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"{words}: {raised(error)}") from error
+        raise DataError(f"{key}: {words}: {raised(error)}") from error
 
 
-def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) -> EvalSourceConfig:
+def _with_test_file(key: str, source: EvalSourceConfig, trains: Sequence[SourceConfig]) -> EvalSourceConfig:
     if source.path is not None or source.hub is not None:
         return source
     train = next((train for train in trains if train.task == source.task and train.path is not None), None)
@@ -264,41 +279,42 @@ def _with_test_file(source: EvalSourceConfig, trains: Sequence[SourceConfig]) ->
         return source
     beside = Path(train.path).with_name(f"test{Path(train.path).suffix}")
     if not beside.is_file():
-        raise DataError(f"data.eval.path: expected a file, or {beside} beside the train file; or set data.eval=null")
+        raise DataError(f"{key}.path: expected a file, or {beside} beside the train file; or set data.eval=null")
     return msgspec.structs.replace(source, path=str(beside), fields=source.fields or train.fields)
 
 
 def _items_and_examples(
-    source: ConfiguredSource, data: DataConfig, split: Split, seed: int
+    key: str, source: ConfiguredSource, data: DataConfig, split: Split, seed: int
 ) -> tuple[Sequence[Item], list[tuple[Item, str]]]:
     """Return the items of a source without the few-shot examples, and the examples with completions."""
-    task = make_task(source, seed=seed)
-    items = _items(task, source, split)
-    examples = _examples(source, data, task, seed)
+    task = make_task(key, source, seed=seed)
+    items = _items(key, task, source, split)
+    examples = _examples(key, source, data, task, seed)
     if examples:
         shown = {_key(item) for item, _ in examples}
         items = [item for item in items if _key(item) not in shown]
     if source.num_prompts is not None:
         items = items[: source.num_prompts]
     if not items:
-        raise DataError(f"data.{split}: {source.label}: no items are left")
+        raise DataError(f"{key}: no items are left")
     return items, examples
 
 
-def _examples(source: ConfiguredSource, data: DataConfig, task: Task, seed: int) -> list[tuple[Item, str]]:
+def _examples(key: str, source: ConfiguredSource, data: DataConfig, task: Task, seed: int) -> list[tuple[Item, str]]:
     few_shot = source.few_shot
     if few_shot is None:
         return []
     if few_shot.path is not None:
-        where: ConfiguredSource = msgspec.structs.replace(source, path=few_shot.path, hub=None)
+        of: tuple[str, ConfiguredSource]
+        of = f"{key}.few_shot", msgspec.structs.replace(source, path=few_shot.path, hub=None)
     else:
-        where = next((train for train in data.train_sources if train.task == source.task), source)
-    pool = _items(make_task(where, seed=seed), where, "train")
+        of = next((train for train in data.keyed_train_sources if train[1].task == source.task), (key, source))
+    pool = _items(of[0], make_task(*of, seed=seed), of[1], "train")
     if len(pool) < few_shot.num:
         most = f"at most {len(pool)} (all items)"
-        raise DataError(f"data: {source.label}: few_shot.num: expected {most}, got {few_shot.num}")
+        raise DataError(f"{key}.few_shot.num: expected {most}, got {few_shot.num}")
     picked = random.Random(few_shot.seed).sample(range(len(pool)), few_shot.num)
-    with _users_code(f"data: {source.label}: few_shot: a demonstration cannot be made"):
+    with _users_code(f"{key}.few_shot", "a demonstration cannot be made"):
         return [(pool[index], task.demonstration(pool[index])) for index in picked]
 
 
@@ -317,7 +333,7 @@ def _key(item: Item) -> str:
 
 
 def _prepared(
-    source: ConfiguredSource, items: Sequence[Item], examples: Collection[tuple[Item, str]], most_bytes: int
+    key: str, source: ConfiguredSource, items: Sequence[Item], examples: Collection[tuple[Item, str]], most_bytes: int
 ) -> Sequence[Item]:
     """Label the items, and put the examples before each. Check the items of a list now, and other items when made."""
     shown = [(*item.messages, Message("assistant", completion)) for item, completion in examples]
@@ -328,7 +344,7 @@ def _prepared(
         prompt = (*before, *item.messages) if before else item.prompt
         prepared = msgspec.structs.replace(item, prompt=prompt, source=source.label)
         place = "" if source.path is None else f"{source.path}: "
-        where = f"data: {source.label}: {place}item {index + 1} ({item.text[:60]!r})"
+        where = f"{key}: {place}item {index + 1} ({item.text[:60]!r})"
         check_sendable(prepared, where, most_bytes)
         return prepared
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import DataError
+from areal_rloo.errors import SourceError
 from areal_rloo.tasks.base import Item, LazyItems, Split, Task, refuse_files
 
 _SIZES: Mapping[Split, int] = {"train": 10_000, "eval": 500}
@@ -23,14 +23,13 @@ class ReasoningGymTask(Task):
 
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
         refuse_files(source)
-        self._label = source.label
         self._seed = seed
         self._parameters = dict(source.parameters)
         self._name = self._parameters.pop("dataset", None)
         if not isinstance(self._name, str):
-            raise DataError(
-                f"data: {self._label}: parameters.dataset: expected the name of a reasoning-gym dataset, for example "
-                f"leg_counting, got {self._name!r}"
+            raise SourceError(
+                "parameters.dataset: expected the name of a reasoning-gym dataset, for example leg_counting, got "
+                f"{self._name!r}"
             )
         self._datasets: dict[Split, Any] = {}
         self._dataset("train")  # reports a wrong parameter before the run starts
@@ -60,16 +59,14 @@ class ReasoningGymTask(Task):
         try:
             import reasoning_gym  # noqa: PLC0415 - as above
         except ImportError as error:
-            raise DataError(
-                f"data: {self._label}: the task reasoning_gym needs its library; install the extra: "
-                "pip install 'areal-rloo[rg]'"
-            ) from error
+            words = "task: reasoning_gym needs its library; install the extra: pip install 'areal-rloo[rg]'"
+            raise SourceError(words) from error
         defaults = {"size": _SIZES[split], "seed": self._seed if split == "train" else _EVAL_SEED}
         try:
             dataset = reasoning_gym.create_dataset(self._name, **(defaults | self._parameters))
         except (ValueError, TypeError, AssertionError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"data: {self._label}: parameters: reasoning-gym refuses {self._name}: {reason}") from error
+            raise SourceError(f"parameters: reasoning-gym refuses {self._name}: {reason}") from error
         return self._datasets.setdefault(split, dataset)
 
 

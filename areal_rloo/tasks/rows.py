@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import DataError
+from areal_rloo.errors import DataError, SourceError
 from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
 from areal_rloo.tasks.sendable import check_sendable
 
@@ -55,14 +55,14 @@ class RowTask(Task):
 
     def _rows(self, split: Split) -> Iterator[Located]:
         """Read the source's file, else the source's dataset, else the task's dataset."""
-        source, key = self._source, f"data.{split}"
+        source = self._source
         if source.path is not None:
             return _from_file(source.path, source.fields)
         name = self.dataset(split)
         if name is None:
-            raise DataError(f"{key}: the task {source.task} needs a file or a hub dataset; set {key}.path or {key}.hub")
+            raise SourceError(f"path: the task {source.task} needs a file or a hub dataset; set path or hub")
         hub_split = source.hub_split or ("train" if split == "train" else "test")
-        return _from_hub(name, hub_split, source.fields, f"{key}.path")
+        return _from_hub(name, hub_split, source.fields, "path" if source.hub is None else "hub")
 
 
 class RowsTask(RowTask):
@@ -71,8 +71,8 @@ class RowsTask(RowTask):
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
         super().__init__(source, seed)
         if not source.rewards or any(reward.task == source.task for reward in source.rewards):
-            raise DataError(
-                f"data: {source.label}: the task rows has no reward of its own; name one under rewards, for example "
+            raise SourceError(
+                "task: rows has no reward of its own; name one under rewards, for example "
                 "rewards: [{function: my_rewards.py:score}]"
             )
 
@@ -102,18 +102,19 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
     try:
         import datasets  # noqa: PLC0415 - an extra, imported where it is used
     except ImportError as error:
-        raise DataError(
-            f"{key}: null means the hub ({name}), which needs the `datasets` library; set {key} to a local file, or "
-            "install the extra: pip install 'areal-rloo[data]'"
+        means = "null means the hub" if key == "path" else "a dataset of the hub"
+        raise SourceError(
+            f"{key}: {means} ({name}), which needs the `datasets` library; set path to a local file, or install the "
+            "extra: pip install 'areal-rloo[data]'"
         ) from error
     path, _, config = name.partition(":")
     try:
         rows = datasets.load_dataset(path, config or None, split=hub_split)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise DataError(
+        raise SourceError(
             f"{key}: cannot read {name} (split {hub_split}) from the hub or the cache of earlier downloads "
-            f"({type(error).__name__}: {reason}); set {key} to a local file"
+            f"({type(error).__name__}: {reason}); set path to a local file"
         ) from error
     for number, row in enumerate(rows, start=1):
         where = f"{name}: {hub_split}: row {number}"

@@ -61,7 +61,8 @@ def test_jsonl_json_csv_and_parquet_are_read_alike(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([ROW, ROW]), tmp_path / "a.parquet")
     kinds = ("jsonl", "json", "csv", "parquet")
     items = [
-        make_task(SourceConfig(task="gsm8k", path=str(tmp_path / f"a.{kind}")), seed=0).items("train") for kind in kinds
+        make_task("data.train", SourceConfig(task="gsm8k", path=str(tmp_path / f"a.{kind}")), seed=0).items("train")
+        for kind in kinds
     ]
     assert items[0] == items[1] == items[2] == items[3]
     assert len(items[0]) == 2
@@ -70,13 +71,13 @@ def test_jsonl_json_csv_and_parquet_are_read_alike(tmp_path: Path) -> None:
 def test_fields_maps_names_of_the_task_to_names_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "2 and 2?", "solution": "easy\n#### 4"}))
     source = SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl"), fields={"question": "q", "answer": "solution"})
-    (item,) = make_task(source, seed=0).items("train")
+    (item,) = make_task("data.train", source, seed=0).items("train")
     assert item.text.startswith("2 and 2?")
     wrong = SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl"), fields={"question": "query"})
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: expected a field 'query' \(for question\), got the fields q, sol"
     ):
-        make_task(wrong, seed=0).items("train")
+        make_task("data.train", wrong, seed=0).items("train")
 
 
 def test_a_broken_file_is_refused_with_name_and_line(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_broken_file_is_refused_with_name_and_line(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=words):
-            make_task(SourceConfig(task="gsm8k", path=str(tmp_path / name)), seed=0).items("train")
+            make_task("data.train", SourceConfig(task="gsm8k", path=str(tmp_path / name)), seed=0).items("train")
 
 
 @pytest.mark.parametrize(
@@ -113,12 +114,12 @@ def test_a_broken_file_is_refused_with_name_and_line(tmp_path: Path) -> None:
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match=words.replace("[", r"\[")):
-        make_task(SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl")), seed=0).items("train")
+        make_task("data.train", SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl")), seed=0).items("train")
 
 
 def test_an_unknown_task_and_a_missing_file_are_refused() -> None:
     with pytest.raises(DataError, match="did you mean 'arithmetic'"):
-        make_task(SourceConfig(task="arithmetics"), seed=0)
+        make_task("data.train", SourceConfig(task="arithmetics"), seed=0)
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         check_data(DataConfig(train=SourceConfig(task="gsm8k", path="nowhere.jsonl"), eval=None))
 
@@ -187,7 +188,7 @@ def test_a_mistake_in_the_items_of_a_custom_task_is_a_data_error(
     for look in (lambda: check_data(data), lambda: [list(loaded.items) for loaded in load_train(data, seed=0)]):
         with pytest.raises(DataError) as caught:
             look()
-        assert words.format(file=file) in str(caught.value)
+        assert str(caught.value) == f"data.train: {words.format(file=file)}"
 
 
 def test_other_items_at_every_call_are_a_data_error(tmp_path: Path) -> None:
@@ -195,7 +196,9 @@ def test_other_items_at_every_call_are_a_data_error(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MISTAKES)
     data = DataConfig(train=SourceConfig(task=f"{file}:Mine", parameters={"kind": "random"}), eval=None)
-    with pytest.raises(DataError, match=r"Mine: expected the same items from every call of .*mine.py:Mine.items"):
+    with pytest.raises(
+        DataError, match=r"^data\.train: expected the same items from every call of .*mine.py:Mine.items"
+    ):
         check_data(data)
 
 
@@ -203,12 +206,17 @@ def test_a_custom_reward_with_other_parameters_is_a_data_error(tmp_path: Path) -
     file = tmp_path / "mine.py"
     file.write_text(MISTAKES.replace("def reward(self, completion, item)", "def reward(self, completion)"))
     source = SourceConfig(task=f"{file}:Mine", parameters={"kind": "good"})
-    with pytest.raises(DataError, match=r"expected .*:Mine.reward\(self, completion, item\), but it cannot be called"):
-        make_task(source, seed=0)
+    with pytest.raises(
+        DataError,
+        match=r"^data\.train\.task: expected .*:Mine.reward\(self, completion, item\), but it cannot be called",
+    ):
+        make_task("data.train", source, seed=0)
 
 
 def test_a_mistake_in_a_custom_demonstration_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MISTAKES)
     source = SourceConfig(task=f"{tmp_path / 'mine.py'}:Mine", parameters={"kind": "good"}, few_shot=FewShotConfig())
-    with pytest.raises(DataError, match=r"few_shot: a demonstration cannot be made: KeyError: 'solution' .*mine\.py:"):
+    with pytest.raises(
+        DataError, match=r"^data\.train\.few_shot: a demonstration cannot be made: KeyError: 'solution' .*mine\.py:"
+    ):
         load_train(DataConfig(train=source, eval=None), seed=0)
