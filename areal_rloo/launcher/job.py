@@ -94,7 +94,7 @@ class Job:
         try:
             with progress:
                 prepared = self._prepare()
-                code = 0 if prepared is None else self._supervise(*prepared)
+                code = prepared if isinstance(prepared, int) else self._supervise(*prepared)
             grace_s = _GRACE_S
         except UserError as error:
             logger.error("%s", error)
@@ -102,10 +102,11 @@ class Job:
         finally:
             self._supervisor.stop_all(grace_s)
             remove_abandoned()  # the shared memory of a killed learner
-        if prepared is None:
-            progress.say("stopped during the warm start; nothing was trained yet")
-            self.unfinished = True
-            return 0
+        if isinstance(prepared, int):
+            self.unfinished = code == 0
+            if self.unfinished:
+                progress.say("stopped during the warm start; nothing was trained yet")
+            return code
         if self.unfinished and code == 0:
             newest = self._newest_checkpoint()
             progress.say(
@@ -120,10 +121,10 @@ class Job:
             progress.say(f"no report: {words}")
         return code
 
-    def _prepare(self) -> tuple[str, float] | None:
+    def _prepare(self) -> tuple[str, float] | int:
         """Make the tiny model if the run needs one; give the model's path and the seconds of the warm start.
 
-        Give None after a signal.
+        Give the exit code of the run if the run ends here: 0 after a signal, else the code of a warm start that died.
         """
         preparation = plan_run(self._request, model_path="").preparation
         if preparation is None:
@@ -141,12 +142,18 @@ class Job:
             self._supervisor.start(preparation)
         while (code := self._supervisor.exit_code(preparation.name)) is None and not self._signals.any:
             time.sleep(_LOOK_EVERY_S)
-        if code != 0 and self._signals.any:
-            return None
+        if code is None or (code != 0 and self._signals.any):
+            return 0
         if code != 0:
-            words = self._supervisor.last_words(preparation.name).removeprefix("error: ")
-            words = words or "it left no message; was it killed, for lack of memory, say? The same command starts again"
-            raise PreflightError(f"the warm start ended with code {named(code)}: {words}")
+            words = self._supervisor.last_words(preparation.name)
+            log = self._folder / "logs" / f"{preparation.name}.out"
+            if code == 2:
+                raise PreflightError(words.removeprefix("error: ") or f"the warm start ended with code 2; log: {log}")
+            if code == 128 + signal.SIGKILL:
+                words = words or "was there too little memory?"
+            self._progress.warn(f"the warm start ended with code {named(code)}. {words}".rstrip())
+            self._progress.warn(f"log: {log}; the same command starts again")
+            return code
         if (made := self._made()) is None:
             raise PreflightError(
                 f"the warm start left no model that {self._folder / 'model.json'} names; do all hosts see the folder?"

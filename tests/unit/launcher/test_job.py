@@ -1,0 +1,86 @@
+"""The exit code and the words of a run whose warm start dies, with a scripted process in place of the warm start."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.config import load_config
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.fleet import LocalRoom
+from areal_rloo.launcher.hosts import ClaimedGpus
+from areal_rloo.launcher.job import Job, Signals
+from areal_rloo.launcher.placement import Host, place, with_counts
+from areal_rloo.launcher.plan import JobRequest, ProcessSpec, wire_address
+from areal_rloo.launcher.supervisor import Handle
+
+
+class _Ended:
+    """A process that has ended."""
+
+    label = "scripted"
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def exit_code(self) -> int:
+        return self._code
+
+    def signal(self, number: int) -> None:
+        pass  # as the launcher stops everything at the end
+
+    def kill(self) -> None:
+        pass
+
+
+class _Starter:
+    """Starts processes that have ended with a code and an output."""
+
+    restarts = False
+
+    def __init__(self, code: int, output: str) -> None:
+        self._code, self._output = code, output
+
+    def start(self, spec: ProcessSpec, log: Path) -> Handle:
+        assert spec.name == "warm_start", "nothing starts after a failed warm start"
+        log.write_text(self._output)
+        return _Ended(self._code)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_RLOO_CACHE", str(tmp_path / "cache"))
+
+
+def _job(folder: Path, code: int, output: str) -> Job:
+    here = Host("here", "127.0.0.1", 4, (), 2**34)
+    config = with_counts(load_config("quickstart.yaml", ["telemetry.progress=false"]), [here])
+    wire = wire_address(config, 1, folder)
+    request = JobRequest(config, place(config, [here]), folder, wire, 9, resume=False)
+    return Job(request, _Starter(code, output), LocalRoom(here, ClaimedGpus()), Signals())
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "words"),
+    [
+        (137, "", "the warm start ended with code 137 (SIGKILL). was there too little memory?\n"),
+        (143, "", "the warm start ended with code 143 (SIGTERM).\n"),
+        (1, "Traceback\nOSError: no space", "the warm start ended with code 1. OSError: no space\n"),
+    ],
+)
+def test_a_warm_start_that_dies_gives_the_run_its_exit_code(
+    tmp_path: Path, code: int, output: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = _job(tmp_path, code, output)
+    assert job.run() == code
+    assert not job.unfinished
+    said = capfd.readouterr().err
+    assert words in said
+    assert f"log: {tmp_path / 'logs' / 'warm_start.out'}" in said
+
+
+def test_a_mistake_found_by_the_warm_start_is_the_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match=r"^model\.tiny: no$"):
+        _job(tmp_path, 2, "error: model.tiny: no\n").run()
