@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config import Config, import_function
-from areal_rloo.errors import EpisodeError, described
+from areal_rloo.errors import ConfigError, EpisodeError, described
 from areal_rloo.rewards.request import Scored
 from areal_rloo.rollout.chat_server import MODEL, ChatServer, ChatStatistics
 from areal_rloo.rollout.episode import Rewards, Sample, TurnEngine
@@ -33,6 +33,45 @@ from areal_rloo.trajectory import MOST_REWARD, Item, Trajectory, is_reward
 from areal_rloo.waiting import on_daemon_thread, run_beside_user_code
 
 _JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
+
+
+_OFFERED = ("base_url", "api_key", "model", "session_id", "item", "prompt", "messages", "answer")
+
+
+def check_agent(path: str, items: Sequence[Item]) -> None:
+    """Look for an item with a value for every argument of the agent; rows may have different fields.
+
+    Raises:
+        ConfigError: the agent cannot be imported, or there is no such item.
+    """
+    parameters, unfilled = _parameters(path), None
+    for item in items:
+        if (unfilled := _unfilled(parameters, {**item.fields, **dict.fromkeys(_OFFERED)})) is None:
+            return
+    if unfilled is not None:
+        raise ConfigError(f"rollout.episode.agent: {path}: {unfilled}")
+
+
+def _parameters(path: str) -> list[inspect.Parameter]:
+    key = "rollout.episode.agent"
+    try:
+        return list(inspect.signature(import_function(key, path)).parameters.values())
+    except ValueError as error:
+        words = f"the parameters of {path} cannot be read: {error}; wrap it in a function"
+        raise ConfigError(f"{key}: {words}") from error
+
+
+def _unfilled(parameters: Sequence[inspect.Parameter], offered: Mapping[str, object]) -> str | None:
+    """Say that a parameter gets no value; None if every parameter has a value."""
+    for parameter in parameters:
+        if parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name not in offered:
+            return f"there is no value for its argument '{parameter.name}'; there are, by name, {', '.join(offered)}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +89,7 @@ class Agent:
         assert path is not None, "validate_episode wants an agent"
         self._path = path
         self._function = import_function("rollout.episode.agent", path)
-        self._parameters = inspect.signature(self._function).parameters
+        self._parameters = _parameters(path)
         self._timeout_s = config.rollout.episode.agent_timeout_s
         self._max_prompt_tokens = config.data.max_prompt_tokens
         self._server = ChatServer(config.rollout.sampling)
@@ -138,14 +177,11 @@ class Agent:
 
     def _arguments(self, offered: Mapping[str, object]) -> dict[str, object]:
         """Select the arguments that the function's parameters name; all of them if it has `**` parameters."""
-        parameters = self._parameters.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        if (unfilled := _unfilled(self._parameters, offered)) is not None:
+            raise EpisodeError("episode_error", f"{self._path}: {unfilled}")
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
             return dict(offered)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
-        if missing:
-            detail = f"{self._path}: there is no value for its argument '{missing[0]}'; there are {', '.join(offered)}"
-            raise EpisodeError("episode_error", detail)
+        named = [p for p in self._parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return {p.name: offered[p.name] for p in named if p.name in offered}
 
 

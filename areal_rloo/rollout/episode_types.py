@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -17,18 +18,34 @@ def make_episode(config: Config) -> Episode:
     """Make the episode that `rollout.episode.type` names.
 
     Raises:
-        ConfigError: the type is an import path that cannot be imported, or cannot be called with the config.
+        ConfigError: as `make_own_episode`.
     """
     path = config.rollout.episode.type
     built_in: dict[str, Callable[[Config], Episode]] = {"multi_turn": MultiTurn, "tool_use": ToolUse, "agent": Agent}
     built_in["single_turn"] = lambda _: SingleTurn()
-    if path in built_in:
-        return built_in[path](config)
-    made = import_named("rollout.episode.type", path, kind="class")
+    return built_in[path](config) if path in built_in else make_own_episode(config)
+
+
+def make_own_episode(config: Config) -> Episode:
+    """Make an episode of the user's class; the launcher tries this before a run starts.
+
+    Raises:
+        ConfigError: the class cannot be imported or made from the config, or has no `run` of an episode.
+    """
+    key, path = "rollout.episode.type", config.rollout.episode.type
+    make = import_named(key, path, kind="class")
+    if not callable(getattr(make, "run", None)):
+        raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/agents.md")
     try:
-        return made(config)  # type: ignore[no-any-return]
+        made: Episode = make(config)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"rollout.episode.type: {path} cannot be made from the config: {raised(error)}") from error
+        raise ConfigError(f"{key}: {path} cannot be made from the config: {raised(error)}") from error
+    try:
+        inspect.signature(made.run).bind(None, None, None, None)
+    except (TypeError, ValueError) as error:
+        expected = f"{key}: expected {path}.run(self, sample, engine, rewards, chat)"
+        raise ConfigError(f"{expected}, but it cannot be called with these: {error}") from error
+    return made
 
 
 def serving(episode: Episode) -> AbstractAsyncContextManager[object]:

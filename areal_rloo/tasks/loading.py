@@ -199,10 +199,10 @@ def _check_sources(sources: Sequence[tuple[str, ConfiguredSource]], split: Split
 
 
 def _is_looked_at(source: ConfiguredSource, task: Task) -> bool:
-    """Return True for a small file, and for items made or scored by the user's code."""
+    """Return True for a small file, and for items that the task makes."""
     if source.path is not None:
         return Path(source.path).stat().st_size <= _READ_BYTES
-    return not isinstance(task, RowTask) and (":" in source.task or bool(source.rewards))
+    return not isinstance(task, RowTask)
 
 
 def _items(key: str, task: Task, source: ConfiguredSource, split: Split) -> Sequence[Item]:

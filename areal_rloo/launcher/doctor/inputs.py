@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from areal_rloo.config import Config, import_function, import_named
+import msgspec
+
+from areal_rloo.config import Config, import_function
 from areal_rloo.errors import ConfigError, DataError, ModelError, UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.models.folder import (
@@ -134,9 +136,7 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             continue
         try:
             if key == "rollout.episode.type":
-                if not callable(getattr(import_named(key, path, kind="class"), "run", None)):
-                    words = f"expected a class with an async method run(), got {path}; see docs/agents.md"
-                    raise ConfigError(f"{key}: {words}")
+                _check_episode(situation.config)
             else:
                 function = import_function(key, path)
                 if key == "algorithm.group_filter":
@@ -144,6 +144,16 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
+
+
+def _check_episode(config: Config) -> None:
+    """Make the user's episode, as each worker does; a count that is still `auto` is 1."""
+    from areal_rloo.rollout.episode_types import make_own_episode  # noqa: PLC0415 - imports aiohttp, for agents
+
+    learner, rollout = config.learner, config.rollout
+    learner = msgspec.structs.replace(learner, num_ranks=learner.num_ranks or learner.num_replicas)
+    rollout = msgspec.structs.replace(rollout, num_workers=rollout.num_workers or 1)
+    make_own_episode(msgspec.structs.replace(config, learner=learner, rollout=rollout))
 
 
 def _check_filter(key: str, path: str, function: Callable[..., object]) -> None:
@@ -160,14 +170,19 @@ def _check_filter(key: str, path: str, function: Callable[..., object]) -> None:
 
 
 def check_data_files(situation: Situation) -> Iterator[Finding]:
-    """Check the data section: tasks, files, rewards."""
+    """Check the data section: tasks, files, rewards; and the arguments of an agent, which are fields of the data."""
     try:
         looked = check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
         check_rewards(situation.config.data, looked)
+        if (agent := situation.config.rollout.episode.agent) is not None:
+            from areal_rloo.rollout.agent import check_agent  # noqa: PLC0415 - imports aiohttp
+
+            for items in looked.values():
+                check_agent(agent, items)
         yield ok("data", "files, tasks and rewards are in order")
     except UserError as error:
         key, colon, _ = str(error).partition(": ")
-        name = key if colon and key.startswith("data") else "data"
+        name = key if colon and key.startswith(("data", "rollout")) else "data"
         yield refused(name, error, fix="correct the config, or put the file there")
 
 

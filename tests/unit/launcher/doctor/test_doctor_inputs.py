@@ -154,6 +154,54 @@ def test_a_group_filter_that_cannot_be_called_with_a_group_is_wrong(tmp_path: Pa
     assert only(check_functions, "ok", f"algorithm.group_filter={path}:keep").name == "algorithm.group_filter"
 
 
+def test_an_own_episode_that_cannot_be_made_or_run_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Base:\n"
+        "    def __init__(self, config): self.share = 1 / config.rollout.num_workers / config.learner.num_ranks\n"
+        "    async def run(self, sample, engine, rewards, chat): ...\n"
+        "class Raises(Base):\n    def __init__(self, config): self.depth = {}['depth']\n"
+        "class Two(Base):\n    def __init__(self, config, depth): ...\n"
+        "class Other(Base):\n    async def run(self, sample): ...\n"
+        "class Neither: ...\n"
+    )
+    for name, what in (
+        ("Raises", f"{path}:Raises cannot be made from the config: KeyError: 'depth' ({path}:5)"),
+        ("Two", f"{path}:Two cannot be made from the config: TypeError: Two.__init__() missing 1 required positional"),
+        ("Other", f"expected {path}:Other.run(self, sample, engine, rewards, chat), but it cannot be called"),
+        ("Neither", f"expected a class with an async method run(), got {path}:Neither"),
+    ):
+        finding = only(check_functions, "wrong", f"rollout.episode.type={path}:{name}")
+        assert (finding.name, finding.what.startswith(what)) == ("rollout.episode.type", True), finding.what
+    counts = ("rollout.num_workers=auto", "learner.num_ranks=auto")
+    assert only(check_functions, "ok", f"rollout.episode.type={path}:Base", *counts).name == "rollout.episode.type"
+
+
+def test_an_agent_with_arguments_that_nothing_fills_is_wrong(tmp_path: Path) -> None:
+    path, rows = tmp_path / "mine.py", tmp_path / "a.jsonl"
+    path.write_text(
+        "async def rows(base_url, api_key, question, level=0): ...\n"
+        "def misspelt(base_url, api_key, promt): ...\n"
+        "def placed(base_url, api_key, /): ...\n"
+        "def rest(question, *, base_url, **rest): ...\n"
+    )
+    rows.write_text('{"question": "q", "answer": "#### 1"}\n')
+    of_rows = (f"data.train={{task: gsm8k, path: {rows}}}", "data.eval=null")
+    agent = ("rollout.episode.type=agent", f"rollout.episode.agent={path}")
+    for name, data, argument in (
+        ("misspelt", (), "promt"),
+        ("misspelt", of_rows, "promt"),
+        ("rows", (), "question"),
+        ("rest", (), "question"),
+        ("placed", (), "base_url"),
+    ):
+        finding = only(check_data_files, "wrong", *data, agent[0], f"{agent[1]}:{name}")
+        what = f"{path}:{name}: there is no value for its argument '{argument}'"
+        assert (finding.name, finding.what.startswith(what)) == ("rollout.episode.agent", True), finding.what
+    for name in ("rows", "rest"):
+        assert only(check_data_files, "ok", *of_rows, agent[0], f"{agent[1]}:{name}").name == "data"
+
+
 def test_a_sandbox_that_could_read_the_run_folder_is_wrong() -> None:
     tools = ("rollout.episode.type=tool_use", "rollout.episode.tools=[python]")
     (finding,) = found(check_tool_sandbox, *tools, folder=Path(sysconfig.get_paths()["purelib"]) / "runs")
