@@ -25,6 +25,7 @@ from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
+from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
@@ -196,7 +197,7 @@ class Job:
         if self._request.resume:
             self._look_around(tail, shows=False)
         failure: int | None = None
-        while (code := self._ended(ranks, failure)) is None:
+        while (code := self._ended(ranks, failure, tail)) is None:
             self._look_around(tail)
             self._obey_signals(ranks)
             if self._drain_ends_s is None:
@@ -231,7 +232,10 @@ class Job:
     def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
         """Show new records, shorten long logs, and warn when the disk becomes full: logs may then miss the error."""
         try:
-            (self._progress.show if shows else self._progress.recall)(tail.read())
+            if shows:
+                self._progress.show(tail.read())
+            else:
+                self._progress.recall(tail.read(), version=standing(folder_of(self._folder)).newest_version)
             self._supervisor.shorten_logs()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
@@ -247,9 +251,11 @@ class Job:
                 "on, but checkpoints, metrics and logs may be missing; free some disk"
             )
 
-    def _ended(self, ranks: LearnerRanks, failure: int | None) -> int | None:
+    def _ended(self, ranks: LearnerRanks, failure: int | None, tail: RecordTail) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""
         code = ranks.exit_code()
+        if code is not None:
+            self._look_around(tail)  # the last records of these ranks, before a restart goes back
         refused = code == 2 and not ranks.has_restarted  # at the first start a user's mistake, later a crash
         ends = code == 0 or refused or self._drain_ends_s is not None or self._signals.any or failure is not None
         return code if code is None or ends or not ranks.restart(code) else None

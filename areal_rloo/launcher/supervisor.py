@@ -373,6 +373,7 @@ class LearnerRanks:
             self._supervisor.kill(spec.name)
         remove_unfinished(folder_of(self._folder))  # so that the next end is not explained by this checkpoint
         checkpoint = newest_checkpoint(self._folder)
+        self._progress.go_back(reached.newest_version)
         self._progress.warn(
             f"the learner restarts from {checkpoint or 'the beginning, since there is no checkpoint yet'} "
             f"(restart {self._num_restarts} of {self._max_restarts})"

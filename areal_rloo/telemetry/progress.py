@@ -44,6 +44,7 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
         self._eval: EvalRecord | None = None
+        self._num_failed = 0  # checkpoints, according to the last train record
         self._printed_s = -_PLAIN_EVERY_S
 
     def __enter__(self) -> Progress:
@@ -71,15 +72,25 @@ class Progress:
         else:
             self.say(text)
 
-    def recall(self, records: list[Record]) -> None:
-        """Take the records of an earlier launcher into the state, and print nothing."""
+    def recall(self, records: list[Record], *, version: int) -> None:
+        """Take the records of an earlier launcher, up to the version that the learner goes on from; print nothing."""
         for record in records:
-            self._keep(record)
+            if record.policy_version <= version:
+                self._keep(record)
+
+    def go_back(self, version: int) -> None:
+        """Forget the steps after a version: a learner that restarts from this version takes them again."""
+        if self._eval is not None and self._eval.policy_version > version:
+            self._eval = None
+        if self._train is not None and self._train.policy_version > version:
+            self._train = None
+            if self._live is not None:
+                self._live.update(Text(f"step {max(0, version)}/{self._num_train_steps}"), refresh=True)
 
     def show(self, records: list[Record]) -> None:
         """Print the new records."""
         for record in records:
-            num_failed = 0 if self._train is None else self._train.failed_checkpoints
+            num_failed = self._num_failed
             self._keep(record)
             if isinstance(record, EvalRecord):
                 if self._live is None:
@@ -98,7 +109,7 @@ class Progress:
 
     def _keep(self, record: Record) -> None:
         if isinstance(record, TrainRecord):
-            self._train = record
+            self._train, self._num_failed = record, record.failed_checkpoints
             if self._eval is not None and self._eval.policy_version > record.policy_version:
                 self._eval = None  # the learner restarted from an earlier version
         elif self._eval is None or record.name == self._eval.name:

@@ -15,6 +15,7 @@ from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.supervisor import LearnerRanks, Supervisor
 from areal_rloo.telemetry.progress import Progress
+from areal_rloo.telemetry.records import TrainRecord
 
 # A rank counts its starts; then it runs the program of the test.
 RANK = """
@@ -44,8 +45,8 @@ class _Run:
             workers=(),
             max_learner_restarts=max_restarts,
         )
-        progress = Progress(Console(file=self._said, width=10_000), num_train_steps=10)
-        self.ranks = LearnerRanks(plan, self.supervisor, folder, progress)
+        self.progress = Progress(Console(file=self._said, width=10_000), num_train_steps=50)
+        self.ranks = LearnerRanks(plan, self.supervisor, folder, self.progress)
         self.ranks.start()
 
     @property
@@ -101,6 +102,21 @@ def test_an_unfinished_checkpoint_explains_a_single_end(begin: Callable[..., _Ru
     _, said = run.end()
     assert said.count("killed while it wrote") == 1
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_restart_forgets_the_steps_after_its_checkpoint(
+    begin: Callable[..., _Run], tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    (tmp_path / "checkpoints" / "step-000040").mkdir(parents=True)
+    run = begin("sys.exit(1)", max_restarts=2)
+    run.progress.show([make_train_record(num_train_steps=40, policy_version=40)])
+    eventually(lambda: run.ranks.exit_code() is not None, "the learner did not end")
+    assert run.ranks.restart(1)
+    assert run.progress.line().startswith("step 40/50")
+    run.progress.show([make_train_record(num_train_steps=41, policy_version=41)])
+    run.end()
+    with pytest.raises(AssertionError, match="no train step yet"):
+        run.progress.line()
 
 
 def test_a_learner_that_could_not_save_its_end_is_not_restarted(begin: Callable[..., _Run]) -> None:

@@ -97,12 +97,42 @@ def test_records_of_an_earlier_launcher_are_not_printed(
 ) -> None:
     progress, out = plain()
     with progress:
-        progress.recall([eval_record, make_train_record(num_train_steps=6, policy_version=6, failed_checkpoints=1)])
+        trained = make_train_record(num_train_steps=6, policy_version=6, failed_checkpoints=1)
+        progress.recall([eval_record, trained], version=6)
         assert out.getvalue() == ""
         progress.show([make_train_record(num_train_steps=7, policy_version=7, failed_checkpoints=1)])
     assert out.getvalue().startswith("step 7/20")
     assert "eval 0.625@v4" in out.getvalue()
     assert "could not be written" not in out.getvalue()
+
+
+def test_a_resume_shows_no_step_after_its_checkpoint(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=120, legacy_windows=False), num_train_steps=20)
+    with progress:
+        progress.recall([make_train_record(num_train_steps=step, policy_version=step) for step in (5, 6, 7)], version=5)
+        progress.show([eval_record])
+    assert "step 5/20" in out.getvalue()
+    assert "step 7/20" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("version", "step"), [(5, 5), (-1, 0)])
+def test_a_restarted_learner_goes_back_to_the_step_of_its_checkpoint(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord, version: int, step: int
+) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=120, legacy_windows=False), num_train_steps=20)
+    with progress:
+        progress.show([make_train_record(num_train_steps=7, policy_version=7, failed_checkpoints=1)])
+        out.truncate(out.seek(0))
+        progress.go_back(version)
+        progress.show([eval_record])
+        assert f"step {step}/20" in out.getvalue()
+        assert "step 7/20" not in out.getvalue()
+        progress.show([make_train_record(num_train_steps=6, policy_version=6, failed_checkpoints=1)])
+    assert "could not be written" not in out.getvalue(), "it was said before"
 
 
 def test_without_new_records_nothing_is_shown(make_train_record: MakeTrainRecord) -> None:
