@@ -25,7 +25,7 @@ from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
-from areal_rloo.learner.checkpoint_folder import folder_of, standing
+from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
@@ -79,7 +79,8 @@ class Job:
         # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         console = RunConsole(quiet=not self._config.telemetry.progress)
-        self._progress = Progress(console, num_train_steps=self._config.learner.num_train_steps)
+        num_steps = self._config.learner.num_train_steps
+        self._progress = Progress(console, num_train_steps=num_steps, unsaved=self._unsaved)
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         self._signals = signals
         self._drain_ends_s: float | None = None
@@ -250,6 +251,11 @@ class Job:
                 f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
                 "on, but checkpoints, metrics and logs may be missing; free some disk"
             )
+
+    def _unsaved(self) -> str:
+        """Describe the last checkpoint that could not be written, with the reason from the log of the first rank."""
+        reason = self._supervisor.last_logged("learner", f" {UNWRITTEN}: ") or "free some disk"
+        return f"a checkpoint {UNWRITTEN} to {folder_of(self._folder)}: {reason}"
 
     def _ended(self, ranks: LearnerRanks, failure: int | None, tail: RecordTail) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""

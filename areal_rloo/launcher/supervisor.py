@@ -236,11 +236,16 @@ class Supervisor:
             return ""
         if lines or free >= _FULL_BYTES:
             return lines[-1] if lines else ""
-        error = ""
-        with contextlib.suppress(OSError):
-            found = [line.partition(f"{STOPPED}: ")[2] for line in self._last_lines(f"{name}.log")]
-            error = next((f"error: {words}. " for words in reversed(found) if words), "")
+        error = self.last_logged(name, f"{STOPPED}: ")
+        error = f"error: {error}. " if error else ""
         return f"{error}Its output is missing: {self._logs} has {free} bytes free; free some disk"
+
+    def last_logged(self, name: str, words: str) -> str:
+        """Give the rest of the last line with these words in a process's log, or an empty string."""
+        with contextlib.suppress(OSError):
+            found = [line.partition(words)[2] for line in self._last_lines(f"{name}.log")]
+            return next((rest for rest in reversed(found) if rest), "")
+        return ""
 
     def _last_lines(self, file_name: str) -> list[str]:
         with (self._logs / file_name).open("rb") as file:

@@ -32,6 +32,7 @@ from areal_rloo.files import flush_to_disk, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.learner.checkpoint_folder import (
+    UNWRITTEN,
     checkpoint_path,
     finish,
     list_checkpoints,
@@ -164,7 +165,7 @@ class Checkpoints:
     def _failed(self, target: Path, error: Exception) -> None:
         self._newest_is_whole = False
         self.num_failed += 1
-        logger.error("checkpoint %s could not be written: %s; training continues, free some disk", target, error)
+        logger.error("checkpoint %s %s: %s; training continues, free some disk", target, UNWRITTEN, error)
 
     def begin(self) -> None:
         """Set aside the checkpoints of an earlier run: the first checkpoint of this run begins another history."""

@@ -22,6 +22,7 @@ from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
+UNWRITTEN = "could not be written"  # in the log of the learner, before the reason; the launcher repeats the reason
 _NAME = re.compile(r"step-([0-9]{6,})")
 _UNFINISHED, _REPLACED, _REMOVED, _SET_ASIDE = ".unfinished-", ".replaced-", ".removed-", "set-aside-"
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
@@ -38,8 +39,16 @@ class RunConsole(Console):
 class Progress:
     """Prints the state of a run. Use as a context manager."""
 
-    def __init__(self, console: Console, *, num_train_steps: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        num_train_steps: int,
+        unsaved: Callable[[], str] = lambda: "a checkpoint could not be written",
+    ) -> None:
+        """`unsaved` describes the checkpoint that could not be written last."""
         self._console = console
+        self._unsaved = unsaved
         self._num_train_steps = num_train_steps
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
@@ -96,7 +105,7 @@ class Progress:
                 if self._live is None:
                     self.say(evaluation_line(record))
             elif record.failed_checkpoints > num_failed:
-                self.warn("a checkpoint could not be written: free some disk (logs/learner.log says more)")
+                self.warn(f"{self._unsaved()} (logs/learner.log says more)")
         if self._train is None or not records:
             return
         if self._live is not None:

@@ -182,7 +182,8 @@ def test_a_narrow_terminal_cuts_the_live_line(make_train_record: MakeTrainRecord
 def test_a_quiet_run_reports_only_problems(
     make_train_record: MakeTrainRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(Console(quiet=True), num_train_steps=20)
+    unsaved = "a checkpoint could not be written to here: no space"
+    progress = Progress(Console(quiet=True), num_train_steps=20, unsaved=lambda: unsaved)
     with progress:
         progress.say("run folder: here")
         progress.show([make_train_record(failed_checkpoints=0), make_train_record(failed_checkpoints=1)])
@@ -190,7 +191,7 @@ def test_a_quiet_run_reports_only_problems(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "a checkpoint could not be written: free some disk (logs/learner.log says more)",
+        "a checkpoint could not be written to here: no space (logs/learner.log says more)",
         "the learner ended with code 1",
     ]
 
