@@ -22,6 +22,10 @@ from areal_rloo.errors import ConfigError, shown
 MOST_BYTES = 2**19  # of a file: room for every dumped config within the limits of `bounded`
 MOST_KEY = 100  # characters of a key
 _MOST_DEPTH, _MOST_VALUES, _MOST_CHARACTERS = 16, 5_000, 50_000  # of a config
+_NEWLINE = "\n"
+_HINTS = {
+    "mapping values are not allowed here": "; the line before may lack ': ', or a text with ': ' may lack quotes",
+}
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 
 
@@ -45,13 +49,28 @@ def parse(text: str, where: str, *, is_file: bool) -> Parsed:
     Raises:
         ConfigError: the text is not YAML, or not within the limits; names the line.
     """
-    reader = _Reader(where, is_file=is_file)
+    reader = _Reader(where, is_file=is_file, last_line=text.rstrip().count("\n"))
     try:
         return reader.read(yaml.parse(text, yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
-        raise reader.mistake(error.problem_mark, f"not valid YAML: {error.problem or error.context}") from error
+        raise reader.mistake(*_place_and_words(error, text)) from error
+    except yaml.reader.ReaderError as error:
+        place = f":{text.count(_NEWLINE, 0, error.position) + 1}" if is_file else ""
+        character = f"{chr(error.character)!a}"
+        raise ConfigError(f"{where}{place}: not valid YAML: the character {character} is not allowed") from error
     except (yaml.YAMLError, ValueError, IndexError) as error:  # ValueError: an escape beyond Unicode, a long version
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _place_and_words(error: yaml.MarkedYAMLError, text: str) -> tuple[Any, str]:
+    """Find the line of the mistake: PyYAML may notice an open bracket or quote only at the end of the text."""
+    mark, began = error.problem_mark, error.context_mark
+    words = f"not valid YAML: {error.problem or error.context}{_HINTS.get(error.problem or '', '')}"
+    if mark is None or began is None or began.line == mark.line:
+        return mark, words
+    if mark.index >= len(text.rstrip()):
+        return began, f"{words}, {error.context} that begins here"
+    return mark, f"{words}, {error.context} that begins in line {began.line + 1}"
 
 
 def bounded(tree: Any) -> str | None:
@@ -78,15 +97,17 @@ def _children(value: Any) -> list[Any]:
 class _Reader:
     """Builds the tree of a document. The limits leave room above `bounded` for a config of many default values."""
 
-    def __init__(self, where: str, *, is_file: bool) -> None:
+    def __init__(self, where: str, *, is_file: bool, last_line: int) -> None:
+        """`last_line`: the number, from 0, of the last line with text; no mistake is after it."""
         self._where = where
         self._is_file = is_file
+        self._last_line = last_line
         self._lines: dict[str, int] = {}
         self._anchors: dict[str, tuple[Any, int, int]] = {}  # the value, its number of values and of characters
         self._num_values = self._num_characters = 0
 
     def mistake(self, mark: Any, words: str) -> ConfigError:
-        place = f":{mark.line + 1}" if mark is not None and self._is_file else ""
+        place = f":{min(mark.line, self._last_line) + 1}" if mark is not None and self._is_file else ""
         return ConfigError(f"{self._where}{place}: {words}")
 
     def read(self, events: Iterator[Any]) -> Parsed:
