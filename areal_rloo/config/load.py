@@ -77,6 +77,10 @@ def find_config(name: str) -> Path:
                 return path
         except OSError as error:  # the name is too long
             raise ConfigError(f"{shown(name)}: cannot be read: {error.strerror}") from error
+    if Path(name).is_dir():
+        inside = min(Path(name).glob("*.yaml"), default=None)
+        such = "" if inside is None else f", such as {shown(str(inside))}"
+        raise ConfigError(f"{shown(name)}: this is a folder; expected a config file{such}")
     names = sorted(path.name for folder in shipped for path in folder.glob("*.yaml"))
     expected = f"expected a path or one of the shipped {', '.join(names)}"
     raise ConfigError(f"{shown(name)}: no such config file; {expected}")

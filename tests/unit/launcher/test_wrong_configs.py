@@ -77,7 +77,7 @@ def test_a_wrong_file_is_refused_by_a_dry_run(
         (["--config", "quickstart.yaml", "--json"], "argument '--json': expected with --dry-run"),
         (["--config", "quickstart.yaml", "run.seed"], "argument 'run.seed': expected key.path=value"),
         (["--config", "n" * 300], "File name too long"),
-        (["--config", "."], ".: no such config file"),
+        (["--config", "."], ".: this is a folder; expected a config file"),
         (["--config", "quickstart.yaml", "--entry", "no.py"], "run.entry: no.py cannot be imported"),
     ],
 )
