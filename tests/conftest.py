@@ -80,6 +80,12 @@ def no_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedLoops]:
     blocked.check()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_sockets(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name a folder with a short path, for `fresh_address`; the path of a test's folder may be too long for a socket."""
+    os.environ["AREAL_RLOO_TEST_SOCKETS"] = str(tmp_path_factory.mktemp("sockets"))
+
+
 @pytest.fixture(scope="session")
 def gsm8k_folder() -> Path:
     """The real GSM8K: $AREAL_RLOO_DATA, or ../shared/data beside the checkout."""

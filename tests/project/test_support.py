@@ -15,6 +15,7 @@ from support.local_runs import Run
 from support.patience import eventually
 from support.processes import children_with, command_of, processes_with
 from support.sglang_support import server_processes, sglang_python
+from support.workers import fresh_address
 
 
 @pytest.fixture
@@ -49,6 +50,12 @@ def test_runs_and_sglang_servers_are_listed_beside_a_zombie(zombie: psutil.Proce
     run.folder = tmp_path
     assert run.children("areal_rloo.learner") == []
     assert server_processes(tmp_path / "server.log") == []
+
+
+def test_the_socket_of_a_killed_test_is_in_a_folder_that_pytest_removes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    assert fresh_address().path.is_relative_to(tmp_path_factory.getbasetemp())
 
 
 def test_without_an_sglang_environment_a_test_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -25,8 +26,11 @@ ENGINE = EngineState(0, 0, wire.Work())
 
 
 def fresh_address() -> SocketFile:
-    """Return an address in a private folder, which is removed at the end of this process."""
-    folder = Path(tempfile.mkdtemp(prefix="wire-"))
+    """Return an address in a private folder, which is removed at the end of this process.
+
+    The folder is in pytest's folder of the session, so pytest removes what a killed process leaves.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="wire-", dir=os.environ.get("AREAL_RLOO_TEST_SOCKETS")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return SocketFile.inside(folder)
 
