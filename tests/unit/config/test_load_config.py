@@ -260,14 +260,6 @@ def test_a_missing_file_is_refused_with_the_shipped_names() -> None:
     assert "quickstart.yaml" in message
 
 
-def test_a_folder_as_a_config_names_a_file_in_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r": this is a folder; expected a config file$"):
-        load_config(str(tmp_path))
-    write(tmp_path, "run: {}")
-    with pytest.raises(ConfigError, match=r": this is a folder; expected a config file, such as .*\.yaml$"):
-        load_config(str(tmp_path))
-
-
 @pytest.mark.parametrize("value", ["2024-02-30", "0x_", "1:30", "1" * 5000, "010", "1_", "_1"])
 def test_a_text_that_yaml_would_guess_at_is_no_number(tmp_path: Path, value: str) -> None:
     for message in (

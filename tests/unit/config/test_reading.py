@@ -7,6 +7,7 @@ from support.configs_to_load import refusal, write
 
 from areal_rloo.config import load_config
 from areal_rloo.config.reading import MOST_BYTES
+from areal_rloo.errors import ConfigError
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -95,3 +96,11 @@ def test_a_message_is_a_single_short_line_whatever_is_in_it(tmp_path: Path) -> N
 def test_a_wrong_item_of_an_override_is_not_blamed_on_the_file() -> None:
     override = "learner.optimizer.betas=[0.9, 1.5]"
     assert refusal("quickstart.yaml", override).startswith(f"override '{override}': learner.optimizer.betas.1: ")
+
+
+def test_a_folder_as_a_config_names_a_file_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r": this is a folder; expected a config file$"):
+        load_config(str(tmp_path))
+    write(tmp_path, "run: {}")
+    with pytest.raises(ConfigError, match=r": this is a folder; expected a config file, such as .*\.yaml$"):
+        load_config(str(tmp_path))
