@@ -1,11 +1,13 @@
 """Intakes with the parts a run gives them, for tests to drive without sockets."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from areal_rloo.config import load_config
 from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
@@ -15,6 +17,7 @@ from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.manifest import build_manifest
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
+from areal_rloo.wire.messages import MOST_COUNT, Duty, Failed, Heartbeat, Leases, Results, Work, digest
 
 VOCAB_SIZE = 100
 LEARNER = "learner"  # the id of the learner of `make_intake`
@@ -52,3 +55,22 @@ def make_intake(
         history=((LEARNER, 0),),
         lies=Lies(config, vocab_size=VOCAB_SIZE),
     )
+
+
+def heartbeat(duties: Sequence[Duty] = (), *, newest: int = MOST_COUNT, tokens: int = 0, met: bool = True) -> Heartbeat:
+    """Make the heartbeat of a worker with these duties; `met`: the worker knows the learner."""
+    return Heartbeat(LEARNER if met else None, 2, newest, digest(duties), 0, 0, False, Work(0.0, tokens))
+
+
+def duties_of(messages: Sequence[Outgoing], peer: str | None = None) -> list[Duty]:
+    """Return the duties that these messages lease to a peer, or to all peers."""
+    leases = [message for to, message in messages if isinstance(message, Leases) and peer in (None, to)]
+    return [duty for message in leases for lease in message.leases for duty in lease.duties]
+
+
+def fail(
+    intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error", *, now_s: float = 0.0
+) -> list[Outgoing]:
+    """Let a worker give these duties up; return the messages of the intake."""
+    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
+    return intake.handle(worker, Results(LEARNER, 7, (), failed), now_s)

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
-from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Item
@@ -17,17 +16,13 @@ from areal_rloo.wire.messages import (
     MOST_COUNT,
     Abort,
     Duty,
-    Failed,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
     Hello,
-    Leases,
     Refusal,
-    Results,
     Welcome,
     Work,
-    digest,
 )
 
 CONFIG = load_config("quickstart.yaml", ONE_GROUP)
@@ -38,42 +33,25 @@ def _hello(worker_id: str, incarnation: str = "1", *, capacity: int = 2, duties:
     return Hello(worker_id, incarnation, capacity, 0, LEARNER, 1, MOST_COUNT, tuple(duties), Work())
 
 
-def _heartbeat(intake: Intake, worker: str, tokens: int = 0) -> Heartbeat:
-    duties = digest(intake.fleet.alive[worker].duties)
-    return Heartbeat(LEARNER, 2, MOST_COUNT, duties, 0, 0, receiving=False, work=Work(0.0, tokens))
-
-
-def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
-    granted = [message for to, message in messages if isinstance(message, Leases) and to == peer]
-    return [duty for message in granted for lease in message.leases for duty in lease.duties]
-
-
-def _fail(
-    intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error", *, now_s: float = 0.0
-) -> list[Outgoing]:
-    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
-    return intake.handle(worker, Results(LEARNER, 7, (), failed), now_s)
-
-
 # -- holding samples ---------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_gets_no_more_samples_than_the_config_says() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS, "rollout.num_slots=1", "rollout.lease_ahead_samples=1")
-    assert len(_duties(intake.handle("hog", _hello("hog", capacity=2**19), 0.0), "hog")) == 2
-    assert len(_duties(intake.handle("honest", _hello("honest"), 0.0), "honest")) == 2
+    assert len(duties_of(intake.handle("hog", _hello("hog", capacity=2**19), 0.0), "hog")) == 2
+    assert len(duties_of(intake.handle("honest", _hello("honest"), 0.0), "honest")) == 2
 
 
 def test_samples_held_for_too_long_go_elsewhere_whatever_the_progress() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
-    held = _duties(intake.handle("hog", _hello("hog"), 0.0), "hog")
+    held = duties_of(intake.handle("hog", _hello("hog"), 0.0), "hog")
     intake.handle("honest", _hello("honest"), 0.0)
     sent: list[Outgoing] = []
     ended_s = 0.0
     while not sent:
         ended_s += 10.0
         for worker in ("hog", "honest"):
-            intake.handle(worker, _heartbeat(intake, worker, tokens=int(ended_s)), ended_s)
+            intake.handle(worker, heartbeat(intake.fleet.alive[worker].duties, tokens=int(ended_s)), ended_s)
         for duty in sorted(intake.fleet.alive["honest"].duties):
             intake.fleet.alive["honest"].release(duty)  # the honest worker has room
             intake._leasing.drop(duty.sample_id, "reward_error")
@@ -86,9 +64,9 @@ def test_samples_held_for_too_long_go_elsewhere_whatever_the_progress() -> None:
 
 def test_samples_within_the_limit_of_their_episode_stay() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
-    held = _duties(intake.handle("slow", _hello("slow"), 0.0), "slow")
+    held = duties_of(intake.handle("slow", _hello("slow"), 0.0), "slow")
     for second in range(10, 800, 10):
-        intake.handle("slow", _heartbeat(intake, "slow", tokens=second), float(second))
+        intake.handle("slow", heartbeat(intake.fleet.alive["slow"].duties, tokens=second), float(second))
         assert intake.tick(float(second)) == []
     assert intake.fleet.alive["slow"].duties == set(held)
 
@@ -101,16 +79,16 @@ def test_a_worker_without_room_gets_no_evaluation_samples() -> None:
     intake.handle("watcher", _hello("watcher", capacity=0), 0.0)
     intake.handle("honest", _hello("honest", capacity=1), 0.0)
     sent = intake.evaluate()
-    assert (len(_duties(sent, "watcher")), len(_duties(sent, "honest"))) == (0, 4)
+    assert (len(duties_of(sent, "watcher")), len(duties_of(sent, "honest"))) == (0, 4)
 
 
 def test_a_worker_with_new_leases_and_results_is_never_overdue() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
-    duties = _duties(intake.handle("w", _hello("w"), 0.0), "w")
+    duties = duties_of(intake.handle("w", _hello("w"), 0.0), "w")
     for second in range(10, 2400, 10):
-        intake.handle("w", _heartbeat(intake, "w", tokens=second), float(second))
+        intake.handle("w", heartbeat(intake.fleet.alive["w"].duties, tokens=second), float(second))
         if second % 300 == 0:
-            duties = _duties(_fail(intake, "w", duties, "episode_error", now_s=float(second)), "w")
+            duties = duties_of(fail(intake, "w", duties, "episode_error", now_s=float(second)), "w")
         assert intake.tick(float(second)) == []
     assert intake.fleet.statistics().set_aside == 0
 
@@ -124,7 +102,7 @@ def test_coming_anew_does_not_make_samples_younger(how: str) -> None:
     while intake.fleet.statistics().set_aside == 0:
         second += 1
         assert second < 1000
-        intake.handle("hog", _heartbeat(intake, "hog", tokens=second), float(second))
+        intake.handle("hog", heartbeat(intake.fleet.alive["hog"].duties, tokens=second), float(second))
         if second % 400 == 0:
             hog = intake.fleet.alive["hog"]
             if how == "reconnects":
@@ -143,15 +121,15 @@ def test_coming_anew_does_not_make_samples_younger(how: str) -> None:
 def test_coming_again_does_not_end_the_time_without_leases() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     intake.handle("good", _hello("good"), 0.0)
-    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     for _ in range(LAST_OUTCOMES // 2):
-        bad = _duties(_fail(intake, "bad", bad), "bad")
+        bad = duties_of(fail(intake, "bad", bad), "bad")
     assert intake.fleet.statistics().set_aside == 1
     intake.handle("bad", Goodbye(LEARNER, Work()), 1.0)
     for incarnation in ("1", "2"):
         peer = "bad" if incarnation == "1" else "bad again"
         intake.handle(peer, _hello("bad", incarnation), 2.0)
-        assert _duties(intake.tick(3.0), peer) == []
+        assert duties_of(intake.tick(3.0), peer) == []
         intake.handle(peer, Goodbye(LEARNER, Work()), 4.0)
     assert SET_ASIDE_S > 4.0
 
@@ -159,35 +137,35 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
 def test_a_worker_that_fails_while_others_restart_is_set_aside_once() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     intake.handle("good", _hello("good"), 0.0)
-    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     intake.handle("good", Goodbye(LEARNER, Work()), 1.0)
     for _ in range(LAST_OUTCOMES):
-        bad = _duties([*_fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
+        bad = duties_of([*fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
     assert bad == []
     assert intake.fleet.statistics().set_aside == 1
-    intake.handle("bad", _heartbeat(intake, "bad", tokens=1), 300.0)
-    bad = _duties(intake.tick(300.0), "bad")  # the other is gone for good
+    intake.handle("bad", heartbeat(intake.fleet.alive["bad"].duties, tokens=1), 300.0)
+    bad = duties_of(intake.tick(300.0), "bad")  # the other is gone for good
     with pytest.raises(UserError, match="got none"):
         for _ in range(LAST_OUTCOMES):
-            bad = _duties([*_fail(intake, "bad", bad), *intake.tick(300.0)], "bad")
+            bad = duties_of([*fail(intake, "bad", bad), *intake.tick(300.0)], "bad")
 
 
 def test_the_first_worker_to_come_cannot_end_the_run() -> None:
     """One of eight hosts lacks a package of the rewards, and the others still load."""
     intake = make_intake(make_offers(), *ONE_GROUP, "rollout.num_workers=8")
-    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     for _ in range(LAST_OUTCOMES):
-        bad = _duties([*_fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
+        bad = duties_of([*fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
     assert bad == []
     assert intake.fleet.statistics().set_aside == 1
-    assert len(_duties(intake.handle("good", _hello("good"), 2.0), "good")) == 2
+    assert len(duties_of(intake.handle("good", _hello("good"), 2.0), "good")) == 2
 
 
 def test_a_worker_set_aside_does_not_go_on_with_its_samples() -> None:
     """Its Hello crosses the message that cancels them; a checkpoint counts no attempt less than none."""
     intake = make_intake(make_offers(), *TWO_GROUPS)
     intake.handle("good", _hello("good", capacity=1), 0.0)
-    duties = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    duties = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     intake.fleet.set_aside(intake.fleet.alive["bad"], 0.0, "a test")
     intake._take_duties(intake.fleet.alive["bad"], is_attempt=False)
     sent = intake.handle("bad", _hello("bad", duties=duties), 0.1)
@@ -223,26 +201,26 @@ def test_each_time_without_leases_is_twice_as_long() -> None:
 @pytest.mark.parametrize("goes", [True, False])
 def test_losing_leases_in_a_loop_gets_new_leases_once_a_tick(goes: bool) -> None:
     intake = make_intake(make_offers(), *ONE_GROUP)
-    duties = _duties(intake.handle("loop", _hello("loop"), 0.0), "loop")
+    duties = duties_of(intake.handle("loop", _hello("loop"), 0.0), "loop")
     assert len(duties) == 2
     for _ in range(100):
         if goes:
             intake.handle("loop", Goodbye(LEARNER, Work()), 0.0)
-        assert _duties(intake.handle("loop", _hello("loop"), 0.0), "loop") == []
-    assert [duty.sample_id for duty in _duties(intake.tick(0.25), "loop")] == [duty.sample_id for duty in duties]
+        assert duties_of(intake.handle("loop", _hello("loop"), 0.0), "loop") == []
+    assert [duty.sample_id for duty in duties_of(intake.tick(0.25), "loop")] == [duty.sample_id for duty in duties]
 
 
 def test_no_worker_alone_uses_up_the_attempts_of_a_sample() -> None:
     """The last attempt is another worker's, even if this worker has no room yet."""
     intake = make_intake(make_offers(), *TWO_GROUPS)
-    kept = _duties(intake.handle("honest", _hello("honest"), 0.0), "honest")
-    lost = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    kept = duties_of(intake.handle("honest", _hello("honest"), 0.0), "honest")
+    lost = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     for turn in range(10):
         intake.handle("bad", Goodbye(LEARNER, Work(), failed=True), float(turn))
         intake.handle("bad", _hello("bad"), float(turn))
         intake.tick(float(turn))
     assert intake.statistics().ledger.dropped == {}
-    assert _duties(_fail(intake, "honest", kept), "honest") == [
+    assert duties_of(fail(intake, "honest", kept), "honest") == [
         Duty(intake.fleet.alive["honest"].newest_lease, *duty.sample_id) for duty in lost
     ]
 
@@ -250,10 +228,10 @@ def test_no_worker_alone_uses_up_the_attempts_of_a_sample() -> None:
 def test_samples_that_wait_for_another_worker_take_no_room() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=3", "wire.max_attempts=2")
     intake.handle("full", _hello("full"), 0.0)
-    lost = _duties(intake.handle("twice", _hello("twice"), 0.0), "twice")
+    lost = duties_of(intake.handle("twice", _hello("twice"), 0.0), "twice")
     intake.handle("twice", Goodbye(LEARNER, Work(), failed=True), 1.0)
     intake.handle("twice", _hello("twice"), 1.0)
-    again = _duties(intake.tick(1.0), "twice")
+    again = duties_of(intake.tick(1.0), "twice")
     assert len(again) == 2
     assert {duty.sample_id for duty in lost}.isdisjoint(duty.sample_id for duty in again)
 
@@ -261,11 +239,11 @@ def test_samples_that_wait_for_another_worker_take_no_room() -> None:
 def test_a_sample_is_dropped_with_the_reason_of_the_last_attempt() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2")
     names = ("first", "second")
-    duties = _duties(intake.handle("first", _hello("first"), 0.0), "first")
+    duties = duties_of(intake.handle("first", _hello("first"), 0.0), "first")
     intake.handle("second", _hello("second"), 0.0)
-    again = _fail(intake, "first", duties, "reward_unavailable")
-    assert [len(_duties(again, name)) for name in names] == [0, 2]
-    _fail(intake, "second", _duties(again, "second"), "reward_unavailable")
+    again = fail(intake, "first", duties, "reward_unavailable")
+    assert [len(duties_of(again, name)) for name in names] == [0, 2]
+    fail(intake, "second", duties_of(again, "second"), "reward_unavailable")
     assert intake.statistics().ledger.dropped == {"reward_unavailable": 2}
 
 
@@ -297,7 +275,7 @@ def test_duties_that_were_never_granted_are_lies() -> None:
 def test_invented_failures_are_read_until_the_liar_is_cut_off() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP)
     intake.handle("liar", _hello("liar"), 0.0)
-    _fail(intake, "liar", [Duty(10**6 + number, 0, 0) for number in range(10**5)])
+    fail(intake, "liar", [Duty(10**6 + number, 0, 0) for number in range(10**5)])
     assert intake.lies.statistics().refused_answers == {"no_such_lease": 8}
     assert intake.statistics().ledger.dropped == {}
 

@@ -1,17 +1,17 @@
 """Completions without a reward are dropped; too many end the run with the reason, or set their worker aside."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import msgspec
 import pytest
-from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError, shortened
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing, Standing
+from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Standing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
-from areal_rloo.wire.messages import Abort, Duty, Failed, Goodbye, Heartbeat, Hello, Leases, Results, Work, digest
+from areal_rloo.wire.messages import Abort, Duty, Goodbye, Heartbeat, Hello, Work, digest
 
 ERROR = RewardError(
     "reward_error", 'ValueError: no such thing\nTraceback:\n  File "mine.py", line 3\nValueError: no such thing\nmore\n'
@@ -128,25 +128,11 @@ def _hello(worker_id: str) -> Hello:
     return Hello(worker_id, "1", 2, 0, None, 1, 0, (), Work())
 
 
-def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
-    granted = [message for to, message in messages if isinstance(message, Leases) and to == peer]
-    return [duty for message in granted for lease in message.leases for duty in lease.duties]
-
-
-def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error") -> list[Outgoing]:
-    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
-    return intake.handle(worker, Results(LEARNER, 7, (), failed), 0.0)
-
-
-def _idle_heartbeat() -> Heartbeat:
-    return Heartbeat(LEARNER, 1, 100, digest([]), 0, 0, receiving=False, work=Work())
-
-
 def _with_a_bad_and_a_good_worker() -> tuple[Intake, list[Duty], list[Duty]]:
     """Return an intake with two groups, and the duties of each worker."""
     intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=2")
-    good = _duties(intake.handle("good", _hello("good"), 0.0), "good")
-    bad = _duties(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    good = duties_of(intake.handle("good", _hello("good"), 0.0), "good")
+    bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     assert len(good) == len(bad) == 2
     return intake, bad, good
 
@@ -155,7 +141,7 @@ def test_a_worker_that_fails_alone_is_set_aside_for_a_while() -> None:
     intake, bad, good = _with_a_bad_and_a_good_worker()
     for _ in range(LAST_OUTCOMES // 2):
         assert intake.fleet.alive["bad"].gets_leases
-        bad = _duties(_fail(intake, "bad", bad), "bad")
+        bad = duties_of(fail(intake, "bad", bad), "bad")
     assert bad == []
     assert intake.fleet.statistics().set_aside == 1
     assert intake.statistics().ledger.balanced
@@ -166,16 +152,16 @@ def test_a_worker_that_fails_alone_is_set_aside_for_a_while() -> None:
             intake.handle(worker, Heartbeat(LEARNER, 1, 100, digested, 0, 0, receiving=False, work=work), now_s)
         intake.tick(now_s)
     assert not intake.fleet.alive["bad"].gets_leases
-    assert len(_duties(intake.tick(SET_ASIDE_S), "bad")) == 2
+    assert len(duties_of(intake.tick(SET_ASIDE_S), "bad")) == 2
 
 
 def test_the_unfinished_samples_of_a_worker_set_aside_go_elsewhere() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=20", "algorithm.group_size=2")
-    duties = _duties(intake.handle("bad", msgspec.structs.replace(_hello("bad"), capacity_samples=30), 0.0), "bad")
+    duties = duties_of(intake.handle("bad", msgspec.structs.replace(_hello("bad"), capacity_samples=30), 0.0), "bad")
     intake.handle("good", msgspec.structs.replace(_hello("good"), capacity_samples=40), 0.0)
-    sent = _fail(intake, "bad", duties[:20])
+    sent = fail(intake, "bad", duties[:20])
     assert [to for to, message in sent if isinstance(message, Abort)] == ["bad"]
-    samples = {duty.sample_id for duty in _duties(sent, "good")}
+    samples = {duty.sample_id for duty in duties_of(sent, "good")}
     assert {duty.sample_id for duty in duties[20:]} <= samples
     assert intake.fleet.alive["bad"].duties == set()
 
@@ -184,21 +170,21 @@ def test_the_last_worker_is_tried_again_when_no_other_is_awaited() -> None:
     """The others may leave: better than to stand still."""
     intake, bad, _ = _with_a_bad_and_a_good_worker()
     for _ in range(LAST_OUTCOMES // 2):
-        bad = _duties(_fail(intake, "bad", bad), "bad")
+        bad = duties_of(fail(intake, "bad", bad), "bad")
     assert bad == []
     intake.handle("good", Goodbye(LEARNER, Work()), 0.0)
     for second in range(0, 299, 10):
-        intake.handle("bad", _idle_heartbeat(), float(second))
-        assert _duties(intake.tick(float(second)), "bad") == [], "the other may come back"
-    assert len(_duties(intake.tick(300.0), "bad")) == 2
+        intake.handle("bad", heartbeat(), float(second))
+        assert duties_of(intake.tick(float(second)), "bad") == [], "the other may come back"
+    assert len(duties_of(intake.tick(300.0), "bad")) == 2
 
 
 def test_a_sample_without_a_reward_process_is_generated_again() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=3")
-    duties = _duties(intake.handle("w", _hello("w"), 0.0), "w")
+    duties = duties_of(intake.handle("w", _hello("w"), 0.0), "w")
     for _ in range(2):
-        again = _duties(_fail(intake, "w", duties, "reward_unavailable"), "w")
+        again = duties_of(fail(intake, "w", duties, "reward_unavailable"), "w")
         assert [duty.sample_id for duty in again] == [duty.sample_id for duty in duties]
         duties = again
-    _fail(intake, "w", duties, "reward_unavailable")
+    fail(intake, "w", duties, "reward_unavailable")
     assert intake.statistics().ledger.dropped == {"reward_unavailable": 2}
