@@ -48,7 +48,7 @@ class Sample:
 
     worker_id: str | None = None  # of the holder; None: waits for a lease, or is buffered
     leases: tuple[Grant, ...] = ()  # the last that were granted, the newest last
-    num_attempts: int = 0  # leases lost after the generation may have begun
+    num_attempts: int = 0  # leases lost, perhaps because of the sample
     trajectories: tuple[Trajectory, ...] = ()
     partial: bytes = b""  # what the holders have told of an unfinished sample: bytes of `wire.turns`
     lost_as_attempt: bool = False  # the newest lease was lost, and counts in `num_attempts`
@@ -87,7 +87,7 @@ class Sample:
     def lose(self, lease_id: int, *, is_attempt: bool) -> bool:
         """Let the sample wait for another lease; returns False if this lease does not hold the sample.
 
-        Without `is_attempt`, the lease never reached the worker, or the worker was stopped from outside.
+        Without `is_attempt`, the sample is not why: the lease was lost, the worker was stopped, or is to blame itself.
         """
         if self.worker_id is None or lease_id != self.leases[-1].lease_id:
             return False

@@ -140,7 +140,17 @@ def test_another_worker_s_sample_is_refused_and_stays_with_its_holder(intake: In
 
 
 @pytest.mark.parametrize(
-    "duty", [Duty(1, 10**12, 0), Duty(99, 0, 0), Duty(0, 0, 0), Duty(1, -7, 0), Duty(1, -(2**43), 0), Duty(1, 99, 5)]
+    "duty",
+    [
+        Duty(1, 10**12, 0),
+        Duty(99, 0, 0),
+        Duty(0, 0, 0),
+        Duty(1, -7, 0),
+        Duty(1, -(2**43), 0),
+        Duty(1, 99, 5),
+        Duty(1, 1, 0),
+        Duty(2, 0, 0),
+    ],
 )
 def test_failures_of_samples_that_never_were_end_no_run(intake: Intake, duty: Duty) -> None:
     intake.handle("w", _hello(), 0.0)

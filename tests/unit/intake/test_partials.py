@@ -26,7 +26,7 @@ from areal_rloo.wire.messages import (
     Results,
     Work,
 )
-from areal_rloo.wire.turns import RecordedTurn, encode_turns
+from areal_rloo.wire.turns import RecordedTurn, decode_turns, encode_turns
 
 
 def _hello(worker_id: str = "w") -> Hello:
@@ -70,6 +70,36 @@ def test_a_call_is_answered_when_all_workers_with_samples_have_answered(intake: 
     assert intake.has_partials
     saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
     assert saved == [TURNS, TURNS]
+
+
+def test_an_answer_of_a_worker_taken_for_dead_counts_for_its_samples(intake: Intake) -> None:
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    intake.call_for_partials()
+    intake.tick(1000.0)
+    assert intake.has_partials
+    intake.handle("peer", _partials(*duties, call_id=1), 1000.0)
+    saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
+    assert saved == [TURNS, TURNS]
+
+
+def test_a_partial_rollout_may_end_with_a_turn_without_tokens(intake: Intake) -> None:
+    """The engine was stopped before the first token of the turn."""
+    (first, *_) = _duties(intake.handle("peer", _hello(), 0.0))
+    empty = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+    turns = encode_turns([*decode_turns(TURNS), RecordedTurn(b"", empty)])
+    intake.handle("peer", _partials(first, turns=turns), 0.0)
+    assert intake.lies.statistics().refused_answers == {}
+    assert intake.ledger.groups[0].samples[0].partial == turns
+
+
+def test_tokens_older_than_the_lease_in_a_partial_rollout_are_a_lie(intake: Intake) -> None:
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    for duty in duties:
+        intake.handle("peer", _results(duty), 0.0)
+    assert intake.take_batch() is not None
+    (duty, *_) = _duties(intake.commit(1, evaluate=False))
+    intake.handle("peer", _partials(duty), 0.0)
+    assert intake.lies.statistics().refused_answers == {"versions": 1}
 
 
 def test_an_answer_to_an_earlier_call_counts_for_its_samples_alone(intake: Intake) -> None:

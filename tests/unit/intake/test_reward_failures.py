@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 import msgspec
+import numpy as np
 import pytest
 from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make_intake, make_offers
 
@@ -11,7 +12,8 @@ from areal_rloo.errors import RewardError, UserError, shortened
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Standing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures
-from areal_rloo.wire.messages import Abort, Duty, Goodbye, Heartbeat, Hello, Work, digest
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire.messages import Abort, Duty, Finished, Goodbye, Heartbeat, Hello, Results, Work, digest
 
 ERROR = RewardError(
     "reward_error", 'ValueError: no such thing\nTraceback:\n  File "mine.py", line 3\nValueError: no such thing\nmore\n'
@@ -121,6 +123,44 @@ def test_a_prompt_whose_rewards_fail_sets_nobody_aside() -> None:
     assert failures.blamed() == []
 
 
+def test_a_worker_whose_completions_mostly_get_rewards_is_not_to_blame() -> None:
+    """Although too many of all failed: those of another worker."""
+    failures = _Failures(num_workers=3)
+    for _ in range(20):
+        failures.failed(0)
+        failures.failed(1)
+        for _ in range(3):
+            failures.scored(1)
+    for _ in range(40):
+        failures.failed(0)
+    assert failures.blamed() == [0]
+
+
+def test_the_last_completions_of_a_worker_decide_whether_it_is_to_blame() -> None:
+    failures = _Failures(num_workers=3)
+    for _ in range(LAST_OUTCOMES):
+        failures.failed(0)
+        failures.failed(0)
+    assert failures.blamed() == [0]
+    for _ in range(LAST_OUTCOMES // 2):
+        failures.scored(0)
+    assert failures.blamed() == []
+
+
+def test_only_twenty_rewards_in_a_row_end_the_doubling_of_the_time() -> None:
+    failures = _Failures(num_workers=2)
+    failures.standings[0].num_set_aside = 3
+    for _ in range(LAST_OUTCOMES - 1):
+        failures.scored(0)
+    assert failures.standings[0].num_set_aside == 3
+    failures.failed(0)
+    for _ in range(LAST_OUTCOMES - 1):
+        failures.scored(0)
+        assert failures.standings[0].num_set_aside == 3
+    failures.scored(0)
+    assert failures.standings[0].num_set_aside == 0
+
+
 # -- in the intake -----------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +217,28 @@ def test_the_last_worker_is_tried_again_when_no_other_is_awaited() -> None:
         intake.handle("bad", heartbeat(), float(second))
         assert duties_of(intake.tick(float(second)), "bad") == [], "the other may come back"
     assert len(duties_of(intake.tick(300.0), "bad")) == 2
+
+
+def test_rewards_that_fail_for_every_fourth_completion_end_no_run() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "algorithm.group_size=4")
+    zero, prompt = np.zeros(1, np.int32), np.array([1, 2], np.int32)
+    completion = Completion(zero, np.array([-1.0], np.float32), zero, "stop")
+    duties = duties_of(intake.handle("w", msgspec.structs.replace(_hello("w"), capacity_samples=4), 0.0), "w")
+    for _ in range(2 * LAST_OUTCOMES):
+        fail(intake, "w", duties[:1])
+        made = (Finished(each.lease_id, (Trajectory(*each.sample_id, prompt, completion, 1.0),)) for each in duties[1:])
+        intake.handle("w", Results(LEARNER, 7, tuple(made)), 0.0)
+        assert intake.take_batch() is not None
+        duties = duties_of(intake.refuse_batch("a test"), "w")
+
+
+def test_a_late_failure_of_a_worker_taken_for_dead_drops_the_sample() -> None:
+    """It waits for another worker still."""
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    duties = duties_of(intake.handle("w", _hello("w"), 0.0), "w")
+    intake.tick(1000.0)
+    fail(intake, "w", duties[:1])
+    assert intake.statistics().ledger.dropped == {"reward_error": 1}
 
 
 def test_a_sample_without_a_reward_process_is_generated_again() -> None:
