@@ -82,7 +82,7 @@ def no_blocked_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedLoops]:
 
 @pytest.fixture(scope="session", autouse=True)
 def folder_of_sockets(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name a folder with a short path, for `fresh_address`; the path of a test's folder may be too long for a socket."""
+    """Name a folder for `fresh_address`; the path of a test's own folder may be too long for a socket."""
     os.environ["AREAL_RLOO_TEST_SOCKETS"] = str(tmp_path_factory.mktemp("sockets"))
 
 

@@ -167,6 +167,11 @@ def _a_worker_without_progress_keeps_its_samples() -> Any:
     return patch.object(Fleet, "stalled", lambda self, now_s, wire: [])
 
 
+def _nobody_is_overdue() -> Any:
+    """A worker that claims progress keeps its samples for good."""
+    return patch.object(Fleet, "overdue", lambda self, now_s, most_s, newest_lease: [])
+
+
 def _diverged_weights_are_kept() -> Any:
     return patch.object(WorkerProtocol, "_check_history", lambda self, engine: None)
 

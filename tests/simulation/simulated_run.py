@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -15,7 +16,7 @@ from simulation.simulated_learner import Checkpoint, SimulatedLearner
 from simulation.simulated_worker import SimulatedWorker
 from simulation.world import FAULTS_END_S, HEARTBEAT_S, Clock, Fault, Network, Schedule, Story, ViolationError
 
-from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, RolloutConfig, WireConfig
+from areal_rloo.config import AlgorithmConfig, Config, EpisodeConfig, LearnerConfig, RolloutConfig, WireConfig
 from areal_rloo.errors import UserError
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
@@ -39,14 +40,16 @@ def _config(eta: int, policy: str, groups: int, max_attempts: int) -> Config:
     )
 
 
+def _with(config: Config, section: str, **options: Any) -> Config:
+    changed = msgspec.structs.replace(getattr(config, section), **options)
+    return msgspec.structs.replace(config, **{section: changed})
+
+
 CONFIGS = [
     _config(0, "mask", 2, 3), _config(1, "mask", 1, 3), _config(2, "mask", 2, 9),
     _config(1, "drop", 2, 3), _config(1, "wait", 2, 9), _config(0, "wait", 1, 9),
 ]  # fmt: skip
-PATIENT = [
-    msgspec.structs.replace(config, wire=msgspec.structs.replace(config.wire, stall_timeout_s=1000.0))
-    for config in CONFIGS
-]
+PATIENT = [_with(config, "wire", stall_timeout_s=1000.0) for config in CONFIGS]
 _SOURCE = Source("all", [Item(str(index)) for index in range(200)])
 
 
@@ -58,8 +61,11 @@ class Simulation:
         kinds = {fault.kind for fault in schedule.faults}
         self.schedule = schedule
         self.config = (CONFIGS if "hang_for_good" in kinds else PATIENT)[schedule.config_index]
+        if "holds_for_good" in kinds:  # within seconds instead of hours
+            self.config = _with(self.config, "wire", stall_timeout_s=6.0)
+            self.config = _with(self.config, "rollout", episode=EpisodeConfig(timeout_s=4.0))
         if "fail_rewards" in kinds and "fail_samples" not in kinds:  # all workers with this one
-            self.config = msgspec.structs.replace(self.config, rollout=RolloutConfig(max_reward_failure_share=0.5))
+            self.config = _with(self.config, "rollout", max_reward_failure_share=0.5)
         self.clock = Clock()
         self.draw = random.Random(f"{schedule.seed}/learner")
         self.story = Story(self.clock, tells=tells)
@@ -160,6 +166,8 @@ class Simulation:
                 worker.drain(restarts=True)
             case "hang_for_good" if worker is not None and fault.who > 0:  # worker 0 can finish the run alone
                 worker.hangs = True
+            case "holds_for_good" if worker is not None and fault.who > 0:
+                worker.hangs = worker.claims_progress = True
             case "stop_worker" if worker is not None:
                 worker.stop(ends_s)
             case "second_process" if worker is not None:

@@ -30,6 +30,7 @@ class SimulatedWorker:
         self.name = f"w{number}"
         self.peer = f"{self.name}#{incarnation}"
         self.alive, self.hangs = True, False  # `hangs`: sends heartbeats, and samples no token any more
+        self.claims_progress = False
         self.stopped_until_s = 0.0
         self._draw = random.Random(f"{simulation.schedule.seed}/{self.peer}")
         self.protocol = WorkerProtocol(
@@ -115,6 +116,7 @@ class SimulatedWorker:
         return self.simulation.clock.now_s < self.stopped_until_s
 
     def _state(self) -> EngineState:
+        self._num_tokens += self.claims_progress
         return EngineState(self.version, self.version, wire.Work(self._idle_s, self._num_tokens))
 
     def _obey(self, orders: Orders) -> None:

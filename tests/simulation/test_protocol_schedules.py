@@ -85,13 +85,25 @@ def test_schedules_continue_partial_rollouts() -> None:
     assert sum(simulation.num_continued for simulation in simulations) > 10
 
 
-def test_schedules_set_workers_aside_and_refuse_second_processes() -> None:
+@pytest.mark.parametrize("kind", ["fail_rewards", "holds_for_good"])
+def test_schedules_set_workers_aside(kind: str) -> None:
     """Else no invariant would ever see them."""
-    simulations = [Simulation(_drawn(seed)) for seed in range(500)]
-    for simulation in simulations:
-        simulation.run()
-    assert sum(simulation.num_set_aside for simulation in simulations) > 5
-    assert sum(simulation.num_refused for simulation in simulations) > 10
+    assert sum(simulation.num_set_aside for simulation in _with_fault_alone(kind)) > 5
+
+
+def test_schedules_refuse_second_processes() -> None:
+    assert sum(simulation.num_refused for simulation in _with_fault_alone("second_process")) > 10
+
+
+def _with_fault_alone(kind: str) -> Iterator[Simulation]:
+    """Run the schedules with this fault, and without others that set workers aside."""
+    others = {"fail_rewards", "holds_for_good"} - {kind}
+    for schedule in map(_drawn, range(1500)):
+        kinds = {fault.kind for fault in schedule.faults}
+        if kind in kinds and not others & kinds:
+            simulation = Simulation(schedule)
+            simulation.run()
+            yield simulation
 
 
 def test_a_schedule_runs_the_same_way_again() -> None:

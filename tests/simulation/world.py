@@ -60,8 +60,10 @@ class Schedule:
         if draw.random() < 0.15:  # learners that come and go while a worker is away: their versions have equal numbers
             faults += [Fault(draw.uniform(0.5, 6.0), "kill_learner", 0, 0.1) for _ in range(draw.choice((2, 3)))]
             faults.append(Fault(draw.uniform(0.5, 3.0), "stop_worker", draw.randrange(num_workers), 4.0))
-        faults.sort(key=lambda fault: fault.at_s)
         shape = (draw.randrange(num_configs), draw.random() < 0.5, draw.random() < 0.3)
+        if draw.random() < 0.05:
+            faults.append(Fault(draw.uniform(0.5, 6.0), "holds_for_good", draw.randrange(num_workers), 0.1))
+        faults.sort(key=lambda fault: fault.at_s)
         return cls(seed, num_workers, *shape, tuple(faults))
 
     def without(self, faults: Sequence[Fault]) -> Schedule:
