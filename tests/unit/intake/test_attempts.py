@@ -1,25 +1,23 @@
 """A lost lease counts as an attempt if the sample may be why; the last attempt is another worker's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, make_intake, make_offers
 
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
-from areal_rloo.intake.fleet import LAST_OUTCOMES, Outgoing
+from areal_rloo.intake.fleet import LAST_OUTCOMES
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     MOST_COUNT,
     Duty,
-    Failed,
     Finished,
     Goodbye,
     Heartbeat,
     Hello,
-    Leases,
     Results,
     Work,
     digest,
@@ -30,16 +28,6 @@ EPISODES = ("wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
 
 def _hello(worker_id: str, incarnation: str = "1", *, capacity: int = 2, newest: int = 0) -> Hello:
     return Hello(worker_id, incarnation, capacity, 0, LEARNER, 1, newest, (), Work())
-
-
-def _duties(messages: Sequence[Outgoing], peer: str) -> list[Duty]:
-    granted = [message for to, message in messages if isinstance(message, Leases) and to == peer]
-    return [duty for message in granted for lease in message.leases for duty in lease.duties]
-
-
-def _fail(intake: Intake, worker: str, duties: Sequence[Duty], reason: str) -> list[Outgoing]:
-    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
-    return intake.handle(worker, Results(LEARNER, 7, (), failed), 0.0)
 
 
 def _goes(intake: Intake, *, failed: bool) -> None:
@@ -87,7 +75,7 @@ def _is_to_blame(intake: Intake) -> None:
     """The worker, not its samples: the rewards of others failed there."""
     intake.handle("good", _hello("good", capacity=1), 0.0)
     others = [duty for duty in sorted(intake.fleet.alive["w"].duties) if duty.group_id > 0]
-    _fail(intake, "w", others[:LAST_OUTCOMES], "reward_error")
+    fail(intake, "w", others[:LAST_OUTCOMES], "reward_error")
     assert intake.fleet.statistics().set_aside == 1
 
 
@@ -122,7 +110,7 @@ def _with_an_evaluation(*names: str) -> tuple[Intake, dict[str, list[Duty]]]:
     intake.evaluation = intake._leasing.evaluation = evaluation
     sent = [each for name in names for each in intake.handle(name, _hello(name), 0.0)]
     sent += intake.evaluate()
-    return intake, {name: _duties(sent, name) for name in names}
+    return intake, {name: duties_of(sent, name) for name in names}
 
 
 @pytest.mark.parametrize("purpose", ["train", "eval"])
@@ -131,8 +119,8 @@ def test_the_last_attempt_is_of_another_worker_if_there_is_one(purpose: str, nam
     intake, duties = _with_an_evaluation(*names)
     mine = [duty for duty in duties["first"] if duty.purpose == purpose]
     assert len(mine) == 2
-    sent = _fail(intake, "first", mine, "reward_unavailable")
-    again = _duties(sent, names[-1])
+    sent = fail(intake, "first", mine, "reward_unavailable")
+    again = duties_of(sent, names[-1])
     assert [duty.sample_id for duty in again] == [duty.sample_id for duty in mine]
-    _fail(intake, names[-1], again, "reward_unavailable")
+    fail(intake, names[-1], again, "reward_unavailable")
     assert [intake._leasing.sample(duty.sample_id) for duty in mine] == [None, None]

@@ -1,25 +1,18 @@
 """Answers of workers taken for dead, and of leases that others hold now: late is no lie, and a lie ends no run."""
 
-from collections.abc import Sequence
-
 import numpy as np
-from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, make_intake, make_offers
 
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.trajectory import Completion, Trajectory
-from areal_rloo.wire.messages import Duty, Finished, Goodbye, Hello, Leases, Results, Work
+from areal_rloo.wire.messages import Duty, Finished, Goodbye, Hello, Results, Work
 
 
 def _joined(intake: Intake, worker_id: str = "w", *, now_s: float = 0.0) -> list[Duty]:
     """Let a worker join; return its duties."""
     hello = Hello(worker_id, "1", 2, 0, None, 1, 0, (), Work())
-    return _duties([*intake.handle(worker_id, hello, now_s), *intake.tick(now_s)])
-
-
-def _duties(messages: Sequence[Outgoing]) -> list[Duty]:
-    granted = [message for _, message in messages if isinstance(message, Leases)]
-    return [duty for message in granted for lease in message.leases for duty in lease.duties]
+    return duties_of([*intake.handle(worker_id, hello, now_s), *intake.tick(now_s)])
 
 
 def _finish(intake: Intake, worker: str, duty: Duty, *, token: int = 3, now_s: float = 1000.0) -> list[Outgoing]:
@@ -48,7 +41,7 @@ def test_a_lie_of_an_earlier_holder_takes_no_sample_from_the_present_one(intake:
     first, _ = _joined(intake, "dead")
     again = _joined(intake, "w", now_s=1000.0)
     assert [duty.sample_id for duty in again] == [(0, 0), (0, 1)]
-    assert _duties(_finish(intake, "dead", first, token=VOCAB_SIZE)) == []
+    assert duties_of(_finish(intake, "dead", first, token=VOCAB_SIZE)) == []
     assert _refused(intake) == {"vocabulary": 1}
     assert intake.fleet.alive["w"].duties == set(again)
     assert [sample.worker_id for sample in intake.ledger.groups[0].samples.values()] == ["w", "w"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import DecodeError
@@ -59,11 +59,6 @@ def _honest(duty: Duty) -> Finished:
     return Finished(duty.lease_id, (_answer(duty),))
 
 
-def _duties(messages: Sequence[Outgoing], peer: str | None = None) -> list[Duty]:
-    granted = (message for to, message in messages if isinstance(message, Leases) and peer in (None, to))
-    return [duty for message in granted for lease in message.leases for duty in lease.duties]
-
-
 def _refused(intake: Intake) -> dict[str, int]:
     return intake.lies.statistics().refused_answers
 
@@ -89,31 +84,31 @@ LIES: list[tuple[str, Spoil]] = [
 
 @pytest.mark.parametrize(("kind", "spoil"), LIES)
 def test_a_lie_costs_its_own_sample_and_the_sample_goes_elsewhere(intake: Intake, kind: str, spoil: Spoil) -> None:
-    first, second = _duties(intake.handle("liar", _hello("liar"), 0.0))
+    first, second = duties_of(intake.handle("liar", _hello("liar"), 0.0))
     intake.handle("other", _hello("other", capacity=9), 0.0)
     sent = intake.handle("liar", _results(Finished(first.lease_id, spoil(first)), _honest(second)), 0.0)
     assert _refused(intake) == {kind: 1}
     assert intake.lies.statistics().refused_by_worker == {"liar": 1}
-    assert [duty.sample_id for duty in _duties(sent, "other")] == [first.sample_id]
+    assert [duty.sample_id for duty in duties_of(sent, "other")] == [first.sample_id]
     assert intake.statistics().ledger.buffered == 1
-    intake.handle("other", _results(_honest(_duties(sent, "other")[0])), 0.0)
+    intake.handle("other", _results(_honest(duties_of(sent, "other")[0])), 0.0)
     batch = intake.take_batch()
     assert batch is not None and [t.completion.tokens.tolist() for t in batch[0].trajectories] == [[3, 4], [3, 4]]
 
 
 def test_a_version_below_the_lease_s_is_refused() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP)
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     intake.handle("w", _results(*map(_honest, duties)), 0.0)
     assert intake.take_batch() is not None
-    (old, _) = _duties(intake.commit(1, evaluate=False))
+    (old, _) = duties_of(intake.commit(1, evaluate=False))
     intake.handle("w", _results(Finished(old.lease_id, (_answer(old, versions=(0, 1)),))), 0.0)
     assert _refused(intake) == {"versions": 1}
 
 
 def test_the_tokens_of_a_partial_rollout_may_be_older_than_the_lease() -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "algorithm.max_staleness=1")
-    duties = _duties(intake.handle("first", _hello("first", capacity=4), 0.0))
+    duties = duties_of(intake.handle("first", _hello("first", capacity=4), 0.0))
     intake.handle("first", _results(*map(_honest, duties[:2])), 0.0)
     assert intake.take_batch() is not None
     intake.commit(1, evaluate=False)
@@ -121,7 +116,7 @@ def test_the_tokens_of_a_partial_rollout_may_be_older_than_the_lease() -> None:
     partials = tuple(Partial(*duty, encode_turns([RecordedTurn(b"", turn)])) for duty in duties[2:])
     intake.handle("first", Partials(LEARNER, 0, partials, True), 0.0)
     intake.handle("first", wire.Goodbye(LEARNER, Work()), 0.0)
-    again = [duty for duty in _duties(intake.handle("w", _hello(capacity=2), 0.0)) if duty.group_id == 1]
+    again = [duty for duty in duties_of(intake.handle("w", _hello(capacity=2), 0.0)) if duty.group_id == 1]
     answers = (Finished(duty.lease_id, (_answer(duty, versions=(0, 1)),)) for duty in again)
     intake.handle("w", _results(*answers), 0.0)
     assert (_refused(intake), len(again)) == ({}, 2)
@@ -129,7 +124,7 @@ def test_the_tokens_of_a_partial_rollout_may_be_older_than_the_lease() -> None:
 
 
 def test_another_worker_s_sample_is_refused_and_stays_with_its_holder(intake: Intake) -> None:
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     intake.handle("liar", _hello("liar"), 0.0)
     intake.handle("liar", _results(_honest(duties[0])), 0.0)
     intake.handle("liar", _results(failed=[Failed(*duties[1], "reward_error", "no", "")]), 0.0)
@@ -161,14 +156,14 @@ def test_failures_of_samples_that_never_were_end_no_run(intake: Intake, duty: Du
 
 
 def test_the_same_sample_twice_in_one_message_counts_once(intake: Intake) -> None:
-    first, _ = _duties(intake.handle("w", _hello(), 0.0))
+    first, _ = duties_of(intake.handle("w", _hello(), 0.0))
     intake.handle("w", _results(_honest(first), _honest(first)), 0.0)
     counts = intake.statistics()
     assert (counts.ledger.buffered, counts.repeated_results, _refused(intake)) == (1, 1, {})
 
 
 def test_late_results_and_repeats_are_no_lies(intake: Intake) -> None:
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     for _ in range(20):
         intake.handle("w", _results(*map(_honest, duties)), 0.0)
     assert _refused(intake) == {}
@@ -190,17 +185,17 @@ def test_a_worker_that_lies_often_is_cut_off_and_its_next_process_is_not(intake:
     assert isinstance(refusal, wire.Refusal) and refusal.final
     assert intake.handle("liar", _results(_honest(Duty(1, 0, 0))), 0.0) == []
     intake.handle("liar again", _hello("liar", "2"), 0.0)
-    assert len(_duties(intake.tick(0.1))) == 2
+    assert len(duties_of(intake.tick(0.1))) == 2
 
 
 def test_a_lone_worker_may_try_a_refused_sample_again(intake: Intake) -> None:
-    first, _ = _duties(intake.handle("w", _hello(), 0.0))
+    first, _ = duties_of(intake.handle("w", _hello(), 0.0))
     sent = intake.handle("w", _results(Finished(first.lease_id, (_answer(first, versions=(5, 5)),))), 0.0)
-    assert [duty.sample_id for duty in _duties(sent)] == [first.sample_id]
+    assert [duty.sample_id for duty in duties_of(sent)] == [first.sample_id]
 
 
 def test_a_stranger_that_never_said_hello_changes_nothing(intake: Intake) -> None:
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     assert intake.handle("stranger", _results(*map(_honest, duties)), 0.0) == []
     assert intake.handle("stranger", wire.Goodbye(LEARNER, Work(5.0, 10**15)), 0.0) == []
     assert intake.statistics().generated_tokens == 0
@@ -208,7 +203,7 @@ def test_a_stranger_that_never_said_hello_changes_nothing(intake: Intake) -> Non
 
 
 def test_a_worker_adopts_no_duty_of_another(intake: Intake) -> None:
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     intake.tick(1000.0)  # the worker is taken for dead
     claim = Hello("liar", "1", 0, 0, LEARNER, 1, 99, tuple(duties), Work())
     intake.handle("liar", claim, 1000.0)
@@ -238,7 +233,7 @@ PARTIALS = [
 
 @pytest.mark.parametrize(("kind", "turns"), PARTIALS)
 def test_a_lie_in_a_partial_rollout_is_not_kept(intake: Intake, kind: str, turns: bytes) -> None:
-    duties = _duties(intake.handle("w", _hello(), 0.0))
+    duties = duties_of(intake.handle("w", _hello(), 0.0))
     intake.handle("w", Partials(LEARNER, 0, (Partial(*duties[0], turns),), True), 0.0)
     assert _refused(intake) == {kind: 1}
     assert intake.ledger.groups[0].samples[0].partial == b""
@@ -250,7 +245,7 @@ def test_a_lie_in_a_partial_rollout_is_not_kept(intake: Intake, kind: str, turns
 def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
     agent = ("rollout.episode.agent=support.agents_to_train:right",) if kind == "agent" else ()
     intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}", *agent)
-    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    first, second = duties_of(intake.handle("w", _hello(), 0.0))
     several = Finished(first.lease_id, (_answer(first, prompt=(9,)), _answer(first, prompt=(8, 7))))
     intake.handle("w", _results(several, Finished(second.lease_id, (_answer(second, versions=(9, 9)),))), 0.0)
     assert _refused(intake) == {"versions": 1}
@@ -260,7 +255,7 @@ def test_an_agent_and_a_user_s_episode_choose_their_prompts(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["agent, agent: support.agents_to_train:right", "some.module:Episode"])
 def test_a_sample_of_an_agent_has_limited_trajectories(kind: str) -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode={{type: {kind}, max_trajectories: 3}}")
-    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    first, second = duties_of(intake.handle("w", _hello(), 0.0))
     as_many, too_many = (Finished(duty.lease_id, (_answer(duty),) * num) for duty, num in ((first, 3), (second, 4)))
     intake.handle("w", _results(as_many, too_many), 0.0)
     assert _refused(intake) == {"shape": 1}
@@ -271,14 +266,14 @@ def test_the_prompt_of_another_group_is_a_lie_although_it_travels_once() -> None
     prompts = iter([(1, 2), (5, 6)])
     stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda _: next(prompts), seed=0, num_epochs=None)
     intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=2", stream=stream)
-    duties = _duties(intake.handle("w", _hello(capacity=4), 0.0))
+    duties = duties_of(intake.handle("w", _hello(capacity=4), 0.0))
     right = [Finished(duty.lease_id, (_answer(duty),)) for duty in duties]
     intake.handle("w", _results(*right), 0.0)
     assert _refused(intake) == {"prompt": 2}
 
 
 def test_a_prompt_that_travels_once_counts_in_every_length(intake: Intake) -> None:
-    first, second = _duties(intake.handle("w", _hello(), 0.0))
+    first, second = duties_of(intake.handle("w", _hello(), 0.0))
     tokens = [3] * (MOST_TOKENS - 1)  # with the prompt of two tokens, one too many
     right = Finished(first.lease_id, (_answer(first, tokens=tokens[1:]),))
     intake.handle("w", _results(right, Finished(second.lease_id, (_answer(second, tokens=tokens),))), 0.0)
@@ -352,10 +347,10 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
     ledger = make_intake(make_offers(), *options).ledger
     for run in ("first", "second"):
         intake = make_intake(make_offers(), *options, ledger=ledger)
-        duties = _duties(intake.handle("w", _hello(), 0.0))
+        duties = duties_of(intake.handle("w", _hello(), 0.0))
         for word in letters:
             failed = Failed(*duties[0], f"{run}_{word}", "no", "")
-            duties = _duties(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
+            duties = duties_of(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
         groups = intake.ledger.groups
         ledger = Ledger.restored(intake.ledger.state(), {name: group.prompt for name, group in groups.items()}, {})
     counts = ledger.counts()
