@@ -9,6 +9,7 @@ from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, mak
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES
 from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
@@ -124,3 +125,16 @@ def test_the_last_attempt_is_of_another_worker_if_there_is_one(purpose: str, nam
     assert [duty.sample_id for duty in again] == [duty.sample_id for duty in mine]
     fail(intake, names[-1], again, "reward_unavailable")
     assert [intake._leasing.sample(duty.sample_id) for duty in mine] == [None, None]
+
+
+def test_any_worker_may_have_the_last_attempt_after_a_restart() -> None:
+    """The new learner does not know the last holder."""
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2")
+    intake.handle("w", _hello("w"), 0.0)
+    _goes(intake, failed=True)
+    prompts = {number: group.prompt for number, group in intake.ledger.groups.items()}
+    restored = Ledger.restored(intake.ledger.state(), prompts, {})
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2", ledger=restored)
+    assert [duty.sample_id for duty in _duties(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
+    _goes(intake, failed=True)
+    assert intake.statistics().ledger.dropped == {"max_attempts": 2}

@@ -207,8 +207,9 @@ def test_a_stalled_worker_is_tried_before_workers_set_aside() -> None:
 @pytest.mark.parametrize("num_expected", [0, 1, 2])
 def test_workers_set_aside_wait_five_minutes_for_departed_workers(num_expected: int) -> None:
     fleet, _ = _with_a_bad_worker("good", num_expected=num_expected)
+    fleet.alive["good"].last_heard_s = 100.0
     fleet.remove(fleet.alive["good"])
-    assert _tried_again_s(fleet) == SET_ASIDE_S
+    assert _tried_again_s(fleet) == 100.0 + SET_ASIDE_S
 
 
 def test_workers_set_aside_do_not_wait_for_departed_watchers() -> None:

@@ -124,8 +124,10 @@ def _with_a_liar(intake: Intake, *, capacity: int) -> None:
 def test_a_liar_with_room_gets_samples_if_the_others_are_full() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     assert len(_duties(intake.handle("w", _hello(capacity=2), 0.0))) == 2
-    _with_a_liar(intake, capacity=2)
-    assert len(intake.fleet.alive["liar"].duties) == 2
+    first, _ = _duties(intake.handle("liar", _hello("liar", capacity=2), 0.0), "liar")
+    again = _duties(_finish(intake, [first], "liar", token=10**6), "liar")
+    assert [duty.sample_id for duty in again] == [first.sample_id]
+    assert intake.fleet.alive["liar"].num_lies == 1
 
 
 @pytest.mark.parametrize("has_others", [True, False])
