@@ -280,6 +280,19 @@ def test_a_prompt_that_travels_once_counts_in_every_length(intake: Intake) -> No
     assert _refused(intake) == {"length": 1}
 
 
+SPANS = [("single_turn", 3, True), ("multi_turn", 3, False), ("multi_turn", 2, True), ("some.module:Episode", 2, False)]
+
+
+@pytest.mark.parametrize(("kind", "num_spans", "is_lie"), SPANS)
+def test_the_policy_has_the_last_word_in_built_in_episodes(kind: str, num_spans: int, is_lie: bool) -> None:
+    lies = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}").lies
+    answer = _answer(Duty(1, 0, 0), tokens=[3] * num_spans, spans=(1,) * num_spans)
+    prompt, results = Prompt(0, 0, PROMPT, Item("?")), _results(Finished(1, (answer,)))
+    assert isinstance(results, Results)
+    assert lies.in_trajectories([answer], Grant(1, "w", 0), prompt, 0) == ("shape" if is_lie else None)
+    assert (lies.lowest_plain_version(results, 0, {0: prompt}.get) is None) == is_lie
+
+
 @given(data=st.data())
 def test_a_look_at_all_answers_finds_what_a_look_at_each_finds(data: st.DataObject) -> None:
     """Decoded messages carry extremes, for a fast look; without them, each answer is looked at."""
