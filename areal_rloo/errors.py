@@ -1,7 +1,7 @@
 """All exceptions of the package, as a tree.
 
 ArealRlooError
-├── UserError            a mistake that the user can fix: one line, exit code 2, no traceback
+├── UserError            a mistake of the user: one line, exit code 2, no traceback
 │   ├── ConfigError          a config file or an override
 │   ├── DataError            a data file or one of its rows
 │   │   └── SourceError          an option of a source of prompts, raised by a task
@@ -17,7 +17,7 @@ ArealRlooError
 ├── EngineError          an engine that cannot continue
 ├── StartError           processes of rewards or tools cannot be started any more
 ├── SampleError          a sample that cannot be finished, with the drop reason
-│   ├── GenerationError      a completion that the engine cannot generate
+│   ├── GenerationError      a completion refused by the engine
 │   ├── RewardError          a completion without a reward
 │   └── EpisodeError         an episode that cannot continue
 └── TrainingError        training that cannot continue (see `learner.max_skipped_steps`)

@@ -51,13 +51,12 @@ class Sample:
     num_attempts: int = 0  # leases lost, perhaps because of the sample
     trajectories: tuple[Trajectory, ...] = ()
     partial: bytes = b""  # what the holders have told of an unfinished sample: bytes of `wire.turns`
-    lost_as_attempt: bool = False  # the newest lease was lost, and counts in `num_attempts`
+    lost_as_attempt: bool = False  # the last lost lease counts in `num_attempts`
 
     def lease(self, grant: Grant) -> None:
         assert self.worker_id is None and not self.trajectories, f"lease {grant.lease_id}: the sample is not waiting"
         self.worker_id = grant.worker_id
         self.leases = (*self.leases[1 - _MOST_LEASES :], grant)
-        self.lost_as_attempt = False
 
     def grant(self, lease_id: int) -> Grant | None:
         """Return a lease of this sample; None if the sample never had the lease, or had it too long ago."""
@@ -77,7 +76,6 @@ class Sample:
             return False
         self.worker_id = worker_id
         self.num_attempts -= self.lost_as_attempt
-        self.lost_as_attempt = False
         return True
 
     def finish(self, trajectories: Sequence[Trajectory]) -> None:

@@ -214,7 +214,7 @@ def test_reasoning_gym_puzzles_are_scored_by_their_verifier() -> None:
         ),
         (
             {"task": "reasoning_gym", "parameters": {"dataset": "leg_counting", "x": 1}},
-            "unexpected keyword argument 'x'",
+            "data.train.parameters: reasoning-gym refuses leg_counting: LegCountingConfig.__init__() got an unexpected",
         ),
     ],
 )
@@ -331,12 +331,12 @@ def _hub(code: str, cache: Path, **environment: str) -> subprocess.CompletedProc
 
 ROWS_OF_HUB = """
 import sys
-from areal_rloo.config import SourceConfig
+from areal_rloo.config import DataConfig, SourceConfig
 from areal_rloo.errors import DataError
-from areal_rloo.tasks import make_task
+from areal_rloo.tasks import load_train
 try:
     source = SourceConfig(task="gsm8k", hub=sys.argv[1] if len(sys.argv) > 1 else None)
-    items = make_task("data.train", source, seed=0).items("train")
+    items = load_train(DataConfig(train=source, eval=None), seed=0)[0].items
     print(len(items), items[0].answer)
 except DataError as error:
     print("error:", error)
@@ -363,7 +363,7 @@ def test_without_network_and_cache_the_hub_error_is_one_line(tmp_path: Path) -> 
     assert done.stdout.startswith(
         "error: data.train.path: cannot read openai/gsm8k:main (split train) from the hub or the cache"
     )
-    assert done.stdout.rstrip().endswith("set data.train.path to a local file")
+    assert done.stdout.rstrip().endswith("set path to a local file")
 
 
 def test_without_its_library_the_hub_error_names_the_extra(tmp_path: Path) -> None:
