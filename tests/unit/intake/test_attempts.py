@@ -135,6 +135,6 @@ def test_any_worker_may_have_the_last_attempt_after_a_restart() -> None:
     prompts = {number: group.prompt for number, group in intake.ledger.groups.items()}
     restored = Ledger.restored(intake.ledger.state(), prompts, {})
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2", ledger=restored)
-    assert [duty.sample_id for duty in _duties(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
+    assert [duty.sample_id for duty in duties_of(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
     _goes(intake, failed=True)
     assert intake.statistics().ledger.dropped == {"max_attempts": 2}
