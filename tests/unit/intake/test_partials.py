@@ -82,6 +82,17 @@ def test_an_answer_of_a_worker_taken_for_dead_counts_for_its_samples(intake: Int
     assert saved == [TURNS, TURNS]
 
 
+def test_a_partial_rollout_of_an_older_lease_is_not_kept(intake: Intake) -> None:
+    """The newer lease has its own, perhaps of newer versions."""
+    duties = _duties(intake.handle("peer", _hello(), 0.0))
+    intake.tick(1000.0)
+    again = _duties(intake.handle("other peer", _hello("other"), 1000.0))
+    intake.handle("other peer", _partials(*again, turns=_turns(4)), 1000.0)
+    intake.handle("peer", _partials(*duties), 1000.0)
+    assert intake.lies.statistics().refused_answers == {}
+    assert [sample.partial for sample in intake.ledger.groups[0].samples.values()] == [_turns(4)] * 2
+
+
 def test_a_partial_rollout_may_end_with_a_turn_without_tokens(intake: Intake) -> None:
     """The engine was stopped before the first token of the turn."""
     (first, *_) = _duties(intake.handle("peer", _hello(), 0.0))
@@ -193,6 +204,7 @@ def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake
     failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "episode_error", "no", ""),))
     (again,) = _leased(intake.handle("other peer", failed, 0.0))
     assert (first.partial, again.partial) == (TURNS, b"")
+    assert intake.ledger.groups[0].samples[again.sample_indices[0]].num_attempts == 1
     assert again.sample_indices == first.sample_indices
     assert intake.statistics().ledger.dropped == {}
     failed = Results(LEARNER, 3, (), (Failed(*again.duties[0], "episode_error", "no", ""),))
