@@ -186,6 +186,13 @@ class Config(Section, frozen=True):
         return self.wire.stall_timeout_s + self.rollout.episode.timeout_s
 
     @property
+    def partial_tokens(self) -> int:
+        """Most tokens in all turns of a partial rollout. With more, the sample begins anew."""
+        episode = self.rollout.episode
+        makes_one = episode.built_in and episode.type != "agent"
+        return self.context_tokens * (1 if makes_one else episode.max_trajectories)
+
+    @property
     def partials_timeout_s(self) -> float:
         """How long a checkpoint waits for partial rollouts: an engine needs some seconds, and a drain the rest."""
         return min(10.0, self.launcher.drain_timeout_s / 4)

@@ -86,7 +86,7 @@ class Evaluation:
         self._version = 0
         self._started_s = 0.0
         self._under_way: list[_Progress] = []
-        self._waiting: list[SampleId] = []  # for a lease
+        self._waiting: dict[SampleId, None] = {}  # for a lease; a sample can be lost twice before the next
 
     @property
     def finished(self) -> bool:
@@ -106,12 +106,12 @@ class Evaluation:
             sample = self.sample(sample_id)
             if sample is not None and sample.worker_id is None:  # else a late result came, or the holder came back
                 groups.setdefault(sample_id[0], []).append(sample_id[1])
-        self._waiting = []
+        self._waiting = {}
         return [(group_id, self.prompt(group_id), tuple(sorted(indices))) for group_id, indices in groups.items()]
 
     def wait_again(self, sample_id: SampleId) -> None:
         """Queue a lost sample for another lease."""
-        self._waiting.append(sample_id)
+        self._waiting[sample_id] = None
 
     @property
     def policy_version(self) -> int:
@@ -189,7 +189,7 @@ class Evaluation:
             self._next_group -= num
             ids = [(first - number, index) for number in range(num) for index in range(chosen.num_samples)]
             self._under_way.append(_Progress(chosen, first, {sample_id: Sample() for sample_id in ids}))
-            self._waiting += ids
+            self._waiting |= dict.fromkeys(ids)
 
 
 def _is_right(sample: _Result) -> bool:

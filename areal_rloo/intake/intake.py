@@ -212,13 +212,14 @@ class Intake:
             return []  # never welcomed, or an earlier process: a later process has the name, and the leases
         match message:
             case wire.Results():
-                num_duties = 0 if worker is None else len(worker.duties)
+                num_duties, num_train = (0, 0) if worker is None else (len(worker.duties), worker.num_train)
                 in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:
-                    if len(worker.duties) < num_duties:
+                    if (num_answers := num_duties - len(worker.duties)) > 0:
                         worker.progress_s, worker.stalled, worker.standing.held_s = now_s, False, 0.0
+                        worker.eval_s = now_s if num_answers > num_train - worker.num_train else worker.eval_s
                     why = self._answers.failures.blame(worker.standing, self.fleet.votes())
                     if why is not None and worker.gets_leases:
                         self.fleet.set_aside(worker, now_s, why)

@@ -70,7 +70,7 @@ class Lies:
         self._is_built_in = episode.built_in  # a user's episode makes trajectories of any shape
         self._has_prompt = episode.built_in and episode.type != "agent"  # an agent sends the prompts that it likes
         self._is_single_turn = episode.type == "single_turn"
-        self._most_tokens = config.context_tokens
+        self._most_tokens, self._partial_tokens = config.context_tokens, config.partial_tokens
         self._most_trajectories = 1 if self._has_prompt else episode.max_trajectories
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
@@ -134,6 +134,8 @@ class Lies:
             completions = [turn.completion for turn in decode_turns(turns)]
         except DecodeError:
             return "unreadable"
+        if sum(len(completion.tokens) for completion in completions) > self._partial_tokens:
+            return "length"
         for completion in completions:
             if len(completion.tokens) == 0:
                 continue
@@ -141,8 +143,6 @@ class Lies:
                 return "versions"
             if completion.tokens.max() >= self._vocab_size:
                 return "vocabulary"
-            if self._is_built_in and len(completion.tokens) > self._most_tokens:
-                return "length"
         return None
 
     def count(self, lie: Lie, *, peer: str, worker_id: str, duty: Duty) -> None:

@@ -85,11 +85,11 @@ class RolloutWorker:
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._episodes: dict[Duty, tuple[asyncio.Task[None], Journal]] = {}
         self._asked_for_partials = asyncio.Event()
-        self._num_episodes = 0
+        self._eval_room = asyncio.Semaphore(config.capacity_samples)  # evaluation samples are leased all at once
         self._notice: wire.WeightsNotice | None = None  # the newest
         self._noticed = asyncio.Event()
         self._due = asyncio.Event()  # there may be a message to send
-        self._drained = False
+        self._num_episodes, self._drained = 0, False
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -203,7 +203,8 @@ class RolloutWorker:
             async with asyncio.timeout(_ENGINE_SHARE * self._config.partials_timeout_s):
                 so_far = await asyncio.wrap_future(self._engine.unfinished())
         train = [(duty, journal) for duty, (_, journal) in self._episodes.items() if duty.purpose == "train"]
-        self._protocol.tell_partials({duty: encode_turns(journal.turns(so_far)) for duty, journal in train})
+        encode = partial(encode_turns, most_tokens=self._config.partial_tokens)
+        self._protocol.tell_partials({duty: encode(journal.turns(so_far)) for duty, journal in train})
 
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
@@ -225,7 +226,8 @@ class RolloutWorker:
         )
         try:
             within_s = self._config.rollout.episode.timeout_s
-            given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, timeout_s=within_s)
+            async with self._eval_room if lease.purpose == "eval" else contextlib.nullcontext():
+                given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, timeout_s=within_s)
             trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -54,7 +54,7 @@ EngineVersion = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1: a server that was f
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,250}\Z")]
 Reason = Annotated[str, Meta(pattern=r"\A[a-z_]{1,40}\Z")]
-Text = Annotated[str, Meta(max_length=100_000)]
+Text = Annotated[str, Meta(max_length=5000)]  # see `errors.shortened`; a record of each is kept
 
 # A duty of 4 bytes takes up to 180 bytes of memory, and msgspec reads all values before our other checks. So each
 # collection has a bound far above an honest peer's. Bytes need none: they take no more memory than in the message.

@@ -16,7 +16,7 @@ from msgspec import Meta
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason
-from areal_rloo.wire.columns import version_runs
+from areal_rloo.wire.columns import MOST_TOKENS, version_runs
 from areal_rloo.wire.token_rules import Broken, broken_by_logprobs, check_version_runs, first_wrong, highest_token
 
 # Of a sample. A turn takes 20 us to check, and a message can have a partial rollout for every sample of a worker.
@@ -32,7 +32,7 @@ class RecordedTurn(NamedTuple):
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
-    prompt: bytes
+    prompt: Annotated[bytes, Meta(max_length=16)]
     tokens: bytes
     logprobs: bytes
     # a version, and how many tokens in a row it sampled
@@ -43,9 +43,10 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
 EncodedTurns = Annotated[tuple[_Encoded, ...], Meta(max_length=_MOST_TURNS)]
 
 
-def encode_turns(turns: Sequence[RecordedTurn]) -> bytes:
-    """Encode turns. Turns without any token, and too many turns or versions, are no bytes: the sample begins anew."""
-    if len(turns) > _MOST_TURNS or not any(len(turn.completion.tokens) for turn in turns):
+def encode_turns(turns: Sequence[RecordedTurn], *, most_tokens: int = MOST_TOKENS) -> bytes:
+    """Encode turns. No tokens, and too many turns, tokens or versions, are no bytes: the sample begins anew."""
+    num_tokens = sum(len(turn.completion.tokens) for turn in turns)
+    if len(turns) > _MOST_TURNS or not 0 < num_tokens <= most_tokens:
         return b""
     encoded = [_encoded(turn) for turn in turns]
     return msgspec.msgpack.encode(encoded) if _num_runs(encoded) <= _MOST_RUNS else b""

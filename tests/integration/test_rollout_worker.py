@@ -210,6 +210,39 @@ class _Odd(SingleTurn):
         return await self._wrong(trajectories) if sample.sample_id[1] == 0 else trajectories
 
 
+class _Counted(SingleTurn):
+    """Counts the episodes that have begun; each waits until all may end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
+        self.begun.release()
+        await self.may_end.wait()
+        return await super().run(sample, engine, rewards, chat)
+
+
+def test_the_time_of_an_evaluation_sample_begins_when_there_is_room(tiny_folders: dict[str, Path]) -> None:
+    """They are leased all at once: a long evaluation would run out of `rollout.episode.timeout_s` in its own queue."""
+    most, episode = CONFIG.capacity_samples, _Counted()
+    indices = tuple(range(most + 3))
+
+    async def scenario(learner: _Learner) -> None:
+        lease = Lease(1, -1, indices, (5, 6, 7), Item("?", source="arithmetic"), 0, 3)
+        learner.send(Leases("learner", (lease,)))
+        for _ in range(most):
+            await episode.begun.acquire()
+        await asyncio.sleep(0.3)
+        assert episode.begun.locked(), "no other has begun"
+        learner.lease(2)
+        for _ in range(2):  # samples to train do not wait for these
+            await episode.begun.acquire()
+        episode.may_end.set()
+        await learner.until(lambda: len(learner.finished) == most + 5)
+
+    assert _play(tiny_folders["qwen2"], episode, scenario) is None
+
+
 async def _cancelled(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
     inner = asyncio.ensure_future(asyncio.sleep(100))
     inner.cancel()

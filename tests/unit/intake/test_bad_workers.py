@@ -9,6 +9,7 @@ from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Item
@@ -91,6 +92,41 @@ def test_a_worker_with_new_leases_and_results_is_never_overdue() -> None:
             duties = duties_of(fail(intake, "w", duties, "episode_error", now_s=float(second)), "w")
         assert intake.tick(float(second)) == []
     assert intake.fleet.statistics().set_aside == 0
+
+
+def _evaluating(num_prompts: int) -> tuple[Intake, list[Duty]]:
+    """Return an intake, and the evaluation samples of its worker, which got all of them at once at time 0."""
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
+    prompts = [Prompt(0, index, (1, 2), Item("?")) for index in range(num_prompts)]
+    evaluation = Evaluation([EvalSet("held-out", prompts)], lambda record: None)
+    intake.evaluation = intake._leasing.evaluation = evaluation
+    intake.handle("w", _hello("w"), 0.0)
+    return intake, [duty for duty in duties_of(intake.evaluate(), "w") if duty.purpose == "eval"]
+
+
+def test_a_worker_with_a_long_evaluation_is_not_overdue() -> None:
+    """It answers a sample every 500 s, and the last waits for its turn for 5,000 s."""
+    intake, waiting = _evaluating(10)
+    for second in range(10, 5000, 10):
+        intake.handle("w", heartbeat(intake.fleet.alive["w"].duties, tokens=second), float(second))
+        if second % 500 == 0:
+            fail(intake, "w", [waiting.pop(0)], "episode_timeout", now_s=float(second))
+            training = [duty for duty in intake.fleet.alive["w"].duties if duty.purpose == "train"]
+            fail(intake, "w", training, "reward_unavailable", now_s=float(second))
+        intake.tick(float(second))
+    assert intake.fleet.statistics().set_aside == 0
+
+
+def test_a_worker_that_answers_all_but_the_evaluation_is_overdue() -> None:
+    intake, held = _evaluating(2)
+    sent: list[Outgoing] = []
+    for second in range(10, 2000, 10):
+        intake.handle("w", heartbeat(intake.fleet.alive["w"].duties, tokens=second), float(second))
+        training = [duty for duty in intake.fleet.alive["w"].duties if duty.purpose == "train"]
+        fail(intake, "w", training, "reward_unavailable", now_s=float(second))
+        sent += [each for each in intake.tick(float(second)) if isinstance(each.message, Abort)]
+    assert intake.fleet.statistics().set_aside >= 1
+    assert set(held) <= {duty for each in sent for duty in each.message.duties}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("how", ["reconnects", "loses", "goes"])

@@ -39,6 +39,18 @@ def _lose(evaluation: Evaluation, lease: Lease, index: int = 0) -> None:
     evaluation.wait_again((lease.group_id, index))
 
 
+def test_a_sample_lost_twice_before_it_is_leased_again_is_leased_once() -> None:
+    """Its holder came back, went on with the sample, and left, all while no worker got leases."""
+    evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:1])], lambda record: None)
+    evaluation.request(5)
+    (lease,) = _leases(evaluation)
+    _lose(evaluation, lease)
+    sample = evaluation.sample((lease.group_id, 0))
+    assert sample is not None and sample.adopts(1, "w")
+    _lose(evaluation, lease)
+    assert [indices for _, _, indices in evaluation.take_waiting()] == [(0,)]
+
+
 def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
     completion = Completion(np.zeros(2, np.int32), np.zeros(2, np.float32), np.full(2, version, np.int32), "stop")
     return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)

@@ -228,6 +228,8 @@ PARTIALS = [
     ("versions", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), versions=(3, 3)).completion)])),
     ("vocabulary", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=(VOCAB_SIZE, 1)).completion)])),
     ("length", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0), tokens=[1] * (MOST_TOKENS + 1)).completion)])),
+    ("length", encode_turns([RecordedTurn(b"", _answer(Duty(1, 0, 0)).completion)] * (MOST_TOKENS // 2 + 1))),
+    ("unreadable", encode_turns([RecordedTurn(bytes(17), _answer(Duty(1, 0, 0)).completion)])),
 ]
 
 

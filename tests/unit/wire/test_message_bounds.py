@@ -1,5 +1,6 @@
 """A message costs a bounded multiple of its bytes: every collection and text in a message has a largest length."""
 
+import contextlib
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
-from areal_rloo.errors import DecodeError
+from areal_rloo.errors import DecodeError, shortened
 from areal_rloo.trajectory import Completion, Item
-from areal_rloo.wire.codec import WorkerHeader, decode_worker
+from areal_rloo.wire.codec import WorkerHeader, decode_worker, encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import WIRE_VERSION, LearnerMessage
+from areal_rloo.wire.messages import WIRE_VERSION, Failed, LearnerMessage, Results
 from areal_rloo.wire.turns import EncodedTurns, RecordedTurn, decode_turns, encode_turns
 
 OF_DATA = Item  # the learner's rows, of any size: a worker trusts the learner
@@ -115,6 +116,24 @@ def test_a_sample_with_more_turns_than_a_message_takes_begins_anew() -> None:
     turn = RecordedTurn(b"prompt", Completion(one, -one.astype(np.float32), one, "stop"))
     assert len(decode_turns(encode_turns([turn] * 2**10))) == 2**10
     assert encode_turns([turn] * (2**10 + 1)) == b""
+
+
+def test_the_words_of_a_failure_are_those_of_an_honest_worker_at_most() -> None:
+    """A record of each of many drops is kept."""
+    detail = shortened("x" * 10_000 + "\n" + "y" * 10_000)
+    for words, is_refused in ((detail, False), ("x" * 10_000, True)):
+        frames = encode(Results("learner", 1, (), (Failed(1, 0, 0, "episode_error", words, ""),)))
+        with pytest.raises(DecodeError, match="length <= 5000") if is_refused else contextlib.nullcontext():
+            decode_worker(frames, Limits())
+
+
+def test_a_partial_rollout_has_limited_bytes() -> None:
+    one = np.ones(1, dtype=np.int32)
+    turn = RecordedTurn(b"prompt", Completion(one, -one.astype(np.float32), one, "stop"))
+    assert len(decode_turns(encode_turns([turn] * 3, most_tokens=3))) == 3
+    assert encode_turns([turn] * 4, most_tokens=3) == b"", "the sample begins anew"
+    with pytest.raises(DecodeError, match="length <= 16"):
+        decode_turns(encode_turns([RecordedTurn(bytes(17), turn.completion)]))
 
 
 def test_a_sample_with_more_versions_than_a_message_takes_begins_anew() -> None:
