@@ -113,8 +113,8 @@ class EpisodeConfig(Section, frozen=True):
     num_agents: ManyCount | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
     agent_timeout_s: Seconds = 600.0  # agent: of a session; then the sample is dropped
     max_trajectories: ManyCount = 64  # agent, or a class of yours: of a sample; with more, the sample is dropped
-    # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. The default is
-    # for episodes that hang: 64k tokens at 15 tokens a second take 71 minutes.
+    # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. Begins anew when
+    # an evaluation sample ends. The default is for episodes that hang: 64k tokens at 15 tokens/s take 71 minutes.
     timeout_s: Seconds = 7200.0
 
     @property

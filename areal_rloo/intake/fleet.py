@@ -95,7 +95,7 @@ class Worker:
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
     num_lies: int = 0  # answers refused: others get leases first
-    eval_s: float = -math.inf  # monotonic time of its last answer to an evaluation sample: others waited for it
+    eval_s: float = -math.inf  # monotonic time of its last answer to an evaluation sample: the others waited
     compared_s: float = -math.inf  # monotonic time of the last look at all duties for a heartbeat
 
     @property
@@ -316,9 +316,8 @@ class Fleet:
         due = 0
         while now_s - self._marks[0][0] > most_s:
             due = self._marks.popleft()[1]
-        for worker in (worker for worker in self.alive.values() if worker not in late):
-            aged = {duty.purpose for duty in worker.duties if duty.lease_id <= due}
-            if "train" in aged or ("eval" in aged and now_s - worker.eval_s > most_s):
+        for worker in (worker for worker in self.alive.values() if now_s - worker.eval_s > most_s):
+            if worker not in late and any(duty.lease_id <= due for duty in worker.duties):
                 late.append(worker)
         return late
 

@@ -8,6 +8,8 @@ gives the samples to other workers.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -15,16 +17,37 @@ import msgspec
 from areal_rloo.errors import DecodeError, EpisodeError, described
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.trajectory import Trajectory
+from areal_rloo.trajectory import Purpose, Trajectory
 from areal_rloo.wire.columns import Limits, check_trajectories
 
 _CANCEL_S = 5.0  # for a cancelled episode to end; then the episode is abandoned
 
 
+class Deadlines:
+    """When the episodes of a worker must have ended: `timeout_s` after their start.
+
+    The samples of an evaluation are leased all at once, wait for each other, and let train samples wait. So the time of
+    all begins anew whenever one of them has ended; else a long evaluation would run out of time in its own queue.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._eval_ended_s = -math.inf  # monotonic time
+
+    def ended(self, purpose: Purpose) -> None:
+        """Record the end of an episode, whatever its outcome."""
+        if purpose == "eval":
+            self._eval_ended_s = time.monotonic()
+
+    def left_s(self, began_s: float) -> float:
+        """Return the seconds left to an episode that began at this monotonic time."""
+        return max(began_s, self._eval_ended_s) + self.timeout_s - time.monotonic()
+
+
 async def run_episode(
-    episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat, *, timeout_s: float
+    episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat, deadlines: Deadlines
 ) -> Sequence[Trajectory]:
-    """Run an episode within `timeout_s`. A cancellation ends the wait, even if the episode does not obey.
+    """Run an episode until its deadline. A cancellation ends the wait, even if the episode does not obey.
 
     Raises:
         EpisodeError: the episode took too long, or called `sys.exit`.
@@ -33,16 +56,19 @@ async def run_episode(
     running = asyncio.create_task(
         _run(episode, sample, engine, rewards, chat), name=f"code of the episode of sample {sample.sample_id}"
     )
+    began_s = time.monotonic()
     running.add_done_callback(lambda done: done.cancelled() or done.exception())  # an abandoned episode's is read, too
     try:
-        await asyncio.wait([running], timeout=timeout_s)
+        while not running.done() and (left_s := deadlines.left_s(began_s)) > 0.0:
+            await asyncio.wait([running], timeout=left_s)
         if running.done():
             return running.result()
     finally:
         if not running.done():
             running.cancel()
             await asyncio.wait([running], timeout=_CANCEL_S)
-    raise EpisodeError("episode_timeout", f"the episode took more than rollout.episode.timeout_s={timeout_s:g}")
+    detail = f"the episode took more than rollout.episode.timeout_s={deadlines.timeout_s:g}"
+    raise EpisodeError("episode_timeout", detail)
 
 
 async def _run(

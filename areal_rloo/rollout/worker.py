@@ -27,7 +27,7 @@ from areal_rloo.errors import (
     described,
     shortened,
 )
-from areal_rloo.rollout.deadline import checked_trajectories, run_episode
+from areal_rloo.rollout.deadline import Deadlines, checked_trajectories, run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
 from areal_rloo.rollout.partial import Journal, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
@@ -85,7 +85,7 @@ class RolloutWorker:
         self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._episodes: dict[Duty, tuple[asyncio.Task[None], Journal]] = {}
         self._asked_for_partials = asyncio.Event()
-        self._eval_room = asyncio.Semaphore(config.capacity_samples)  # evaluation samples are leased all at once
+        self._deadlines = Deadlines(config.rollout.episode.timeout_s)
         self._notice: wire.WeightsNotice | None = None  # the newest
         self._noticed = asyncio.Event()
         self._due = asyncio.Event()  # there may be a message to send
@@ -225,9 +225,7 @@ class RolloutWorker:
             journal=journal,
         )
         try:
-            within_s = self._config.rollout.episode.timeout_s
-            async with self._eval_room if lease.purpose == "eval" else contextlib.nullcontext():
-                given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, timeout_s=within_s)
+            given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, self._deadlines)
             trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -253,6 +251,7 @@ class RolloutWorker:
         """Forget an ended episode. End this worker if the error is not the fault of the sample."""
         if duty in self._episodes and self._episodes[duty][0] is task:
             del self._episodes[duty]
+        self._deadlines.ended(duty.purpose)
         self._due.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("sample %s ends this worker: %s", duty.sample_id, error)

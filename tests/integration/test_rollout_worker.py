@@ -210,37 +210,32 @@ class _Odd(SingleTurn):
         return await self._wrong(trajectories) if sample.sample_id[1] == 0 else trajectories
 
 
-class _Counted(SingleTurn):
-    """Counts the episodes that have begun; each waits until all may end."""
+class _OneAtATime(SingleTurn):
+    """Each episode takes half a second, and the others wait."""
 
     def __init__(self) -> None:
-        self.begun, self.may_end = asyncio.Semaphore(0), asyncio.Event()
+        self._lock = asyncio.Lock()
 
     async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
-        self.begun.release()
-        await self.may_end.wait()
-        return await super().run(sample, engine, rewards, chat)
+        async with self._lock:
+            await asyncio.sleep(0.5)
+            return await super().run(sample, engine, rewards, chat)
 
 
-def test_the_time_of_an_evaluation_sample_begins_when_there_is_room(tiny_folders: dict[str, Path]) -> None:
-    """They are leased all at once: a long evaluation would run out of `rollout.episode.timeout_s` in its own queue."""
-    most, episode = CONFIG.capacity_samples, _Counted()
-    indices = tuple(range(most + 3))
+def test_a_long_evaluation_does_not_run_out_of_time(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its samples together take twice `rollout.episode.timeout_s`."""
+    options = ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1", "rollout.episode.timeout_s=4"]
+    monkeypatch.setitem(globals(), "CONFIG", load_config("quickstart.yaml", options))
 
     async def scenario(learner: _Learner) -> None:
-        lease = Lease(1, -1, indices, (5, 6, 7), Item("?", source="arithmetic"), 0, 3)
+        lease = Lease(1, -1, tuple(range(16)), (5, 6, 7), Item("?", source="arithmetic"), 0, 3)
         learner.send(Leases("learner", (lease,)))
-        for _ in range(most):
-            await episode.begun.acquire()
-        await asyncio.sleep(0.3)
-        assert episode.begun.locked(), "no other has begun"
-        learner.lease(2)
-        for _ in range(2):  # samples to train do not wait for these
-            await episode.begun.acquire()
-        episode.may_end.set()
-        await learner.until(lambda: len(learner.finished) == most + 5)
+        await learner.until(lambda: len(learner.finished) + len(learner.failed) == 16)
+        assert learner.failed == []
 
-    assert _play(tiny_folders["qwen2"], episode, scenario) is None
+    assert _play(tiny_folders["qwen2"], _OneAtATime(), scenario) is None
 
 
 async def _cancelled(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:

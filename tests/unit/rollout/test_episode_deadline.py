@@ -9,7 +9,7 @@ import pytest
 
 from areal_rloo.errors import EpisodeError
 from areal_rloo.rollout import deadline
-from areal_rloo.rollout.deadline import run_episode
+from areal_rloo.rollout.deadline import Deadlines, run_episode
 from areal_rloo.rollout.episode import Sample
 from areal_rloo.trajectory import Item, Trajectory
 
@@ -28,7 +28,7 @@ class _Mine:
 
 async def _within(body: Callable[[], Awaitable[Any]], timeout_s: float = 60.0) -> Sequence[Trajectory]:
     nothing: Any = None
-    return await run_episode(_Mine(body), SAMPLE, nothing, nothing, nothing, timeout_s=timeout_s)
+    return await run_episode(_Mine(body), SAMPLE, nothing, nothing, nothing, Deadlines(timeout_s))
 
 
 async def _hang() -> None:
@@ -94,7 +94,7 @@ def test_an_episode_that_is_no_coroutine_drops_its_sample() -> None:
 
     nothing: Any = None
     with pytest.raises(EpisodeError, match="SystemExit"):
-        _run(run_episode(Plain(), SAMPLE, nothing, nothing, nothing, timeout_s=60.0))
+        _run(run_episode(Plain(), SAMPLE, nothing, nothing, nothing, Deadlines(60.0)))
 
 
 @pytest.mark.parametrize("body", [_hang, _ignore])
@@ -105,5 +105,25 @@ def test_a_cancelled_episode_ends_even_if_it_does_not_obey(body: Callable[[], Aw
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    _run(main())
+
+
+def test_episodes_wait_for_an_evaluation_as_long_as_its_samples_end() -> None:
+    """They are leased all at once: a long evaluation would run out of time in its own queue."""
+
+    async def main() -> None:
+        nothing: Any = None
+        deadlines, may_end = Deadlines(1.0), asyncio.Event()
+        waiting = asyncio.create_task(run_episode(_Mine(may_end.wait), SAMPLE, nothing, nothing, nothing, deadlines))
+        for _ in range(10):
+            await asyncio.sleep(0.2)
+            deadlines.ended("train")
+            deadlines.ended("eval")
+        may_end.set()
+        assert await waiting is True
+        hanging = run_episode(_Mine(_hang), SAMPLE, nothing, nothing, nothing, deadlines)
+        with pytest.raises(EpisodeError, match="episode_timeout"):
+            await hanging
 
     _run(main())
