@@ -86,12 +86,14 @@ def _each(effect: Effect, section: str, keys: str, words: str) -> dict[str, Rule
 
 _ROUNDING = "numbers are the same up to rounding"
 _ARRIVAL = "samples arrive in another order"
+_REWARD_ROUNDING = "rewards of a model may differ in the last digits"
 _BUFFERED = "also for buffered samples"
 _LATER = "samples generated so far stay as they are"
 _FITTED = "groups that do not fit the staleness bound are dropped, and their prompts come again"
 _ROWS = "groups longer than a row are dropped, their prompts come again; other numbers are the same up to rounding"
 _SCORED = "samples scored so far keep their reward"
 _EVALUATED = "accuracies before and after cannot be compared"
+_LEASED_AGAIN = "samples of a worker without progress for so long are leased again, at most wire.max_attempts times"
 _LIVE_PROMPTS = "the prompts under way would become other prompts"
 _SOURCE = "task name hub hub_split fields parameters num_prompts few_shot few_shot.num few_shot.path few_shot.seed"
 _REWARD = "task parameters function url model name weight"
@@ -118,22 +120,24 @@ _RULES: dict[str, Rule] = {
     **_allowed("data.train", "path", "the learner compares the number and some of the prompts"),
     **_allowed("data.train", "rewards", _SCORED),
     **_allowed("data.train.rewards", _REWARD, _SCORED),
-    **_exact("data.train.rewards", "device batch_size"),
+    **_allowed("data.train.rewards", "device batch_size", _REWARD_ROUNDING),
     **_allowed("data", "eval", _EVALUATED),
     **_allowed("data.eval", f"{_SOURCE} path rewards num_samples temperature top_p top_k", _EVALUATED),
     **_allowed("data.eval.rewards", _REWARD, _EVALUATED),
-    **_exact("data.eval.rewards", "device batch_size"),
+    **_allowed("data.eval.rewards", "device batch_size", _REWARD_ROUNDING),
     **_allowed("data", "num_epochs", "passes so far count; the run ends after the last"),
     **_refused("data", "deduplicate", "the position in the stream of prompts is of all prompts that were kept"),
     **_refused("data", "max_prompt_tokens overlong_prompts system_prompt chat_template", _LIVE_PROMPTS),
     **_allowed("rollout", "engine tensor_parallel", "behaviour logprobs are of this engine; watch behaviour_weight"),
     **_allowed("rollout", "num_workers num_slots lease_ahead_samples num_threads", _ARRIVAL),
+    **_allowed("rollout", "num_reward_workers num_async_rewards", _ARRIVAL),
     **_allowed("rollout", "device", _ROUNDING),
-    **_exact("rollout", "num_reward_workers num_async_rewards reward_memory_bytes max_reward_failure_share"),
+    **_exact("rollout", "max_reward_failure_share"),
+    **_allowed("rollout", "reward_memory_bytes", "rewards that need more are dropped"),
     **_allowed("rollout", "reward_timeout_s", "rewards slower than this are dropped"),
     **_refused("rollout.episode", "type tools", _LIVE_PROMPTS),
     **_allowed("rollout.episode", "max_turns max_turn_tokens feedback success_reward turn_discount agent", _LATER),
-    **_exact("rollout.episode", "num_agents"),
+    **_allowed("rollout.episode", "num_agents", _ARRIVAL),
     **_allowed("rollout.episode", "max_trajectories", "samples with more trajectories are dropped"),
     **_allowed("rollout.episode", "agent_timeout_s timeout_s", "slower episodes are dropped"),
     **_allowed("rollout.episode.python", "cpu_s wall_s memory_bytes", _LATER),
@@ -143,8 +147,8 @@ _RULES: dict[str, Rule] = {
     **_exact("rollout.sampling", "allow_truncated"),
     **_allowed("rollout.embedded", "cache_tokens prefill_chunk_tokens", _ARRIVAL),
     **_allowed("rollout.sglang", "arguments python urls pause", "behaviour logprobs may differ in the last digits"),
-    **_exact("rollout.sglang", "api_key_env start_timeout_s health_every_s health_timeout_s request_timeout_s"),
-    **_exact("rollout.sglang", "max_server_restarts"),
+    **_exact("rollout.sglang", "api_key_env start_timeout_s health_every_s health_timeout_s max_server_restarts"),
+    **_allowed("rollout.sglang", "request_timeout_s", "slower requests are aborted, and go on from the tokens so far"),
     **_exact("algorithm", "preset"),  # the keys that the preset sets have rules
     **_allowed("algorithm", "group_size", "groups under way keep their size"),
     **_allowed("algorithm", "max_staleness", _FITTED),
@@ -177,13 +181,17 @@ _RULES: dict[str, Rule] = {
     **_allowed("learner.optimizer", "schedule warmup_steps", "the schedule goes on at the same optimizer step"),
     **_refused("learner.optimizer", "state_dtype", "the moments in the checkpoint have this type"),
     **_exact("weights", "transport bucket_bytes timeout_s"),
-    **_exact("wire", "transport host port heartbeat_s heartbeat_timeout_s stall_timeout_s max_message_bytes record"),
+    **_exact("wire", "transport host port heartbeat_s record"),
+    **_allowed("wire", "heartbeat_timeout_s stall_timeout_s", _LEASED_AGAIN),
+    **_allowed("wire", "max_message_bytes", "samples that need more are dropped"),
     **_allowed("wire", "max_attempts", "attempts so far count"),
-    **_exact("checkpoint", "every_n_steps keep partial_rollouts"),
+    **_exact("checkpoint", "every_n_steps keep"),
+    **_allowed("checkpoint", "partial_rollouts", "a later resume goes on with unfinished samples, or begins them anew"),
     **_exact("evaluation", "every_n_versions"),
     **_allowed("evaluation", "max_new_tokens", _EVALUATED),
     **_exact("telemetry", "metrics_port metrics_host log_level progress trajectories_per_step"),
-    **_exact("launcher", "num_hosts cores_per_host gpus_per_host memory_per_host max_restarts max_learner_restarts"),
+    **_allowed("launcher", "num_hosts cores_per_host gpus_per_host", _ROUNDING),  # as the numbers of threads and GPUs
+    **_exact("launcher", "memory_per_host max_restarts max_learner_restarts"),
     **_exact("launcher", "drain_timeout_s hang_timeout_s place_timeout_s min_free_disk_bytes"),
     **_exact("launcher.slurm", "partition account time_limit warn_before_s requeue num_seeds arguments setup"),
     **_exact("launcher.container", "runtime image mounts"),

@@ -1,5 +1,7 @@
 """The effect of each changed option on a resume: every key has a rule, and every change is named."""
 
+import inspect
+import re
 import types
 import typing
 from typing import Any
@@ -9,6 +11,8 @@ import pytest
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.config.resume import changes, rules, shown
+
+_LOSES = re.compile(r"\b(drops?|refuses?|(is|are) (dropped|refused|aborted))\b")
 
 
 def _keys(struct: Any, prefix: str = "") -> list[str]:
@@ -35,6 +39,43 @@ def test_every_key_of_the_config_has_exactly_one_rule() -> None:
 def test_every_rule_but_exact_says_what_follows() -> None:
     for key, rule in rules().items():
         assert (rule.effect == "exact") == (rule.words == ""), key
+
+
+def _comments(struct: Any, prefix: str = "") -> dict[str, str]:
+    """Give the comments above and behind each key, as one text."""
+    found = {}
+    for part in reversed([part for part in struct.__mro__ if _is_section(part) and part is not msgspec.Struct]):
+        above = ""
+        for line in inspect.getsource(part).splitlines():
+            code, _, comment = line.strip().partition("# ")
+            field = re.match(r"(\w+): ", code)
+            if field and field[1] in part.__struct_fields__:
+                found[prefix + field[1]] = f"{above}{comment}"
+            above = f"{above}{comment} " if not code else ""
+    for name, hint in typing.get_type_hints(struct).items():
+        options = (hint, *typing.get_args(hint), *(a for o in typing.get_args(hint) for a in typing.get_args(o)))
+        for section in filter(_is_section, options):
+            found |= _comments(section, f"{prefix}{name}.")
+    return found
+
+
+def test_a_key_whose_comment_says_that_samples_are_lost_is_not_exact() -> None:
+    lossy = [key for key, comment in _comments(Config).items() if _LOSES.search(comment)]
+    assert {"rollout.reward_memory_bytes", "rollout.episode.timeout_s", "wire.max_attempts"} <= set(lossy)
+    assert [key for key in lossy if rules()[key].effect == "exact"] == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("data.train.rewards.device", "data.train.rewards.batch_size", "rollout.sglang.request_timeout_s"),
+        *("rollout.num_reward_workers", "rollout.num_async_rewards", "rollout.episode.num_agents"),
+        *("wire.heartbeat_timeout_s", "wire.stall_timeout_s", "wire.max_message_bytes"),
+        *("checkpoint.partial_rollouts", "launcher.cores_per_host", "launcher.gpus_per_host"),
+    ],
+)
+def test_a_key_that_changes_samples_or_their_order_is_not_exact(key: str) -> None:
+    assert rules()[key].effect == "allowed"
 
 
 def test_equal_configs_have_no_changes() -> None:
