@@ -31,7 +31,12 @@ from areal_rloo.report import write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.progress import Progress, RunConsole
-from areal_rloo.telemetry.summary import summarize_killed
+from areal_rloo.telemetry.summary import (
+    SUMMARY_NAME,
+    has_earlier_summary,
+    restore_earlier_summary,
+    summarize_killed,
+)
 
 logger = get_logger(__name__)
 
@@ -104,6 +109,7 @@ class Job:
         finally:
             self._supervisor.stop_all(grace_s)
             remove_abandoned()  # the shared memory of a killed learner
+            restored = restore_earlier_summary(self._folder)
         if isinstance(prepared, int):
             self.unfinished = code == 0
             if self.unfinished:
@@ -116,6 +122,8 @@ class Job:
                 if newest is not None
                 else "stopped before the first train step: nothing was trained, and there is nothing to resume"
             )
+        if restored:  # the learner has not begun: there is nothing new to report
+            return code
         try:
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
@@ -222,10 +230,10 @@ class Job:
         return code if failure is None else failure
 
     def _complete_summary(self, warm_start_s: float) -> None:
-        """Write the summary for a learner that was killed before it could."""
-        path = self._folder / "summary.json"
+        """Write the summary for a learner that was killed before it could; not for one that never began a resume."""
+        path = self._folder / SUMMARY_NAME
         try:
-            if not path.exists():
+            if not (path.exists() or has_earlier_summary(self._folder)):
                 summarize_killed(self._folder, warm_start_s=warm_start_s).write(path)
         except Exception as error:  # noqa: BLE001 - the run has ended, whatever the records or the disk say
             logger.error("summary.json could not be written: %r", error)

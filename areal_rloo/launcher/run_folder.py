@@ -23,6 +23,7 @@ from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.lock import lock_path
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
 from areal_rloo.tasks import check_same_sources, load_train
+from areal_rloo.telemetry.summary import SUMMARY_NAME, set_summary_aside
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
@@ -185,10 +186,10 @@ def submitted_file(folder: Path) -> Path:
 def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
     """Write the resolved config, a line about this start, and CURVE keys for a wire over TCP; point runs/latest here.
 
-    Removes the summary of an earlier start.
+    The summary of an earlier start is set aside, until the learner begins.
     """
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
-    (folder / "summary.json").unlink(missing_ok=True)
+    set_summary_aside(folder)
     if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
@@ -224,7 +225,7 @@ def newest_checkpoint(folder: Path) -> str | None:
 def is_finished(folder: Path) -> bool:
     """Whether the training is complete, according to the learner's summary."""
     try:
-        summary = from_json((folder / "summary.json").read_bytes(), dict[str, Any])
+        summary = from_json((folder / SUMMARY_NAME).read_bytes(), dict[str, Any])
     except (OSError, DecodeError):
         return False
     return summary.get("exit_reason") in ("completed", "end_of_data")

@@ -57,6 +57,7 @@ from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.telemetry.stacks import show_on_signal
+from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.trajectory import Group
@@ -75,7 +76,6 @@ logger = get_logger(__name__)
 _LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
 _LONG_STEP_S = 3600.0  # a first step may compile; after half an hour, the log has the stacks
 _SCRAPE_S = 5.0  # a hung event loop must not hide the watchdog's metric
-_SUMMARY = "summary.json"
 _DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
 
@@ -149,7 +149,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     """Build all parts of the learner on rank 0, and start the intake. The watchdog watches both of its threads."""
     folder = arguments.run_folder
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
-    remove_unfinished(folder / _SUMMARY)
+    remove_unfinished(folder / SUMMARY_NAME)
     checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
     restored = newest_checkpoint(checkpoints, config, resume=arguments.resume)
     tokenizer = load_tokenizer(arguments.model_path)
@@ -167,7 +167,6 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         totals, policy_version, history = state.totals, state.policy_version, state.history
         ledger = restored_ledger(restored, stream, config)
         train_step.resume(state.kl_coefficient)
-    begin_stretch(folder, config, policy_version)
     registry = CollectorRegistry()
     reporter = _reporter(config, folder, -1 if restored is None else policy_version, registry, totals, checkpoints)
     broadcaster = _broadcaster(config, arguments, rank)
@@ -222,12 +221,15 @@ def _serve_metrics(
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:
-    """Publish the first weights, train, and write the summary in any case.
+    """Note the config, publish the first weights, train, and write the summary in any case.
 
+    A learner that cannot be built notes nothing: the files still describe the steps so far.
     Stop the workers only at the end of the run: after a failure the learner may restart, and they go on meanwhile.
     """
     learner.reporter.start_clock()
     config, version, team = learner.config, learner.policy_version, learner.train_step.team
+    begin_stretch(arguments.run_folder, config, version)
+    forget_earlier_summary(arguments.run_folder)
     measured = {record.name for record in learner.reporter.evaluations if record.policy_version == version}
     evaluate = not measured.issuperset(source.label for source in config.data.eval_sources)
     # Publish version 0, too: a server that this run did not start may have any weights.
@@ -240,7 +242,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
         learner.close()
         try:
             learner.reporter.write_summary(
-                arguments.run_folder / _SUMMARY,
+                arguments.run_folder / SUMMARY_NAME,
                 learner.intake.statistics(),
                 policy_version=learner.policy_version,
                 warm_start_s=arguments.warm_start_s,

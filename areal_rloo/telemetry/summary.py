@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from areal_rloo.files import write_atomically
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 
+SUMMARY_NAME = "summary.json"
+_EARLIER_NAME = ".summary-before.json"
 _EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples", "pass_share", "majority_share")
 
 
@@ -63,6 +66,30 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             "failed_checkpoints": self.failed_checkpoints,
         }
         write_atomically(path, msgspec.json.format(msgspec.json.encode(numbers), indent=2) + b"\n")
+
+
+def set_summary_aside(folder: Path) -> None:
+    """Set the summary of an earlier start aside, until the learner begins."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / SUMMARY_NAME).replace(folder / _EARLIER_NAME)
+
+
+def forget_earlier_summary(folder: Path) -> None:
+    """The learner begins: from now on, the earlier summary is wrong."""
+    (folder / _EARLIER_NAME).unlink(missing_ok=True)
+
+
+def has_earlier_summary(folder: Path) -> bool:
+    """True if a summary is set aside: the learner has not begun."""
+    return (folder / _EARLIER_NAME).exists()
+
+
+def restore_earlier_summary(folder: Path) -> bool:
+    """Put back what was set aside; False if the learner has begun, or if there was no summary."""
+    with contextlib.suppress(OSError):
+        (folder / _EARLIER_NAME).replace(folder / SUMMARY_NAME)
+        return True
+    return False
 
 
 def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary:

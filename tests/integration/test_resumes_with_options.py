@@ -126,6 +126,34 @@ def test_a_dry_run_of_a_resume_says_what_changes_and_writes_nothing(finished: Ru
     assert listing(finished.folder) == before
 
 
+def test_a_resume_whose_learner_never_begins_keeps_summary_and_report(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("learner.num_train_steps=1", "data.eval=null")
+    assert run.wait()[0] == 0
+    before = _told(run.folder)
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom areal_rloo.telemetry import scrapes\n"
+        "def refuse(*arguments):\n    raise OSError('no such address')\n"
+        "if 'areal_rloo.learner' in sys.orig_argv:\n    scrapes._Server.__init__ = refuse\n"
+    )
+    resumed = ("learner.num_train_steps=2", "data.eval=null", "learner.optimizer.learning_rate=1e-3", "--resume")
+    code, output = Run(run.folder, *resumed, entry=tmp_path / "mine.py").wait()
+    assert (code, "no such address" in output) == (1, True), output
+    assert _told(run.folder) == before
+    assert run.summary()["exit_reason"] == "completed"
+    code, output = Run(run.folder, *resumed).wait()
+    assert code == 0, output
+    assert run.summary()["num_train_steps"] == 2
+    assert [stretch.version for stretch in read_stretches(run.folder)] == [0, 1]
+
+
+def _told(folder: Path) -> dict[str, bytes]:
+    """Read the files that tell what the run has done."""
+    told = (folder / "summary.json", folder / "report.html", folder / "metrics.jsonl", *folder.glob("configs/*"))
+    return {path.name: path.read_bytes() for path in told}
+
+
 def test_a_resume_without_a_checkpoint_begins_again_with_any_options(start: Callable[..., Run]) -> None:
     short = ("learner.num_train_steps=1", "data.eval=null")
     run = start(*short)

@@ -12,8 +12,9 @@ import pytest
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.launcher.run_folder import choose_folder, newest_checkpoint, write_beginning
+from areal_rloo.launcher.run_folder import choose_folder, is_finished, newest_checkpoint, write_beginning
 from areal_rloo.launcher.start import begin, hold, leaves_nothing
+from areal_rloo.telemetry.summary import forget_earlier_summary, has_earlier_summary, restore_earlier_summary
 from areal_rloo.wire.security import load_keys
 
 HOST = Host("here", "127.0.0.1", 2, (), 0)
@@ -87,6 +88,21 @@ def test_a_run_that_has_not_trained_may_start_again(tmp_path: Path) -> None:
     config = load_config("quickstart.yaml", [f"run.folder={tmp_path}"])
     write_beginning(tmp_path, config, [HOST])
     assert choose_folder(config, resume=False) == tmp_path
+
+
+def test_the_summary_of_an_earlier_start_is_aside_until_the_learner_begins(tmp_path: Path) -> None:
+    config, summary = load_config("quickstart.yaml"), tmp_path / "summary.json"
+    summary.write_text('{"exit_reason": "completed"}')
+    for _ in range(2):  # the first launcher is killed before the learner begins
+        write_beginning(tmp_path, config, [HOST])
+        assert not is_finished(tmp_path)
+        assert has_earlier_summary(tmp_path)
+    assert restore_earlier_summary(tmp_path)
+    assert is_finished(tmp_path)
+    write_beginning(tmp_path, config, [HOST])
+    forget_earlier_summary(tmp_path)
+    assert not restore_earlier_summary(tmp_path)
+    assert not summary.exists()
 
 
 @pytest.mark.usefixtures("usual_umask")
