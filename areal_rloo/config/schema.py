@@ -263,6 +263,11 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
             f"{tiny.hidden_size}, {tiny.num_heads}, {tiny.num_kv_heads}"
         )
+    elif (tiny.hidden_size // tiny.num_heads) % 2:
+        yield (
+            f"model.tiny: expected an even hidden_size / num_heads, because rotary positions turn pairs, got "
+            f"{tiny.hidden_size} / {tiny.num_heads} = {tiny.hidden_size // tiny.num_heads}"
+        )
 
 
 def _wire_host_mistakes(config: Config) -> Iterator[str]:

@@ -26,7 +26,18 @@ from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.processes import LocalStarter
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import begin, check, hold, leaves_nothing, look, parse, placed, run_main, show_plan
+from areal_rloo.launcher.start import (
+    begin,
+    check,
+    check_here,
+    hold,
+    leaves_nothing,
+    look,
+    parse,
+    placed,
+    run_main,
+    show_plan,
+)
 from areal_rloo.ports import ReservedPorts
 
 
@@ -41,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     several = launcher.num_hosts > 1
     check(options.config, runs_here=not several)
     folder = choose_folder(options.config, resume=options.resume)
+    if not several:
+        check_here(options.config)
     if options.dry_run:
         hosts = described_hosts(launcher) if several else [this_host(launcher)]
         show_plan(options, hosts, folder, private_folder=None if several else Path("PRIVATE_FOLDER"))

@@ -2,6 +2,8 @@
 
     parse ─► check ─► (show_plan, for --dry-run) ─► hold ─► placed ─► look ─► begin ─► a JobRequest for job.py
 
+Before `show_plan`, the local launcher calls `check_here`; the others run elsewhere, where `look` makes these checks.
+
 A mistake of the user ends the launcher with a line and exit code 2 before anything is started (`run_main`).
 """
 
@@ -19,9 +21,11 @@ from areal_rloo.config import Config, check_unique, dump_config, import_entry, l
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Situation, findings, raise_first
+from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_wire_host
 from areal_rloo.launcher.doctor.disk import check_run_folder
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.doctor.limits import check_processes
+from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.placement import Host, Placement, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
@@ -130,6 +134,16 @@ def check(config: Config, *, runs_here: bool = True) -> None:
             raise_first(check_input(situation))
         except OSError as error:  # a folder of another user
             raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
+
+
+def check_here(config: Config) -> None:
+    """Check the addresses and the packages of this host for a run here, after `choose_folder` has refused a resume.
+
+    Raises:
+        UserError: the first wrong finding.
+    """
+    for check_part in (check_wire_host, check_metrics_host, check_extras):
+        raise_first(check_part(Situation(config)))
 
 
 def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> None:

@@ -49,7 +49,11 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
 
 
 def check_trainable(key: str, folder: Path) -> None:
-    """Check the family of a policy by its config.json, before any process loads it; raise ModelError otherwise."""
+    """Check family and heads of a policy by its config.json, before any process loads it.
+
+    Raises:
+        ModelError: the policy cannot be trained, or config.json cannot be read.
+    """
     try:
         config = from_json((folder / "config.json").read_bytes(), dict[str, Any])
     except (OSError, DecodeError) as error:
@@ -57,6 +61,14 @@ def check_trainable(key: str, folder: Path) -> None:
             f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
         ) from error
     check_family(key, str(folder), config.get("model_type"))
+    size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head_dim is None and config["model_type"] != "qwen3" and isinstance(size, int) and isinstance(num_heads, int):
+        head_dim = size // num_heads if num_heads > 0 else 0
+    if isinstance(head_dim, int) and (head_dim < 2 or head_dim % 2):
+        raise ModelError(
+            f"{key}: {folder} has heads of {head_dim} numbers; expected an even number, because rotary positions turn "
+            "pairs of numbers; take another model"
+        )
 
 
 def check_family(key: str, path: str, family: object) -> None:

@@ -86,6 +86,8 @@ def test_a_run_completes_with_other_groups_and_staleness_up_and_down(start: Call
     [
         ("run.seed=7", "error: run.seed: expected 0 as in step-000001, got 7: another seed gives another order of"),
         ("model.tiny.num_layers=3", "error: model.tiny.num_layers: expected 2 as in step-000001, got 3: "),
+        ("telemetry.metrics_host=203.0.113.7", "error: telemetry.metrics_host: 203.0.113.7 is no address of this host"),
+        ("learner.num_threads=4096", "error: learner.num_threads: expected at most"),
         ("learner.lora={rank: 2}", "error: learner.lora: expected null as in step-000001, got "),
     ],
 )

@@ -77,6 +77,10 @@ BY_HAND = [
     ("wire.host=-a", "wire.host: expected a host name or an address"),
     (f"wire.host={'a' * 64}", "wire.host: expected a host name or an address"),
     ("telemetry.metrics_host='*'", "telemetry.metrics_host: expected a host name or an address"),
+    ("wire.host=203.0.113.7", "wire.host: 203.0.113.7 is no address of this host"),
+    ("wire.host=nosuchhost.invalid", "wire.host: nosuchhost.invalid is a name without an IPv4 address here"),
+    ("telemetry.metrics_host=203.0.113.7", "telemetry.metrics_host: 203.0.113.7 is no address of this host"),
+    ("telemetry.metrics_host=nosuchhost.invalid", "telemetry.metrics_host: nosuchhost.invalid is no address of this"),
     ("wire.port=65536", "wire.port: expected int <= 65535"),
     ("telemetry.metrics_port=65535", "telemetry.metrics_port: expected at most 65534"),
     ("rollout.engine=sglang & rollout.sglang.urls=['http://[::1']", "rollout.sglang.urls: expected http://HOST:PORT"),
@@ -90,6 +94,7 @@ BY_HAND = [
     ("rollout.device=cuda:1", "rollout.device: expected one of auto, cpu, cuda"),
     ("learner.device=cuda", "devices: the plan needs 1 GPUs"),
     ("rollout.device=cuda", "devices: the plan needs 1 GPUs"),
+    ("learner.kernels=liger", "learner.kernels: expected torch on a CPU, got liger, whose kernels need a GPU"),
     ("launcher.gpus_per_host=8", "launcher.gpus_per_host: expected 8 GPUs"),
     ("data.train.rewards=[{model: a/b, device: tpu}]", "data.train.rewards.0.device: expected auto, cpu, cuda"),
     # counts
@@ -103,6 +108,8 @@ BY_HAND = [
     ("rollout.lease_ahead_samples=65537", "rollout.lease_ahead_samples: expected int <= 65536"),
     ("rollout.num_async_rewards=1000000000", "rollout.num_async_rewards: expected int <= "),
     ("rollout.num_threads=100000", "rollout.num_threads: expected int <= 4096"),
+    ("rollout.num_threads=4096", "rollout.num_threads: expected at most"),
+    ("learner.num_threads=4096", "learner.num_threads: expected at most"),
     ("learner.num_replicas=3", "learner.num_replicas: expected a divisor of learner.num_ranks=1"),
     ("launcher.num_hosts=100000", "launcher.num_hosts: expected int <= 1024"),
     ("launcher.gpus_per_host=1000000000", "launcher.gpus_per_host: expected int <= 4096"),
@@ -113,6 +120,8 @@ BY_HAND = [
     ("model.tiny.hidden_size=1000000000", "model.tiny.hidden_size: expected int <= "),
     ("model.tiny.num_layers=1000000", "model.tiny.num_layers: expected int <= "),
     ("model.tiny.num_heads=5", "model.tiny: expected hidden_size divisible by num_heads"),
+    ("model.tiny.hidden_size=42", "model.tiny: expected an even hidden_size / num_heads, because rotary positions"),
+    ("model.tiny.hidden_size=6 & model.tiny.num_heads=6 & model.tiny.num_kv_heads=6", "got 6 / 6 = 1"),
     # messages and tokens
     ("wire.max_message_bytes=1", "wire.max_message_bytes: expected int >= 1048576"),
     (

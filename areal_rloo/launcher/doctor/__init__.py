@@ -41,6 +41,8 @@ QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     addresses.check_hub,
     addresses.check_ports,
     addresses.check_wire_host,
+    addresses.check_metrics_host,
+    software.check_extras,
     software.check_variables,
     devices.check_gpus,
     disk.check_shared_memory,

@@ -62,6 +62,19 @@ def check_wire_host(situation: Situation) -> Iterator[Finding]:
             yield wrong("wire.host", f"{host} is no address of this host ({error.strerror})", fix)
 
 
+def check_metrics_host(situation: Situation) -> Iterator[Finding]:
+    """Bind telemetry.metrics_host, as the learner and the workers will."""
+    host = situation.config.telemetry.metrics_host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = call_within(_ANSWER_S, lambda: socket.getaddrinfo(host, 0, family, socket.SOCK_STREAM))
+        with socket.socket(family) as probe:
+            probe.bind(found[0][4])
+    except OSError as error:
+        fix = "set telemetry.metrics_host to an address that `ip address` shows here, or to 0.0.0.0 for all"
+        yield wrong("telemetry.metrics_host", f"{host} is no address of this host ({first_line(error)})", fix)
+
+
 def _name_findings(name: str, fix: str) -> Iterator[Finding]:
     """Look up a name: ZeroMQ takes the IPv4 address."""
     try:

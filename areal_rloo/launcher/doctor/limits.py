@@ -18,6 +18,7 @@ _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
 _MANY_TORCH, _TORCH_PER_CORE, _TORCH_BYTES = 64, 16, 150 * 2**20  # processes with torch; the least memory of each
 _MANY_REWARDS, _REWARDS_PER_CORE = 256, 64
+_MANY_THREADS, _THREADS_PER_CORE = 128, 16  # of a process
 _CGROUP = Path("/sys/fs/cgroup")
 _MUCH_SWAP_BYTES = 2**30
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -111,7 +112,7 @@ def _least_memory(config: Config, parameters: int) -> int:
 
 
 def check_processes(situation: Situation) -> Iterator[Finding]:
-    """Compare the processes of a run on this host alone with its cores and its memory."""
+    """Compare the processes of a run on this host alone, and the threads of each, with its cores and its memory."""
     config = situation.config
     num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
     most = max(_MANY_TORCH, num_cores() * _TORCH_PER_CORE, len(situation.config.rollout.server_urls))
@@ -126,6 +127,12 @@ def check_processes(situation: Situation) -> Iterator[Finding]:
     if num_rewards > max(_MANY_REWARDS, most):
         what = f"expected at most {max(_MANY_REWARDS, most)} processes on {num_cores()} cores, got {num_rewards}"
         yield wrong("rollout.num_reward_workers", f"{what} for all workers", "lower rollout.num_reward_workers")
+    most = max(_MANY_THREADS, num_cores() * _THREADS_PER_CORE)
+    threads = {"learner.num_threads": config.learner.num_threads, "rollout.num_threads": config.rollout.num_threads}
+    for key, count in threads.items():
+        if count > most:
+            what = f"expected at most {most} threads of a process on {num_cores()} cores, got {count}"
+            yield wrong(key, what, f"lower {key}, or set 0 for an even share")
 
 
 def check_process_limit(situation: Situation) -> Iterator[Finding]:

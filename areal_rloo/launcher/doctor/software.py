@@ -6,6 +6,7 @@ Nothing is imported: versions come from the metadata of pip, network interfaces 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import socket
 import sys
@@ -13,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import areal_rloo
+from areal_rloo.errors import ConfigError
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wrong
+from areal_rloo.launcher.hosts import this_host
 
 _LEAST_PYTHON = (3, 11)
 _DISTRIBUTION = "areal-rloo"
+_EXTRAS = {"peft": "peft", "liger": "liger_kernel"}  # the module of each
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?(?:>=([\d.]+))?")
 _INTERFACES = Path("/sys/class/net")
 # The effect of each value on a run.
@@ -74,6 +78,20 @@ def check_packages(situation: Situation) -> Iterator[Finding]:
         else:
             found.append(f"{name} {version}")
     yield ok("packages", ", ".join(found))
+
+
+def check_extras(situation: Situation) -> Iterator[Finding]:
+    """Check for the packages, and for the GPU, that options of the learner need."""
+    config = situation.config
+    needed = {"learner.lora": "peft"} if config.learner.lora is not None else {}
+    if config.learner.kernels == "liger":
+        if config.learner.device == "cpu" or not this_host(config.launcher).gpu_ids:
+            what = "expected torch on a CPU, got liger, whose kernels need a GPU"
+            yield wrong("learner.kernels", what, "set learner.kernels=torch", ConfigError)
+        needed["learner.kernels"] = "liger"
+    for key, extra in needed.items():
+        if importlib.util.find_spec(_EXTRAS[extra]) is None:
+            yield wrong(key, f"{_EXTRAS[extra]} is not installed", f"pip install '{_DISTRIBUTION}[{extra}]'")
 
 
 def check_variables(situation: Situation) -> Iterator[Finding]:

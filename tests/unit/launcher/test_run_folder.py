@@ -90,7 +90,7 @@ def test_a_run_that_has_not_trained_may_start_again(tmp_path: Path) -> None:
     assert choose_folder(config, resume=False) == tmp_path
 
 
-def test_the_summary_of_an_earlier_start_is_aside_until_the_learner_begins(tmp_path: Path) -> None:
+def test_an_earlier_summary_is_aside_until_the_learner_begins(tmp_path: Path) -> None:
     config, summary = load_config("quickstart.yaml"), tmp_path / "summary.json"
     summary.write_text('{"exit_reason": "completed"}')
     for _ in range(2):  # the first launcher is killed before the learner begins

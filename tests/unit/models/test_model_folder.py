@@ -3,12 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_rloo.engines.sglang.model_folder import read_model
 from areal_rloo.errors import DecodeError, ModelError
-from areal_rloo.models.folder import cached_folder, check_weights, num_parameters, weight_files
+from areal_rloo.models.folder import cached_folder, check_trainable, check_weights, num_parameters, weight_files
 
 
 @pytest.mark.parametrize("index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": []}', b"[" * 9000, b"\xff", b"{}"])
@@ -29,6 +30,27 @@ def test_a_damaged_config_is_refused_before_a_server_starts(tmp_path: Path, conf
     (tmp_path / "config.json").write_bytes(config)
     with pytest.raises(ModelError, match=r"has no config\.json with a vocab_size"):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "mended"),
+    [
+        ({"model_type": "llama", "hidden_size": 42, "num_attention_heads": 6}, 7, {"hidden_size": 48}),
+        ({"model_type": "qwen2", "hidden_size": 42, "num_attention_heads": 6, "head_dim": None}, 7, {"head_dim": 8}),
+        ({"model_type": "qwen2", "hidden_size": 6, "num_attention_heads": 6}, 1, {"num_attention_heads": 3}),
+        ({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 0}, 0, {"num_attention_heads": None}),
+        # without head_dim, heads of qwen3 have 128 numbers, whatever the hidden size
+        ({"model_type": "qwen3", "hidden_size": 6, "num_attention_heads": 6, "head_dim": 15}, 15, {"head_dim": None}),
+    ],
+)
+def test_heads_that_rotary_positions_cannot_turn_are_refused(
+    tmp_path: Path, config: dict[str, Any], size: int, mended: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"^model\.path: .* has heads of {size} numbers; expected an even number"):
+        check_trainable("model.path", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | mended))
+    check_trainable("model.path", tmp_path)
 
 
 def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:

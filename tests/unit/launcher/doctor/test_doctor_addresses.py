@@ -8,6 +8,7 @@ from support.situations import found, only
 
 from areal_rloo.launcher.doctor.addresses import (
     check_host_name,
+    check_metrics_host,
     check_ports,
     check_servers,
     check_wire_host,
@@ -59,6 +60,14 @@ def test_a_wire_host_of_another_host_is_wrong() -> None:
         assert found(check_wire_host, f"wire.host={good}") == []
     said = only(check_wire_host, "wrong", "wire.host=nobody.invalid").what
     assert said.startswith("nobody.invalid is a name without an IPv4 address here")
+
+
+def test_a_metrics_host_of_another_host_is_wrong() -> None:
+    for foreign in ("203.0.113.7", "nobody.invalid", "2001:db8::7"):
+        said = only(check_metrics_host, "wrong", f"telemetry.metrics_host={foreign}").what
+        assert said.startswith(f"{foreign} is no address of this host (")
+    for good in ("127.0.0.1", "localhost", "0.0.0.0", *(["::1", "'::'"] if socket.has_dualstack_ipv6() else [])):
+        assert found(check_metrics_host, f"telemetry.metrics_host={good}") == []
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this host")

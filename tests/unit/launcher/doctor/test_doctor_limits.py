@@ -42,6 +42,15 @@ def test_more_processes_than_the_host_can_run_are_wrong(monkeypatch: pytest.Monk
     assert "8 processes take at least 1.172 GiB" in only(check_processes, "wrong", "rollout.num_workers=8").what
 
 
+def test_more_threads_of_a_process_than_the_host_can_run_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, most in ((2, 128), (100, 1600)):
+        monkeypatch.setattr("areal_rloo.launcher.doctor.limits.num_cores", lambda cores=cores: cores)
+        assert found(check_processes, f"rollout.num_threads={most}", f"learner.num_threads={most}") == []
+        for key in ("rollout.num_threads", "learner.num_threads"):
+            many = only(check_processes, "wrong", f"{key}={most + 1}")
+            assert (many.name, f"at most {most} threads of a process on {cores} cores" in many.what) == (key, True)
+
+
 def test_low_limits_are_reported() -> None:
     few = _limited("-n 100 -u 100")
     assert (few["open files"]["state"], few["processes"]["state"]) == ("wrong", "wrong")

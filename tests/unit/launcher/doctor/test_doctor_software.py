@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.situations import found, only
 
-from areal_rloo.launcher.doctor.software import check_packages, check_python, check_variables
+from areal_rloo.launcher.doctor.software import check_extras, check_packages, check_python, check_variables
 
 
 def test_an_old_python_or_package_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -23,6 +23,24 @@ def test_an_old_python_or_package_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.undo()
     monkeypatch.setattr("areal_rloo.launcher.doctor.software._DISTRIBUTION", "nobody-has-this")
     assert "is not installed in" in only(check_packages, "unsure").what
+
+
+def test_an_option_whose_package_is_absent_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for option, package, extra in (("lora={rank: 4}", "peft", "peft"), ("kernels=liger", "liger_kernel", "liger")):
+        absent = only(check_extras, "wrong", f"learner.{option}")
+        assert (absent.what, absent.fix) == (f"{package} is not installed", f"pip install 'areal-rloo[{extra}]'")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert found(check_extras, "learner.lora={rank: 4}", "learner.kernels=liger") == found(check_extras) == []
+
+
+def test_kernels_of_a_gpu_without_a_gpu_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for visible, device in (("0", "cpu"), ("", "auto")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        said = only(check_extras, "wrong", "learner.kernels=liger", f"learner.device={device}")
+        assert said.what == "expected torch on a CPU, got liger, whose kernels need a GPU"
 
 
 @pytest.mark.parametrize(
