@@ -9,8 +9,10 @@ for `broadcast.py`, from `poll`. The intake reports the workers; tests drive any
 
 Over shared memory, every worker takes a version alone: an offer is for a single worker, and a slow worker delays no
 other. A collective needs all ranks, so a slow worker delays all: the workers are called first, and the offer is for
-those that answer at once. A worker that hangs in a broadcast, or whose version falls again and again, gets the next
-call after a backoff, which doubles; each new version that the worker takes undoes one doubling.
+those that answer at once. If a broadcast to several workers fails, any of them can be why: each is in groups of half
+the size next, down to itself alone, and in groups of twice the size after each success. A worker that fails alone,
+leaves an offer, or whose version falls again and again, gets the next call after a backoff, which doubles; each new
+version taken undoes one doubling.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ logger = get_logger(__name__)
 
 _MOST_DOUBLINGS = 6  # of the backoff of a worker with repeated failures
 _MOST_DEPARTED = 1024  # workers whose backoff is remembered
+_MOST_TOGETHER = 2**20  # far above any number of workers
+_MOST_PASSED = 16  # offers without a worker; then the worker is called with the others again
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,9 @@ class Member:
     answer_number: int = 0  # number of the message with the last answer
     num_doublings: int = 0  # of the backoff after the next failure
     again_s: float = 0.0  # no offer before this time
+    most_together: int = _MOST_TOGETHER  # workers in the next collective, this one included
+    newest_call: int = 0  # id of the offer
+    left_call: bool = False  # departed before the call had become an offer
 
 
 @dataclass(slots=True)
@@ -92,11 +99,15 @@ class _Offer:
     deadline_s: float  # of the call, then of the offer
     begun_s: float
     workers: set[str]  # taking part
+    num_begun: int = 0  # workers at the beginning
     checksum: int | None = None
     has_begun: bool = False
     sent: bool = False  # the transport has finished
+    has_failed: bool = False  # the transport, with an error
     called: set[str] = field(default_factory=set)  # without an answer to the call
     pending: set[str] = field(default_factory=set)  # without an answer to the offer
+    left: set[str] = field(default_factory=set)  # departed without an answer to the offer
+    took: dict[str, bool] = field(default_factory=dict)  # in time; true if the version was new to the worker
 
 
 class Offers:
@@ -136,8 +147,9 @@ class Offers:
             self.members[worker_id] = member
         if number < member.answer_number:
             return
-        if policy_version < member.policy_version:
+        if member.left_call or policy_version < member.policy_version:
             self._back_off(member, now_s, first_s=0.0)  # an engine that restarts, or a lie
+        member.left_call = False
         member.policy_version = policy_version
         member.highest_version = max(member.highest_version, policy_version)
 
@@ -165,7 +177,10 @@ class Offers:
     def leave(self, worker_id: str) -> None:
         """Forget a departed worker, except for its backoff: to come anew would keep the weights from all workers."""
         if (member := self.members.pop(worker_id, None)) is not None:
-            self._departed[worker_id] = replace(member, offer_id=None, answer_number=0)
+            left = any(
+                worker_id in offer.called | offer.workers for offer in self._offers.values() if not offer.has_begun
+            )
+            self._departed[worker_id] = replace(member, offer_id=None, answer_number=0, left_call=left)
             if len(self._departed) > _MOST_DEPARTED:
                 del self._departed[next(iter(self._departed))]
             self._give_up(worker_id)
@@ -193,7 +208,9 @@ class Offers:
             return
         if offer is not None:
             member.policy_version = max(member.policy_version, offer.policy_version)
-        if member.policy_version > member.highest_version or offer is None:
+            if worker_id in offer.pending:
+                offer.took[worker_id] = member.policy_version > member.highest_version
+        elif not self._together:  # late, which delays no other: do not let a slow worker wait ever longer
             member.num_doublings = max(0, member.num_doublings - 1)
         member.highest_version = max(member.highest_version, member.policy_version)
         self._answered(member, worker_id, number, taken=True)
@@ -205,15 +222,22 @@ class Offers:
             return
         logger.warning("%s could not take offer %d of the weights: %s", worker_id, offer_id, detail)
         self.num_failures += 1
-        # The cause may take a moment to go away, and in a collective a retry costs all workers.
-        self._back_off(member, now_s, first_s=0.0)
+        offer = self._offers.get(offer_id)
+        if offer is not None and worker_id in offer.pending:  # else the timeout has counted
+            # The cause may take a moment to go away, and in a collective a retry costs all workers.
+            self._blame(offer, member, now_s, first_s=0.0)
         self._answered(member, worker_id, number, taken=False)
 
     def broken(self, offer_id: int, detail: str, now_s: float) -> None:
         """Record an error of the transport: the offer fails for all its workers."""
-        offer = self._offers.get(offer_id)
-        for worker_id in sorted(offer.pending) if offer is not None else ():
+        if (offer := self._offers.get(offer_id)) is None:
+            return
+        offer.has_failed = True
+        for worker_id in sorted(offer.pending):
             self.failed(worker_id, offer_id, detail, number=0, now_s=now_s)
+        for name in (*offer.took, *offer.left):  # success was a lie, or luck
+            if (member := self.members.get(name) or self._departed.get(name)) is not None:
+                self._blame(offer, member, now_s, first_s=0.0)
 
     def sent(self, offer_id: int) -> None:
         """Record the end of the transport of an offer, with or without success."""
@@ -257,17 +281,33 @@ class Offers:
                 del self._offers[offer.offer_id]
 
     def _call(self, now_s: float) -> None:
-        free = {n for n, member in self.members.items() if member.offer_id is None and now_s >= member.again_s}
         offer = self._made(set(), now_s)
-        offer.called, offer.deadline_s = free, now_s + self._call_timeout_s
+        offer.called, offer.deadline_s = self._group(now_s), now_s + self._call_timeout_s
+        for worker_id in offer.called:
+            self.members[worker_id].newest_call = offer.offer_id
         self._offers[offer.offer_id] = offer
-        self._commands.append(Call(offer.offer_id, tuple(sorted(free))))
+        self._commands.append(Call(offer.offer_id, tuple(sorted(offer.called))))
+
+    def _group(self, now_s: float) -> set[str]:
+        """Choose the workers of the next collective: those behind first, in groups as large as allowed."""
+        most = {name: member.most_together for name, member in self.members.items()}
+        for name, member in self.members.items():
+            if self._num_offers - member.newest_call > _MOST_PASSED:
+                most[name] = _MOST_TOGETHER  # else the others, always behind, would keep the weights from this worker
+        free = [n for n, member in self.members.items() if member.offer_id is None and now_s >= member.again_s]
+        free.sort(key=lambda n: (not self._is_behind(self.members[n]), -most[n], self.members[n].newest_call))
+        group, fewest = set[str](), _MOST_TOGETHER
+        for name in free:
+            if len(group) < min(fewest, most[name]):
+                group.add(name)
+                fewest = min(fewest, most[name])
+        return group
 
     def _begin(self, offer: _Offer, now_s: float) -> None:
         self._offers[offer.offer_id] = offer
         offer.has_begun, offer.called = True, set()
         offer.policy_version, offer.begun_s, offer.deadline_s = self.newest_version, now_s, now_s + self._timeout_s
-        offer.pending = set(offer.workers)
+        offer.pending, offer.num_begun = set(offer.workers), len(offer.workers)
         for worker_id in offer.workers:
             self.members[worker_id].offer_id = offer.offer_id
         self._commands.append(Begin(offer.offer_id, offer.policy_version, tuple(sorted(offer.workers))))
@@ -282,7 +322,7 @@ class Offers:
             self.num_left_out += 1
             member = self.members.get(worker_id)
             if member is not None:
-                self._back_off(member, now_s, first_s=self._call_timeout_s)
+                self._blame(offer, member, now_s, first_s=self._call_timeout_s)
             if offer.has_begun:
                 self._commands.append(Answered(offer.offer_id, worker_id, taken=False))
 
@@ -296,6 +336,8 @@ class Offers:
         for offer in list(self._offers.values()):
             offer.called.discard(worker_id)
             offer.workers.discard(worker_id)
+            if worker_id in offer.pending:
+                offer.left.add(worker_id)
             self._settle(offer.offer_id, worker_id, taken=False)
 
     def _settle(self, offer_id: int, worker_id: str, *, taken: bool) -> None:
@@ -310,6 +352,17 @@ class Offers:
         if offer.sent and not offer.pending:
             del self._offers[offer.offer_id]
             self._commands.append(Over(offer.offer_id))
+            for name in () if offer.has_failed else offer.took:
+                if offer.took[name] and (member := self.members.get(name)) is not None:
+                    member.num_doublings = max(0, member.num_doublings - 1)
+                    member.most_together = min(_MOST_TOGETHER, 2 * member.most_together)
+
+    def _blame(self, offer: _Offer, member: Member, now_s: float, *, first_s: float) -> None:
+        """Back off after a failed offer. If others took part, separate them: any may be why, and may keep it up."""
+        if 1 < offer.num_begun <= member.most_together:
+            member.most_together, member.again_s = offer.num_begun // 2, now_s + first_s
+        else:
+            self._back_off(member, now_s, first_s=first_s)
 
     def _back_off(self, member: Member, now_s: float, *, first_s: float) -> None:
         member.again_s = now_s + first_s + self._call_timeout_s * (2.0**member.num_doublings - 1)

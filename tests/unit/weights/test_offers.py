@@ -236,6 +236,20 @@ def test_a_worker_whose_version_falls_is_in_few_collectives(comes_anew: bool) ->
     assert offers.members["falls"].again_s < now_s + 200.0, "the backoff is limited"
 
 
+def test_a_worker_that_is_always_a_bit_late_does_not_wait_ever_longer() -> None:
+    """Over shared memory, where it delays no other."""
+    offers = _offers("slow")
+    waits = []
+    for number in range(1, 10):
+        now_s = 100.0 * number
+        offers.publish(number)
+        (begin,) = _begun(offers, now_s)
+        offers.poll(now_s + 10.0)
+        waits.append(offers.members["slow"].again_s - now_s - 10.0)
+        offers.received("slow", begin.offer_id, 7, number=number, now_s=now_s + 11.0)
+    assert set(waits) == {2.0}
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_no_worker_and_no_version_need_no_offer(together: bool) -> None:
     assert Offers(together=together, timeout_s=1.0, call_timeout_s=1.0).poll(0.0) == []
