@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
-_DUTY_S = 8e-6  # of the loop for a duty in a Hello
+_DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -208,10 +208,11 @@ class IntakeService:
             peer, message = await self.channel.receive()
             for lost in self.channel.disconnected_by_now():  # before the Hello of the next process of a worker
                 self._intake.disconnected(lost, time.monotonic())
-            began_s = time.thread_time()
+            began_s, was_met = time.thread_time(), self.fleet.name_of(peer) is not None
             self._apply(self._intake.handle(peer, message, time.monotonic()))
-            # The leases after a Hello are the learner's own wish, so the duties alone count.
-            work_s = _DUTY_S * len(message.duties) if isinstance(message, Hello) else time.thread_time() - began_s
+            work_s = time.thread_time() - began_s
+            if isinstance(message, Hello) and not was_met and self.fleet.name_of(peer) is not None:
+                work_s = _DUTY_S * len(message.duties)  # the first leases are the learner's own wish
             self.channel.charge(peer, work_s)
             if isinstance(message, Goodbye):
                 self.channel.departed(peer)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -30,7 +31,7 @@ from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Heartbeat, Hello, Work
+from areal_rloo.wire.messages import Heartbeat, Hello, Work, WorkerMessage
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
@@ -134,6 +135,39 @@ def test_a_drain_ends_the_wait_for_shared_memory(tmp_path: Path) -> None:
     assert service.take_batch() is None
     assert intake._policy_version == 1, "a checkpoint of this version has the step"
     service.close()
+
+
+def test_a_process_is_charged_for_all_its_hellos_but_the_first(tmp_path: Path) -> None:
+    """Each looks for leases; those after the first Hello, and a long look for them, are the learner's own wish."""
+
+    class Scripted(LearnerChannel):
+        async def receive(self) -> tuple[str, WorkerMessage]:
+            if not script:
+                await asyncio.sleep(1000.0)
+            return script.pop(0)
+
+        def charge(self, peer: str, work_s: float) -> None:
+            charged.append((peer, work_s))
+
+    class Slow(Intake):
+        def grants(self) -> list[Outgoing]:
+            ends_s = time.thread_time() + 0.01
+            while time.thread_time() < ends_s:
+                pass
+            return super().grants()
+
+    def hello(worker_id: str) -> Hello:
+        return Hello(worker_id, "1", 4, 0, None, 1, 0, (), Work())
+
+    charged: list[tuple[str, float]] = []
+    script: list[tuple[str, WorkerMessage]] = [("00", hello("w")), ("00", hello("w")), ("01", hello("w"))]
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster.offers)
+    intake.__class__ = Slow
+    service = IntakeService(intake, broadcaster, lambda: Scripted.bind(fresh_address(), limits=Limits()), heartbeat_s=1)
+    eventually(lambda: len(charged) == 3, "the messages are not handled")
+    service.close()
+    assert [(peer, work_s >= 0.01) for peer, work_s in charged] == [("00", False), ("00", True), ("01", True)]
 
 
 @pytest.mark.parametrize("error", [None, asyncio.CancelledError()])
