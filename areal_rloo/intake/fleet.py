@@ -171,9 +171,10 @@ class Fleet:
         """
         Args:
             most_samples: train samples of a worker, whatever capacity the worker claims.
-            num_expected: workers that will come.
+            num_expected: workers that will come, under the names that the launchers give.
         """
-        self._most_samples, self._num_expected = most_samples, num_expected
+        self._most_samples = most_samples
+        self._expected = frozenset(f"rollout-{index}" for index in range(num_expected))
         self._first_tick_s = self._last_tick_s = math.inf
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
@@ -257,7 +258,8 @@ class Fleet:
             yield ()
 
     def _num_awaited(self) -> int:
-        return max(0, self._num_expected - len(self.alive) - len(self._departed))
+        """Count the expected workers not here: others that came first could end the run in place of them."""
+        return len(self._expected - self.alive.keys() - self._departed.keys())
 
     def heard(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat."""
@@ -337,7 +339,7 @@ class Fleet:
         """
         self._first_tick_s = min(self._first_tick_s, now_s)
         if now_s - self._first_tick_s >= _VOTES_S:
-            self._num_expected = 0
+            self._expected = frozenset()
         self._departed = {w.worker_id: w for w in self._departed.values() if now_s - w.last_heard_s < _VOTES_S}
         workers = [worker for worker in self.alive.values() if worker.capacity_samples]
         for worker in workers:

@@ -100,7 +100,7 @@ class Simulation:
             try:
                 self._run()
             except UserError as error:  # the rewards of worker 1 fail
-                if self.learner is None or self.learner.has_met("w0"):
+                if self.learner is None or self.learner.has_met("rollout-0"):
                     raise ViolationError(f"a single worker ends the run: {error}") from error
 
     def _run(self) -> None:
@@ -256,7 +256,7 @@ class Simulation:
         self.network.carry(worker.number, (peer, "up"), deliver)
 
     def to_worker(self, peer: str, message: wire.LearnerMessage) -> None:
-        number = int(peer.partition("#")[0][1:])
+        number = int(peer.partition("#")[0].removeprefix("rollout-"))
 
         def deliver() -> None:
             worker = self.seconds.get(peer) or self.workers.get(number)

@@ -27,7 +27,7 @@ class SimulatedWorker:
 
     def __init__(self, simulation: Simulation, number: int, incarnation: int) -> None:
         self.simulation, self.number, self.incarnation = simulation, number, incarnation
-        self.name = f"w{number}"
+        self.name = f"rollout-{number}"
         self.peer = f"{self.name}#{incarnation}"
         self.alive, self.hangs = True, False  # `hangs`: sends heartbeats, and samples no token any more
         self.claims_progress = False

@@ -173,17 +173,44 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
 def test_a_worker_that_fails_while_others_restart_is_set_aside_once() -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     intake.handle("good", _hello("good"), 0.0)
-    bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
+    bad = duties_of(intake.handle("bad", _hello("rollout-0"), 0.0), "bad")
     intake.handle("good", Goodbye(LEARNER, Work()), 1.0)
     for _ in range(LAST_OUTCOMES):
         bad = duties_of([*fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
     assert bad == []
     assert intake.fleet.statistics().set_aside == 1
-    intake.handle("bad", heartbeat(intake.fleet.alive["bad"].duties, tokens=1), 300.0)
+    intake.handle("bad", heartbeat(intake.fleet.alive["rollout-0"].duties, tokens=1), 300.0)
     bad = duties_of(intake.tick(300.0), "bad")  # the other is gone for good
     with pytest.raises(UserError, match="got none"):
         for _ in range(LAST_OUTCOMES):
             bad = duties_of([*fail(intake, "bad", bad), *intake.tick(300.0)], "bad")
+
+
+@pytest.mark.parametrize(("num_expected", "num_strangers"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_strangers_that_come_first_do_not_end_the_run(num_expected: int, num_strangers: int) -> None:
+    """The expected workers still load."""
+    intake = make_intake(make_offers(), *TWO_GROUPS, f"rollout.num_workers={num_expected}")
+    for name in (f"rollout-{num_expected + index}" for index in range(num_strangers)):
+        duties = duties_of(intake.handle(name, _hello(name), 0.0), name)
+        for _ in range(LAST_OUTCOMES):
+            duties = duties_of([*fail(intake, name, duties), *intake.tick(1.0)], name)
+    assert intake.fleet.statistics().set_aside == num_strangers
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "a name of the user's own"])
+def test_rewards_that_fail_at_a_lone_worker_end_the_run(name: str) -> None:
+    """At once, or after the five minutes of the expected workers."""
+    intake = make_intake(make_offers(), *TWO_GROUPS)
+    duties = duties_of(intake.handle("peer", _hello(name), 0.0), "peer")
+    ends_s = 0.0 if name == "rollout-0" else 310.0
+    with pytest.raises(UserError, match="got none"):
+        for second in range(0, 400, 10):
+            work = heartbeat(intake.fleet.alive[name].duties, tokens=second)
+            intake.handle("peer", work, float(second))
+            duties = [*duties, *duties_of(intake.tick(float(second)), "peer")]
+            for _ in range(LAST_OUTCOMES):
+                duties = duties_of(fail(intake, "peer", duties, now_s=float(second)), "peer") if duties else []
+    assert ends_s - 10.0 <= second <= ends_s
 
 
 def test_the_first_worker_to_come_cannot_end_the_run() -> None:

@@ -258,13 +258,13 @@ def test_workers_with_completions_vote_and_so_do_those_that_may_get_some() -> No
 def test_each_worker_has_one_vote_wherever_it_is() -> None:
     fleet = Fleet(most_samples=8, num_expected=3)
     assert _votes(fleet) == [0, 0, 0]
-    worker = _joined(fleet, "w")
+    worker = _joined(fleet, "rollout-0")
     worker.standing.failed.append(True)
     assert _votes(fleet) == [0, 0, 1]
     fleet.remove(worker)
     assert _votes(fleet) == [0, 0, 1]
-    _joined(fleet, "w")
+    _joined(fleet, "rollout-0")
     assert _votes(fleet) == [0, 0, 1]
-    for name in ("x", "y", "z"):
+    for name in ("rollout-1", "rollout-2", "another"):
         _joined(fleet, name)
     assert _votes(fleet) == [0, 0, 0, 1]
