@@ -24,11 +24,13 @@ ArealRlooError
     └── UnsavedError         a last checkpoint that the disk refused
 
 `raised` turns an exception of the user's code into the text of a `UserError`, `described` into the detail of a
-`SampleError`.
+`SampleError`; `defined_at` says where a function of the user is.
 """
 
+import inspect
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
@@ -209,10 +211,24 @@ def described(error: BaseException) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Describe an exception of the user's code: class, text, and the last line of the user's files."""
+    """Describe an exception of the user's code: class, text, and the last line of the user's files.
+
+    The class of a `UserError` is left out: its text says everything.
+    """
+    text = str(error) if isinstance(error, UserError) else _class_and_text(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
-    return f"{_class_and_text(error)} ({own[-1]})" if own else _class_and_text(error)
+    return f"{text} ({own[-1]})" if own else text
+
+
+def defined_at(function: Callable[..., object]) -> str:
+    """Give the line where the user's code defines a function, as ` (file:line)`; empty if Python does not know it."""
+    source = function if inspect.isroutine(function) else type(function)
+    try:
+        file, (_, line) = inspect.getfile(inspect.unwrap(source)), inspect.getsourcelines(source)
+    except (OSError, TypeError):
+        return ""
+    return "" if file.startswith(_NOT_OF_THE_USER) else f" ({file}:{line})"
 
 
 def _class_and_text(error: BaseException) -> str:

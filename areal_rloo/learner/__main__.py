@@ -21,11 +21,12 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, dump_config, import_entry, import_function, load_config
+from areal_rloo.config import Config, dump_config, import_entry, load_config
 from areal_rloo.errors import EXIT_RANK_LOST, DataError
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import FleetStatistics
+from areal_rloo.intake.group_filter import load_group_filter
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies, LieStatistics
@@ -60,7 +61,6 @@ from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
-from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
@@ -179,7 +179,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         policy_version=policy_version,
         history=(*history, (uuid.uuid4().hex, policy_version)),
         lies=Lies(config, vocab_size=rank.vocab_size),
-        group_filter=_group_filter(config),
+        group_filter=load_group_filter(config.algorithm.group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
@@ -254,11 +254,6 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
         learner.reporter.close()
     logger.info("the learner is done: %s at version %d", reason, learner.policy_version)
     team.stop()
-
-
-def _group_filter(config: Config) -> Callable[[Group], bool] | None:
-    path = config.algorithm.group_filter
-    return None if path is None else import_function("algorithm.group_filter", path)
 
 
 def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:

@@ -30,7 +30,7 @@ import msgspec
 
 from areal_rloo.config import import_function
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import RewardError, UserError, described, raised, shortened
+from areal_rloo.errors import RewardError, described, raised, shortened
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import MOST_REPLY_BYTES, OUT_OF_MEMORY, Job, Reply
 from areal_rloo.rewards.request import FailureReason
@@ -62,8 +62,7 @@ def main() -> None:
     try:
         scorer: Scorer = import_function("rewards", sys.argv[2])(connection.recv_bytes())
     except BaseException as error:  # noqa: BLE001 - making a scorer runs the user's code, which may call `sys.exit`
-        detail = str(error) if isinstance(error, UserError) else raised(error)
-        _send(connection, Reply(reason="reward_error", detail=detail))
+        _send(connection, Reply(reason="reward_error", detail=raised(error)))
         return
     _send(connection, Reply())  # ready
     if len(sys.argv) > 4:

@@ -1,7 +1,9 @@
 """Which groups are worth training on: by the deviation of their rewards, and by a function of the user's."""
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
 from areal_rloo.errors import UserError
 from areal_rloo.intake.buffer import Buffer
+from areal_rloo.intake.group_filter import load_group_filter
 from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.trajectory import Completion, Group, Item, Trajectory
@@ -91,7 +94,7 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:85\)"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:88\)"):
         bench.complete(1.0, 0.0)
 
 
@@ -104,6 +107,18 @@ def test_a_filter_that_exits_drops_the_group_and_later_fails_the_run() -> None:
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 4}
     with pytest.raises(UserError, match=r"algorithm\.group_filter: SystemExit"):
+        bench.complete(1.0, 0.0)
+
+
+def test_a_filter_without_a_return_ends_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "filters.py"
+    path.write_text("def keep(group):\n    group.samples\n")
+    bench = _Bench(group_filter=load_group_filter(f"{path}:keep"))
+    bench.complete(1.0, 0.0)
+    bench.complete(1.0, 0.0)
+    assert bench.dropped() == {"group_filter_error": 4}
+    expected = f"algorithm.group_filter: {path}:keep returned None, expected True or False ({path}:1)"
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         bench.complete(1.0, 0.0)
 
 
