@@ -25,6 +25,7 @@ from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
+from areal_rloo.launcher.waits import Waits
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import write_report
@@ -87,6 +88,7 @@ class Job:
         num_steps = self._config.learner.num_train_steps
         self._progress = Progress(console, num_train_steps=num_steps, unsaved=self._unsaved)
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
+        self._waits = Waits(request.folder / "logs" / "learner.log", self._progress.warn)
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_is_full = False
@@ -239,12 +241,16 @@ class Job:
             logger.error("summary.json could not be written: %r", error)
 
     def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
-        """Show new records, shorten long logs, and warn when the disk becomes full: logs may then miss the error."""
+        """Show new records and long waits, shorten long logs, and warn when the disk becomes full.
+
+        After that, logs may miss the error.
+        """
         try:
             if shows:
                 self._progress.show(tail.read())
             else:
                 self._progress.recall(tail.read(), version=standing(folder_of(self._folder)).newest_version)
+            self._waits.look()
             self._supervisor.shorten_logs()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk

@@ -1,6 +1,7 @@
 """The intake on a thread, and workers with real sockets."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,9 @@ from areal_rloo.errors import UserError
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.launcher.waits import Waits
 from areal_rloo.rollout.protocol import Orders, WorkerProtocol
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.manifest import gather
 from areal_rloo.wire.address import Address
@@ -104,11 +106,12 @@ def test_a_worker_that_joins_during_the_drain_is_drained_too(tmp_path: Path) -> 
     intake.close()
 
 
-def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
+def test_a_wait_with_only_dropped_groups_is_told_with_the_reasons(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """A filter that refuses every group causes this: trajectories arrive, but the batch stays empty."""
     monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 0.05)
+    setup_logs("learner", level="info", file=tmp_path / "learner.log")
     get_logger("areal_rloo").addHandler(caplog.handler)
     intake = _intake(tmp_path, "algorithm.min_reward_std=0.1", "algorithm.group_size=2")
     address = intake.channel.address
@@ -127,7 +130,12 @@ def test_a_wait_with_only_dropped_groups_is_logged_with_the_reasons(
     intake.close()
     get_logger("areal_rloo").removeHandler(caplog.handler)
     assert warned()
-    assert "without progress on the next batch" in caplog.text
+    said: list[str] = []
+    waits = Waits(tmp_path / "copied.log", said.append)
+    logged = re.sub(r" service: \d+ s ", " service: 60 s ", (tmp_path / "learner.log").read_text())
+    (tmp_path / "copied.log").write_text(logged)
+    waits.look()
+    assert said[0].startswith("60 s without progress on the next batch: 0 groups ready; ")
 
 
 def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> None:

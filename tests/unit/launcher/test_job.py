@@ -12,6 +12,7 @@ from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, wire_address
 from areal_rloo.launcher.supervisor import Handle
+from areal_rloo.telemetry.metrics import RecordTail
 
 
 class _Ended:
@@ -84,3 +85,12 @@ def test_a_warm_start_that_dies_gives_the_run_its_exit_code(
 def test_a_mistake_found_by_the_warm_start_is_the_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match=r"^model\.tiny: no$"):
         _job(tmp_path, 2, "error: model.tiny: no\n").run()
+
+
+def test_a_long_wait_for_a_batch_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = _job(tmp_path, 0, "")
+    words = "60 s without progress on the next batch: 0 groups ready; samples dropped so far: 8 group_filter"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner.log").write_text(f"2026-01-02T03:04:05.006Z WARNING learner service: {words}\n")
+    job._look_around(RecordTail(tmp_path / "metrics.jsonl"))
+    assert f"{words} (logs/learner.log)\n" in capfd.readouterr().err
