@@ -205,9 +205,10 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Describe an exception of the user's code: class and text on the first line, then the traceback."""
-    summary = _class_and_text(error).partition("\n")[0]
-    return shortened(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
+    """Describe an exception of the user's code: as `raised` on the first line, then the traceback."""
+    place = _place(error)
+    summary = _class_and_text(error).partition("\n")[0][: max(0, _MOST_SUMMARY - len(place))]
+    return shortened(f"{summary}{place}\n{''.join(traceback.format_exception(error)).rstrip()}")
 
 
 def raised(error: BaseException) -> str:
@@ -215,10 +216,7 @@ def raised(error: BaseException) -> str:
 
     The class of a `UserError` is left out: its text says everything.
     """
-    text = str(error) if isinstance(error, UserError) else _class_and_text(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
-    return f"{text} ({own[-1]})" if own else text
+    return f"{error if isinstance(error, UserError) else _class_and_text(error)}{_place(error)}"
 
 
 def defined_at(function: Callable[..., object]) -> str:
@@ -229,6 +227,12 @@ def defined_at(function: Callable[..., object]) -> str:
     except (OSError, TypeError):
         return ""
     return "" if file.startswith(_NOT_OF_THE_USER) else f" ({file}:{line})"
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
+    return f" ({own[-1]})" if own else ""
 
 
 def _class_and_text(error: BaseException) -> str:

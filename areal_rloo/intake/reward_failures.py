@@ -16,6 +16,8 @@ from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
+_NOT_OF_AN_EPISODE = ("reward_", "generation_")  # beginnings of reasons; an episode of the user may have any other
+
 
 class RewardFailures:
     """The share of failures among the last completions: of a batch of all workers, and of each worker's own."""
@@ -23,6 +25,7 @@ class RewardFailures:
     def __init__(self, config: Config) -> None:
         self._failed: deque[bool] = deque(maxlen=max(LAST_OUTCOMES, config.samples_per_step))
         self._most_share = config.rollout.max_reward_failure_share
+        self._episode = config.rollout.episode
         self._first: RewardError | None = None
 
     def scored(self, standing: Standing | None) -> None:
@@ -54,9 +57,9 @@ class RewardFailures:
         logger.error("the first completion without a reward: %s", self._first)
         place = " (its traceback is in logs/learner.log)" if self._first.has_traceback else ""
         raise UserError(
-            f"rewards: {num_failed} of the last {len(self._failed)} completions got none, more than "
-            f"rollout.max_reward_failure_share={self._most_share:g}; the first: {self._first.reason}: "
-            f"{self._first.summary}{place}"
+            f"{self._blamed(self._first.reason)}: {num_failed} of the last {len(self._failed)} completions got no "
+            f"reward, more than rollout.max_reward_failure_share={self._most_share:g}; the first: "
+            f"{self._first.reason}: {self._first.summary}{place}"
         )
 
     def blame(self, standing: Standing, votes: Iterable[Collection[bool]]) -> str | None:
@@ -70,6 +73,13 @@ class RewardFailures:
         if self._by_most(votes):
             return None
         return f"{sum(own)} of the last {len(own)} completions got no reward, and those of most workers did"
+
+    def _blamed(self, reason: str) -> str:
+        """Give the key of the code that failed for this reason, with the value of an episode's key."""
+        if reason.startswith(_NOT_OF_AN_EPISODE):
+            return "rewards"
+        agent = self._episode.agent
+        return f"rollout.episode.type={self._episode.type}" if agent is None else f"rollout.episode.agent={agent}"
 
     def _by_most(self, votes: Iterable[Collection[bool]]) -> bool:
         """Return True if most of the workers fail too often."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -90,14 +90,20 @@ def checked_trajectories(
     Returns the trajectories, and their size in a message.
 
     Raises:
-        EpisodeError: there is no trajectory, there are more than `limits.max_trajectories`, there is a trajectory of
-            another sample, there are two different rewards, or a trajectory cannot be sent.
+        EpisodeError: this is no list of trajectories, there is no trajectory, there are more than
+            `limits.max_trajectories`, there is a trajectory of another sample, there are two different rewards, or a
+            trajectory cannot be sent.
     """
+    if not isinstance(trajectories, Collection) or isinstance(trajectories, str | bytes):
+        got = type(trajectories).__name__
+        raise EpisodeError("episode_error", f"expected a list of trajectories, got {got}")
     if not trajectories:
         raise EpisodeError("episode_error", "expected at least one trajectory, got none")
     if len(trajectories) > (most := limits.max_trajectories):
         expected = f"expected at most rollout.episode.max_trajectories={most} trajectories, got {len(trajectories)}"
         raise EpisodeError("episode_error", expected)
+    for kind in {type(given).__name__ for given in trajectories if not isinstance(given, Trajectory)}:
+        raise EpisodeError("episode_error", f"expected trajectories, got {kind}")
     plain = []
     try:
         for given in trajectories:

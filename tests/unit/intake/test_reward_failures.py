@@ -1,5 +1,6 @@
 """Completions without a reward are dropped; too many end the run with the reason, or set their worker aside."""
 
+import re
 from collections.abc import Collection
 
 import msgspec
@@ -48,7 +49,9 @@ def test_rewards_that_always_fail_end_the_run_with_the_first_error() -> None:
         failures.failed()
     with pytest.raises(UserError) as caught:
         failures.failed(error=RewardError("reward_timeout", "late"))
-    assert "20 of the last 20 completions got none, more than rollout.max_reward_failure_share=0.5" in str(caught.value)
+    assert "20 of the last 20 completions got no reward, more than rollout.max_reward_failure_share=0.5" in str(
+        caught.value
+    )
     assert "the first: reward_error: ValueError: no such thing" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -62,6 +65,35 @@ def test_a_traceback_is_promised_only_for_an_error_that_has_one() -> None:
             for _ in range(20):
                 failures.failed(error=error)
         assert str(caught.value).endswith(" (its traceback is in logs/learner.log)") is promised
+
+
+@pytest.mark.parametrize(
+    ("reason", "key"),
+    [
+        ("reward_error", "rewards"),
+        ("reward_timeout", "rewards"),
+        ("generation_failed", "rewards"),
+        ("episode_error", "rollout.episode."),
+        ("episode_timeout", "rollout.episode."),
+        ("mine", "rollout.episode."),
+    ],
+)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("rollout.episode.type=my.py:Mine",), "type=my.py:Mine"),
+        (("rollout.episode.type=agent", "rollout.episode.agent=my.py:play"), "agent=my.py:play"),
+        ((), "type=single_turn"),
+    ],
+)
+def test_the_end_of_a_run_names_the_code_that_failed(
+    reason: str, key: str, options: tuple[str, ...], name: str
+) -> None:
+    failures = _Failures(*options)
+    expected = key + (name if key.endswith(".") else "") + ": 20 of the last 20 completions got no reward"
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}, more than .*; the first: {reason}: no$"):
+        for _ in range(20):
+            failures.failed(error=RewardError(reason, "no"))
 
 
 def test_rewards_that_fail_half_the_time_never_end_the_run() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,9 @@ def test_a_detail_starts_with_a_summary_and_keeps_the_traceback_s_end() -> None:
     with pytest.raises(ValueError, match="second line") as caught:
         deep(100)
     detail = described(caught.value)
-    assert RewardError("reward_error", detail).summary == f"ValueError: {'x' * 488}"
+    summary, _, place = RewardError("reward_error", detail).summary.partition(" (")
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+\)", place), "the line that raised the error"
+    assert summary == f"ValueError: {'x' * (488 - len(place) - 2)}"
     assert detail.endswith("second line")
     assert len(detail) == 500 + 1 + 4000
     assert shortened(detail) == detail

@@ -1,5 +1,7 @@
 """The trajectories that a user's episode may return: all of the sample, with the same finite reward."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -32,6 +34,11 @@ def test_numpy_rewards_become_python_floats() -> None:
     assert num_bytes >= sum(map(len, encode(Results("learner", 1, (Finished(1, (checked,)),)))))
 
 
+def test_the_values_of_a_dict_are_trajectories() -> None:
+    values: Any = {"first": _trajectory(), "second": _trajectory()}.values()
+    assert len(checked_trajectories(SAMPLE, values, Limits())[0]) == 2
+
+
 def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
     for num in (1, 2):
         checked, _ = checked_trajectories(SAMPLE, [_trajectory()] * num, Limits())
@@ -41,6 +48,12 @@ def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("trajectories", "words"),
     [
+        (_trajectory(), "expected a list of trajectories, got Trajectory"),
+        (None, "expected a list of trajectories, got NoneType"),
+        ("hello", "expected a list of trajectories, got str"),
+        ([_trajectory(), "hello"], "expected trajectories, got str"),
+        ({}, "expected at least one trajectory, got none"),
+        ({"a": _trajectory()}, "expected trajectories, got str"),
         ([], "expected at least one trajectory, got none"),
         ([_trajectory(sample_index=2)], r"expected trajectories of sample \(3, 1\), got one of \(3, 2\)"),
         ([_trajectory(num_tokens=0)], "num_tokens: expected 1 to"),
@@ -53,7 +66,7 @@ def test_one_or_more_trajectories_with_the_same_reward_are_accepted() -> None:
         ([_changed(completion="text")], "can be sent"),
     ],
 )
-def test_wrong_trajectories_drop_the_sample_with_the_reason(trajectories: list[Trajectory], words: str) -> None:
+def test_wrong_trajectories_drop_the_sample_with_the_reason(trajectories: Any, words: str) -> None:
     with pytest.raises(EpisodeError, match=words):
         checked_trajectories(SAMPLE, trajectories, Limits())
 
