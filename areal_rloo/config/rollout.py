@@ -212,10 +212,12 @@ def _urls_mistakes(rollout: RolloutConfig, *, wire_host: str, transport: str) ->
 def _episode_mistakes(episode: EpisodeConfig) -> Iterator[str]:
     if not episode.built_in and ":" not in episode.type:
         yield f"rollout.episode.type: expected one of {', '.join(BUILT_IN)}, or module:Class, got '{episode.type}'"
-    if (episode.type == "agent") != (episode.agent is not None):
+    if episode.type == "agent" and episode.agent is None:
+        yield "rollout.episode.agent: type=agent needs a function, module:function or path/to/file.py:function"
+    if episode.type != "agent" and episode.agent is not None:
         yield (
-            f"rollout.episode.agent: expected a function exactly with type=agent, got {episode.agent} with "
-            f"type={episode.type}"
+            f"rollout.episode.agent: expected rollout.episode.type=agent with {episode.agent}, got {episode.type}; set "
+            "the type, or leave the agent out"
         )
     if episode.type == "agent" and episode.agent_timeout_s > episode.timeout_s:
         yield (

@@ -73,7 +73,8 @@ class _Cleaner:
                 words = f"unknown key '{shown(here)}'; {_suggestion(key, path, hints)}"
                 raise ConfigError(f"{self._source_of(here)}: {words}")
             hint = hints[key]
-            empty_section = value is None and _struct_in(hint) and type(None) not in _kinds(hint)
+            is_list = typing.get_origin(hint) is tuple
+            empty_section = value is None and _struct_in(hint) and not is_list and type(None) not in _kinds(hint)
             clean[key] = self.value({} if empty_section else value, hint, here)
         return clean
 

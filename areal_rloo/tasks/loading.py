@@ -188,7 +188,10 @@ def _check_sources(sources: Sequence[tuple[str, ConfiguredSource]], split: Split
         examples = source.few_shot.path if source.few_shot is not None else None
         for name, path in (("path", source.path), ("few_shot.path", examples)):
             if path is not None and not Path(path).is_file():
-                raise DataError(f"{key}.{name}: {path}: no such file")
+                is_folder = Path(path).is_dir()
+                raise DataError(
+                    f"{key}.{name}: {path}: {'expected a file, got a folder' if is_folder else 'no such file'}"
+                )
         if _is_looked_at(source, task):
             items = _items(key, task, source, split)
             prepared = _prepared(key, source, items, (), most_bytes)

@@ -185,7 +185,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for where, line in _lines(path):
         if line.strip():
             try:
-                yield where, json.loads(line)
+                yield where, json.loads(line.rstrip())
+            except json.JSONDecodeError as error:  # the line is 1
+                raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not valid JSON: {error}") from error
 

@@ -369,9 +369,12 @@ def test_the_resolved_config_is_complete(tmp_path: Path) -> None:
         ),
         (
             "{type: agent}",
-            "rollout.episode.agent: expected a function exactly with type=agent, got None with type=agent",
+            "rollout.episode.agent: type=agent needs a function, module:function or path/to/file.py:function",
         ),
-        ("{agent: 'a.py:b'}", "rollout.episode.agent: expected a function exactly with type=agent"),
+        (
+            "{agent: 'a.py:b'}",
+            "rollout.episode.agent: expected rollout.episode.type=agent with a.py:b, got single_turn; set the type",
+        ),
         ("{max_turns: 3}", "rollout.episode.max_turns: nothing reads it with type=single_turn; leave it out"),
         ("{type: tool_use, feedback: no}", "rollout.episode.feedback"),
         ("{type: agent, agent: a:b, timeout_s: 3}", "rollout.episode.agent_timeout_s: expected at most"),

@@ -104,7 +104,8 @@ def test_a_broken_file_is_refused_with_name_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "a.jsonl:1: not valid JSON"),
+        ("{", "a.jsonl:1: not valid JSON: Expecting property name enclosed in double quotes at column 2$"),
+        ('\n{"question": \n', "a.jsonl:2: not valid JSON: Expecting value at column 13$"),
         ("[1]", "a.jsonl:1: expected an object"),
         ('{"question": "x"}', "a.jsonl:1: expected text in the field 'answer', got the fields question"),
         ('{"question": "x", "answer": 4}', "a.jsonl:1: expected text in the field 'answer', got int"),
@@ -117,11 +118,13 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, text: str, words: st
         make_task("data.train", SourceConfig(task="gsm8k", path=str(tmp_path / "a.jsonl")), seed=0).items("train")
 
 
-def test_an_unknown_task_and_a_missing_file_are_refused() -> None:
+def test_an_unknown_task_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="did you mean 'arithmetic'"):
         make_task("data.train", SourceConfig(task="arithmetics"), seed=0)
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         check_data(DataConfig(train=SourceConfig(task="gsm8k", path="nowhere.jsonl"), eval=None))
+    with pytest.raises(DataError, match=rf"data\.train\.path: {tmp_path}: expected a file, got a folder"):
+        check_data(DataConfig(train=SourceConfig(task="gsm8k", path=str(tmp_path)), eval=None))
 
 
 def test_evaluation_without_a_path_uses_the_test_file_beside_train(tmp_path: Path) -> None:
