@@ -27,8 +27,8 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
 from areal_rloo.wire.messages import Count
 
-Tokenize = Callable[[Item], tuple[int, ...] | None]
-"""Returns the token ids of an item; None for an item to leave out."""
+Tokenize = Callable[[Item, int], tuple[int, ...] | None]
+"""Returns the token ids of an item, which has this number in its source; None for an item to leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class PromptStream:
     def _tokenized(self, epoch: int, item_index: int) -> Prompt | None:
         source = next(s for s in reversed(self._sources) if s.first <= item_index)
         item = source.items[item_index - source.first]
-        tokens = self._tokenize(item)
+        tokens = self._tokenize(item, 1 + item_index - source.first)
         return None if tokens is None else Prompt(epoch, item_index, tokens, item)
 
 
@@ -190,14 +190,13 @@ class Tokenizer:
         self._data = data
         self.num_truncated = 0  # prompts truncated to their end so far
 
-    def __call__(self, item: Item) -> tuple[int, ...] | None:
-        """Return the token ids of the prompt; None for a prompt to leave out.
+    def __call__(self, item: Item, number: int) -> tuple[int, ...] | None:
+        """Return the token ids of the prompt; None for a prompt to leave out. `number`: of the item in its source.
 
         Raises:
             DataError: the prompt is too long under `data.overlong_prompts: error`; names the prompt.
         """
-        tokens = self._chat.prompt(item)
-        most = self._data.max_prompt_tokens
+        tokens, most = self._chat.prompt(item), self._data.max_prompt_tokens
         if len(tokens) <= most:
             return tokens
         match self._data.overlong_prompts:
@@ -208,6 +207,7 @@ class Tokenizer:
                 return tokens[-most:]
             case "error":
                 raise DataError(
-                    f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for the prompt "
-                    f"{item.text[:60]!r}; raise it, or set data.overlong_prompts to filter or truncate"
+                    f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for item {number} of "
+                    f"the source '{item.source}', with the prompt {item.text[:60]!r}; raise it, or set "
+                    "data.overlong_prompts to filter or truncate"
                 )

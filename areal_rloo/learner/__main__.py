@@ -267,7 +267,7 @@ def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
     sources = load_eval(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
     for source, settings in zip(sources, config.data.eval_sources, strict=True):
         num_truncated = tokenize.num_truncated
-        tokenized = [(index, tokenize(item), item) for index, item in enumerate(source.items)]
+        tokenized = [(index, tokenize(item, 1 + index), item) for index, item in enumerate(source.items)]
         prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]
         if tokenize.num_truncated > num_truncated:
             num_truncated = tokenize.num_truncated - num_truncated

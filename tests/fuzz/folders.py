@@ -53,7 +53,7 @@ _STEP = "step-000003"
 
 def _stream() -> PromptStream:
     items = [Item(str(number)) for number in range(9)]
-    return PromptStream([Source("all", items)], lambda item: (int(item.text) + 1,), seed=0, num_epochs=None)
+    return PromptStream([Source("all", items)], lambda item, _: (int(item.text) + 1,), seed=0, num_epochs=None)
 
 
 def _completion(num_tokens: int, spans: tuple[int, ...] = ()) -> Completion:

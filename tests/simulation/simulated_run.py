@@ -117,7 +117,7 @@ class Simulation:
                 raise ViolationError(f"the run stands still at version {learner and learner.version}: {state}")
 
     def stream(self) -> PromptStream:
-        return PromptStream([_SOURCE], lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
+        return PromptStream([_SOURCE], lambda item, _: (int(item.text) + 1,), seed=0, num_epochs=1)
 
     def config_of(self, learner: int) -> Config:
         """Return the config of a learner: in a third of the schedules, each restart is a resume with other options."""

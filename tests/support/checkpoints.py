@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def stream() -> PromptStream:
     return PromptStream(
         [Source("all", [Item(str(n)) for n in range(9)])],
-        lambda item: (int(item.text) + 1,),
+        lambda item, _: (int(item.text) + 1,),
         seed=0,
         num_epochs=None,
     )

@@ -48,7 +48,7 @@ def make_intake(
     return Intake(
         config,
         ledger=ledger or Ledger(),
-        stream=stream or PromptStream([source], lambda _: (1, 2), seed=0, num_epochs=None),
+        stream=stream or PromptStream([source], lambda *_: (1, 2), seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
         offers=offers,
         policy_version=0,

@@ -58,7 +58,7 @@ class Simulation:
         self._start(config, Ledger(), self._stream())
 
     def _stream(self) -> PromptStream:
-        return PromptStream([_SOURCE], lambda item: (int(item.text) + 1,), seed=0, num_epochs=1)
+        return PromptStream([_SOURCE], lambda item, _: (int(item.text) + 1,), seed=0, num_epochs=1)
 
     def _start(self, config: Config, ledger: Ledger, stream: PromptStream) -> None:
         """Start the learner, and workers with nothing in hand."""

@@ -100,7 +100,7 @@ def test_nothing_is_leased_and_no_batch_taken_while_draining() -> None:
 
 
 def test_there_are_more_batches_until_the_last_group_is_trained() -> None:
-    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda _: (1, 2), seed=0, num_epochs=1)
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda *_: (1, 2), seed=0, num_epochs=1)
     intake = make_intake(make_offers(), *ONE_GROUP, stream=stream)
     duties = _duties(intake.handle("w", _hello(), 0.0))
     for version in (0, 1):

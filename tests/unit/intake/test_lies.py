@@ -266,7 +266,7 @@ def test_a_sample_of_an_agent_has_limited_trajectories(kind: str) -> None:
 
 def test_the_prompt_of_another_group_is_a_lie_although_it_travels_once() -> None:
     prompts = iter([(1, 2), (5, 6)])
-    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda _: next(prompts), seed=0, num_epochs=None)
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda *_: next(prompts), seed=0, num_epochs=None)
     intake = make_intake(make_offers(), *ONE_GROUP, "learner.groups_per_step=2", stream=stream)
     duties = duties_of(intake.handle("w", _hello(capacity=4), 0.0))
     right = [Finished(duty.lease_id, (_answer(duty),)) for duty in duties]

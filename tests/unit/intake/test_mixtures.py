@@ -18,7 +18,7 @@ def _stream(sizes: list[int], weights: list[float | None], *, num_epochs: int | 
         Source(f"s{number}", [Item(f"{number}/{index}") for index in range(size)], weight)
         for number, (size, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
-    return PromptStream(sources, lambda item: (1,), seed=seed, num_epochs=num_epochs)
+    return PromptStream(sources, lambda item, _: (1,), seed=seed, num_epochs=num_epochs)
 
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -81,13 +81,13 @@ def test_sources_are_shuffled_apart_and_mixed_evenly() -> None:
 
 def test_a_rare_source_is_tried_before_all_prompts_are_too_long() -> None:
     sources = [Source("common", [Item("0")] * 2, 1000.0), Source("rare", [Item("1")] * 2, 1.0)]
-    stream = PromptStream(sources, lambda item: (1,) if item.text == "1" else None, seed=0, num_epochs=None)
+    stream = PromptStream(sources, lambda item, _: (1,) if item.text == "1" else None, seed=0, num_epochs=None)
     assert [prompt.item.text for _ in range(3) if (prompt := stream.take()) is not None] == ["1"] * 3
 
 
 def test_a_prompt_too_long_for_a_resumed_run_is_reported() -> None:
     sources = [Source("all", [Item("a"), Item("b")])]
-    stream = PromptStream(sources, lambda item: None, seed=0, num_epochs=None)
+    stream = PromptStream(sources, lambda item, _: None, seed=0, num_epochs=None)
     with pytest.raises(DataError, match="a prompt in the checkpoint is longer; resume with the value the run had"):
         stream.prompt(0, 1)
 
@@ -95,7 +95,7 @@ def test_a_prompt_too_long_for_a_resumed_run_is_reported() -> None:
 def test_a_checkpoint_of_other_data_is_refused() -> None:
     same_size = [Source("s0", [Item(text) for text in "abc"]), Source("s1", [Item(text) for text in "abcd"])]
     with pytest.raises(DataError, match="resume with the config and the data it was made with"):
-        PromptStream(same_size, lambda item: (1,), seed=0, num_epochs=1).restore(
+        PromptStream(same_size, lambda item, _: (1,), seed=0, num_epochs=1).restore(
             _stream([3, 4], [None, None], num_epochs=1).state()
         )
     state = _stream([3, 4], [None, None], num_epochs=1).state()

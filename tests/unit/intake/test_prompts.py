@@ -16,7 +16,7 @@ from areal_rloo.tasks.chat import ChatFormat
 
 def _tokenized(folder: Path, prompt: str, **data: object) -> tuple[int, ...] | None:
     config = DataConfig(**data)  # type: ignore[arg-type]
-    return Tokenizer(ChatFormat(load_tokenizer(str(folder)), config), config)(Item(prompt))
+    return Tokenizer(ChatFormat(load_tokenizer(str(folder)), config), config)(Item(prompt, source="mine"), 7)
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_remedies(
@@ -24,9 +24,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_remedies(
 ) -> None:
     with pytest.raises(DataError) as caught:
         _tokenized(tiny_folders["qwen2"], "how many apples are there", max_prompt_tokens=5)
-    assert "data.max_prompt_tokens: expected at most 5, got 25 tokens for the prompt 'how many apples" in str(
-        caught.value
-    )
+    expected = "data.max_prompt_tokens: expected at most 5, got 25 tokens for item 7 of the source 'mine', with the "
+    assert str(caught.value).startswith(f"{expected}prompt 'how many apples")
     assert "set data.overlong_prompts to filter or truncate" in str(caught.value)
 
 
@@ -41,6 +40,20 @@ def test_a_prompt_that_is_too_long_is_filtered_or_truncated(
     assert _tokenized(folder, "1+2+3=?", max_prompt_tokens=7, overlong_prompts="filter") == whole
 
 
+def test_an_item_has_its_number_in_its_own_source() -> None:
+    seen: list[tuple[str, int]] = []
+    sources = [Source("a", [Item("a1"), Item("a2")]), Source("b", [Item("b1"), Item("b2"), Item("b3")])]
+
+    def tokenize(item: Item, number: int) -> tuple[int, ...]:
+        seen.append((item.text, number))
+        return (1,)
+
+    stream = PromptStream(sources, tokenize, seed=0, num_epochs=1)
+    while stream.take() is not None:
+        pass
+    assert sorted(seen) == [("a1", 1), ("a2", 2), ("b1", 1), ("b2", 2), ("b3", 3)]
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 30), st.integers(0, 9), st.integers(1, 3))
 def test_every_prompt_that_fits_is_handed_out_once_per_epoch(
     fits: list[bool], stop_after: int, seed: int, num_epochs: int
@@ -50,7 +63,7 @@ def test_every_prompt_that_fits_is_handed_out_once_per_epoch(
     def stream() -> PromptStream:
         return PromptStream(
             [Source("all", items)],
-            lambda item: (int(item.text),) if fits[int(item.text)] else None,
+            lambda item, _: (int(item.text),) if fits[int(item.text)] else None,
             seed=seed,
             num_epochs=num_epochs,
         )

@@ -274,7 +274,7 @@ def _offer_until_noticed(broadcaster: Broadcaster) -> int:
 
 def test_the_wait_at_the_end_of_the_data_does_not_spin(tmp_path: Path) -> None:
     ledger = Ledger()
-    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda *_: (1, 2), seed=0, num_epochs=1)
     prompt = stream.take()
     assert prompt is not None
     ledger.admit(prompt, group_size=2, admission_version=0, deadline=1)  # in flight until the drain
@@ -337,7 +337,7 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
 
 def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 1000.0)  # no other wake-up
-    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda _: (1, 2), seed=0, num_epochs=1)
+    stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda *_: (1, 2), seed=0, num_epochs=1)
     assert stream.take() is not None  # the only prompt is gone, and the stream does not know yet
     broadcaster = make_broadcaster(tmp_path)
     service = IntakeService(make_intake(broadcaster.offers, stream=stream), broadcaster, _channel, heartbeat_s=1000)

@@ -132,7 +132,7 @@ def test_a_finished_sample_accepts_nothing_more() -> None:
 def test_a_restored_stream_continues_the_epoch(num_epochs: int) -> None:
     def stream() -> PromptStream:
         sources = [Source("all", [Item(str(index)) for index in range(7)])]
-        return PromptStream(sources, lambda item: (int(item.text) + 1,), seed=3, num_epochs=num_epochs)
+        return PromptStream(sources, lambda item, _: (int(item.text) + 1,), seed=3, num_epochs=num_epochs)
 
     one, other = stream(), stream()
     taken = [one.take() for _ in range(5)]
@@ -148,7 +148,7 @@ def test_a_restored_stream_continues_the_epoch(num_epochs: int) -> None:
 
 
 def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
-    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda item: (1,), seed=0, num_epochs=1)
+    stream = PromptStream([Source("all", [Item("a"), Item("b")])], lambda item, _: (1,), seed=0, num_epochs=1)
     config = Config(
         algorithm=AlgorithmConfig(group_size=2, stale_tokens="drop"),
         learner=LearnerConfig(groups_per_step=1, num_train_steps=9),
