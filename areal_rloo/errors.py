@@ -214,7 +214,7 @@ def described(error: BaseException) -> str:
 def raised(error: BaseException) -> str:
     """Describe an exception of the user's code: class, text, and the last line of the user's files.
 
-    The class of a `UserError` is left out: its text says everything.
+    Leave out the class of a `UserError`: the text says everything.
     """
     return f"{error if isinstance(error, UserError) else _class_and_text(error)}{_place(error)}"
 

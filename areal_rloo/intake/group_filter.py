@@ -1,4 +1,4 @@
-"""Make the group filter of a config: the user's function, whose results are checked. Called on the intake's loop."""
+"""Make the group filter of a config: the user's function, with a check of the results. Called on the intake's loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _KEY = "algorithm.group_filter"
 
 
 def load_group_filter(path: str | None) -> Callable[[Group], bool] | None:
-    """Import the filter that `algorithm.group_filter` names; None if there is no filter.
+    """Import the filter of `algorithm.group_filter`; None if there is no filter.
 
-    The filter raises a UserError for a result that is neither True nor False: a forgotten `return` gives None, which
-    would drop every group.
+    The filter raises a UserError if the result is neither True nor False. A forgotten `return` gives None, which would
+    drop every group.
 
     Raises:
         ConfigError: the function cannot be imported.

@@ -12,7 +12,7 @@ In the order of a start:
 - `job`: a run from the first process to the last.
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.
 - `long_logs`: shortens the output of a process.
-- `waits`: tells the user that the learner waits long for a batch.
+- `waits`: tells the user of long waits for a batch.
 - `guard`: a process that kills hung processes after the death of the launcher.
 - `fleet`: the rollout workers of a run; `scale` is the command that changes their number.
 - `doctor`: checks of a host and of a config.

@@ -1,4 +1,4 @@
-"""Tell the user that the learner waits long for a batch. In: the learner's log. Runs on the launcher's main thread."""
+"""Tell the user of long waits for a batch, from the learner's log. Runs on the launcher's main thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 _FIRST_S = 60.0
-_MOST_BYTES = 64 * 1024  # of a look; more records than that have no older wait worth a line
+_MOST_BYTES = 64 * 1024  # of a look; in more records, an older wait is not worth a line
 _WAIT = re.compile(r"^\S+ +WARNING +\S+ +service: ((\d+) s without progress on the next batch: .*)", re.MULTILINE)
 
 
 class Waits:
-    """The waits for batches that the log of the learner tells of.
+    """The waits for batches in the log of the learner.
 
     Each line for the user needs twice the wait of the line before: slow generation has long waits, too.
     """

@@ -181,7 +181,7 @@ def test_a_worker_that_fails_while_others_restart_is_set_aside_once() -> None:
     assert intake.fleet.statistics().set_aside == 1
     intake.handle("bad", heartbeat(intake.fleet.alive["rollout-0"].duties, tokens=1), 300.0)
     bad = duties_of(intake.tick(300.0), "bad")  # the other is gone for good
-    with pytest.raises(UserError, match="got none"):
+    with pytest.raises(UserError, match="got no reward"):
         for _ in range(LAST_OUTCOMES):
             bad = duties_of([*fail(intake, "bad", bad), *intake.tick(300.0)], "bad")
 
