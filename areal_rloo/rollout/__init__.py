@@ -8,6 +8,7 @@
 `multi_turn`      the episodes of several turns: with a verifier, and with tools
 `agent`           the episode of a user's agent that talks to a chat endpoint
 `episode_types`   makes the episode that the config names
+`trial`           tries the user's episode in a process of its own, before a run starts
 `chat_server`     the chat endpoint over HTTP, for agents
 `chat_api`        reads and writes the JSON of the chat endpoint
 `sessions`        the calls of one agent, as conversations of token ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def make_episode(config: Config) -> Episode:
 
 
 def make_own_episode(config: Config) -> Episode:
-    """Make an episode of the user's class; the launcher tries this before a run starts.
+    """Make an episode of the user's class. A launcher tries this before a run starts (`trial.py`).
 
     Raises:
         ConfigError: the class cannot be imported or made from the config, or has no `run` of an episode.
@@ -38,7 +39,7 @@ def make_own_episode(config: Config) -> Episode:
         raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/agents.md")
     try:
         made: Episode = make(config)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise ConfigError(f"{key}: {path} cannot be made from the config: {raised(error)}") from error
     try:
         inspect.signature(made.run).bind(None, None, None, None)

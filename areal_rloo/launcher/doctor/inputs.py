@@ -23,6 +23,7 @@ from areal_rloo.models.folder import (
 )
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
+from areal_rloo.rollout.trial import try_own_episode
 from areal_rloo.tasks import check_data, hub_datasets
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
@@ -147,13 +148,11 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
 
 
 def _check_episode(config: Config) -> None:
-    """Make the user's episode, as each worker does; a count that is still `auto` is 1."""
-    from areal_rloo.rollout.episode_types import make_own_episode  # noqa: PLC0415 - imports aiohttp, for agents
-
+    """Try the user's episode, as each worker makes it; a count that is still `auto` is 1."""
     learner, rollout = config.learner, config.rollout
     learner = msgspec.structs.replace(learner, num_ranks=learner.num_ranks or learner.num_replicas)
     rollout = msgspec.structs.replace(rollout, num_workers=rollout.num_workers or 1)
-    make_own_episode(msgspec.structs.replace(config, learner=learner, rollout=rollout))
+    try_own_episode(msgspec.structs.replace(config, learner=learner, rollout=rollout))
 
 
 def _check_filter(key: str, path: str, function: Callable[..., object]) -> None:
