@@ -4,6 +4,7 @@ coroutine on an event loop that also runs the user's code."""
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -74,8 +75,12 @@ def on_daemon_thread(call: Callable[[], T], *, name: str) -> Future[T]:
             future.set_exception(error.with_traceback(None))
             del frames
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    _Call(target=run, name=name, daemon=True).start()
     return future
+
+
+class _Call(threading.Thread):
+    """The thread of a call that may hang."""
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -117,7 +122,24 @@ def exit_despite_threads(code: int) -> NoReturn:
     timer = threading.Timer(_LAST_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    sys.exit(code)
+    exit_despite_calls(code)
+
+
+def exit_despite_calls(code: int) -> NoReturn:
+    """Exit as `sys.exit` does, also while calls of `on_daemon_thread` hang.
+
+    A call of a C++ library that returns while Python frees everything ends the process with SIGABRT: Python ends the
+    thread, and C++ forbids that.
+    """
+    if not any(isinstance(thread, _Call) for thread in threading.enumerate()):
+        sys.exit(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def run_beside_user_code(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:

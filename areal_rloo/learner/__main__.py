@@ -10,7 +10,6 @@ import argparse
 import math
 import os
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -61,6 +60,7 @@ from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
+from areal_rloo.waiting import exit_despite_calls
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.fingerprint import Sampler
@@ -386,4 +386,4 @@ def _parse() -> Arguments:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_despite_calls(main())

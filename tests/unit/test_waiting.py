@@ -119,6 +119,19 @@ waiting.exit_despite_threads(4)
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 4
 
 
+def test_an_exit_despite_a_hung_call_ends_as_others_do() -> None:
+    program = """
+import atexit, threading, time
+from areal_rloo import waiting
+waiting.on_daemon_thread(threading.Event().wait, name="hangs")
+threading.Thread(target=lambda: (time.sleep(0.5), print("a thread has ended"))).start()
+atexit.register(print, "at exit")
+waiting.exit_despite_calls(4)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (4, b"a thread has ended\nat exit\n"), ended.stderr
+
+
 def test_only_a_cancel_by_the_owner_is_an_expected_end() -> None:
     async def raises(error: BaseException) -> None:
         raise error

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from support.patience import PATIENCE_S
 
 from areal_rloo.config import Config, load_config
