@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -22,6 +23,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 _MEMORY = Path("/dev/shm")
 _PREFIX = "areal_rloo-"
 _LOCK = "lock"
+MOST_BYTES = 64 * 2**20  # of a file that describes others: far more than the index of the largest model
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -59,6 +61,37 @@ def open_private(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
         return descriptor
 
     return open(path, mode, opener=opened)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read. A pipe would block, and a device may have no end.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python refuses a folder
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "expected a regular file", name)
+        return descriptor
+
+    return open(path, "rb", opener=opened)
+
+
+def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Read a regular file that has a limited size.
+
+    Raises:
+        OSError: the file cannot be read, is no regular file, or is longer.
+    """
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes", str(path))
+    return content
 
 
 def use_umask(path: Path) -> None:

@@ -80,7 +80,7 @@ def on_daemon_thread(call: Callable[[], T], *, name: str) -> Future[T]:
 
 
 class _Call(threading.Thread):
-    """The thread of a call that may hang."""
+    """The thread of a call without a timeout."""
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -128,8 +128,8 @@ def exit_despite_threads(code: int) -> NoReturn:
 def exit_despite_calls(code: int) -> NoReturn:
     """Exit as `sys.exit` does, also while calls of `on_daemon_thread` hang.
 
-    A call of a C++ library that returns while Python frees everything ends the process with SIGABRT: Python ends the
-    thread, and C++ forbids that.
+    When a C++ library returns to a Python that frees everything, Python ends the thread. C++ forbids this and raises
+    SIGABRT.
     """
     if not any(isinstance(thread, _Call) for thread in threading.enumerate()):
         sys.exit(code)

@@ -20,7 +20,7 @@ import msgspec
 from areal_rloo.config import Config
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.launcher.hosts import ClaimedGpus
 from areal_rloo.launcher.placement import Host, Placement, resized
 from areal_rloo.launcher.plan import Plan
@@ -135,7 +135,7 @@ def is_asked(folder: Path) -> bool:
 def read_answer(folder: Path, wish: Wish) -> Answer | None:
     """Read the launcher's answer to a wish; None if there is none yet."""
     try:
-        answer = from_json((folder / _ANSWER).read_bytes(), Answer)
+        answer = from_json(read_regular(folder / _ANSWER), Answer)
     except (OSError, DecodeError):
         return None
     return answer if answer.wish_id == wish.wish_id else None
@@ -218,7 +218,7 @@ class Fleet:
 
     def _obey_wish(self) -> None:
         try:
-            encoded = (self._folder / _WISH).read_bytes()
+            encoded = read_regular(self._folder / _WISH)
         except OSError:  # no wish; or a disk that may read the wish later
             return
         if encoded == self._seen:

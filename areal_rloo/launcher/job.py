@@ -19,7 +19,7 @@ from types import FrameType
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
-from areal_rloo.files import remove_abandoned
+from areal_rloo.files import read_regular, remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
@@ -178,7 +178,7 @@ class Job:
         if not file.exists():
             return None
         try:
-            made = from_json(file.read_bytes(), PreparedModel)
+            made = from_json(read_regular(file), PreparedModel)
         except (OSError, DecodeError):
             return None
         return (made.path, made.warm_start_s) if Path(made.path).is_dir() else None

@@ -17,7 +17,7 @@ import msgspec
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError, shown
-from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
+from areal_rloo.files import flush_to_disk, move_into_place, open_regular, read_regular, write_atomically
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.lock import lock_path
@@ -146,7 +146,8 @@ def _check_prompts(folder: Path, config: Config) -> None:
         return
     for path in reversed(list_checkpoints(folder_of(folder)).values()):
         try:
-            before = from_msgpack((path / STATE_NAME).read_bytes(), _State).stream.sources
+            with open_regular(path / STATE_NAME) as file:
+                before = from_msgpack(file.read(), _State).stream.sources
         except (OSError, DecodeError):  # damaged: the learner goes on from an older checkpoint
             continue
         check_same_sources(before, [source.description for source in load_train(data, seed=config.run.seed)])
@@ -161,6 +162,8 @@ def has_begun(folder: Path) -> bool:
 def has_results(folder: Path) -> bool:
     """Whether a run has trained in this folder; the same command may start again a run that was stopped before."""
     records = folder / "metrics.jsonl"
+    if records.exists() and not records.is_file():
+        return True  # a pipe or a device is left alone
     trained = records.exists() and b'"num_train_steps"' in records.read_bytes()
     return trained or newest_checkpoint(folder) is not None
 
@@ -202,7 +205,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
         "command": sys.argv,
     }
     starts = folder / _STARTS
-    earlier = starts.read_bytes() if starts.exists() else b""
+    earlier = read_regular(starts) if starts.exists() else b""
     write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)
 
@@ -225,7 +228,7 @@ def newest_checkpoint(folder: Path) -> str | None:
 def is_finished(folder: Path) -> bool:
     """Whether the training is complete, according to the learner's summary."""
     try:
-        summary = from_json((folder / SUMMARY_NAME).read_bytes(), dict[str, Any])
+        summary = from_json(read_regular(folder / SUMMARY_NAME), dict[str, Any])
     except (OSError, DecodeError):
         return False
     return summary.get("exit_reason") in ("completed", "end_of_data")

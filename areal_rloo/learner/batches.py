@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import DataError, DecodeError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import open_regular, read_regular, write_atomically
 from areal_rloo.intake.ledger import Deadline
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
@@ -171,7 +171,8 @@ def encode_batch(batch: Sequence[Group]) -> bytes:
 def read_batch(path: Path) -> list[Group]:
     """Read a batch; raises DataError if the file is damaged or of another version."""
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
         if _digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
             raise DataError(f"{path}: the batch is damaged: another checksum; replay from a later checkpoint")
         batch = from_msgpack(content[_DIGEST_BYTES:], _Batch)
@@ -205,7 +206,7 @@ def read_batch(path: Path) -> list[Group]:
 def read_start(path: Path) -> Start:
     """Read a start; raises DataError if the file is unreadable or of another version."""
     try:
-        return from_json(path.read_bytes(), Start)
+        return from_json(read_regular(path), Start)
     except (OSError, DecodeError) as error:
         raise DataError(f"{path}: a start of another version of areal_rloo: {error}") from error
 

@@ -28,7 +28,7 @@ from areal_rloo.config import Config, dump_config
 from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
-from areal_rloo.files import flush_to_disk, use_umask
+from areal_rloo.files import flush_to_disk, open_regular, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.learner.checkpoint_folder import (
@@ -366,7 +366,8 @@ def _content(folder: Path, name: str) -> bytes:
     path = folder / name
     if not path.is_file():
         raise DecodeError(f"{name} is missing")
-    return path.read_bytes()
+    with open_regular(path) as file:
+        return file.read()
 
 
 def _text(folder: Path, name: str) -> str:
@@ -377,5 +378,5 @@ def _text(folder: Path, name: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import read_regular, write_atomically
 
 _NAME = re.compile(r"step-([0-9]{6,})\.yaml")
 CONFIG_NAME, STATE_NAME = "config.yaml", "state.msgpack"  # in a checkpoint
@@ -37,8 +37,8 @@ class Stretch(NamedTuple):
 def has_intact_config(checkpoint: Path) -> bool:
     """Return True if the config of a checkpoint has its checksum; the learner compares all other files, too."""
     try:
-        sums = from_json((checkpoint / "checksums.json").read_bytes(), dict[str, str])
-        return sums.get(CONFIG_NAME) == hashlib.sha256((checkpoint / CONFIG_NAME).read_bytes()).hexdigest()
+        sums = from_json(read_regular(checkpoint / "checksums.json"), dict[str, str])
+        return sums.get(CONFIG_NAME) == hashlib.sha256(read_regular(checkpoint / CONFIG_NAME)).hexdigest()
     except (OSError, DecodeError):
         return False
 
@@ -73,7 +73,7 @@ def begin_stretch(run_folder: Path, config: Config, version: int) -> None:
     files, text = _files(run_folder), dump_config(config)
     for later in [at for at in files if at >= version]:
         files.pop(later).unlink()
-    if not files or files[max(files)].read_text(encoding="utf-8") != text:
+    if not files or read_regular(files[max(files)]) != text.encode():
         folder = run_folder / "configs"
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"step-{version:06d}.yaml", text.encode())
@@ -88,7 +88,7 @@ def read_stretches(run_folder: Path) -> list[Stretch]:
         with contextlib.suppress(ConfigError):  # of another version of areal_rloo
             config = load_config(str(path))
         found = changes(before, config) if before is not None and config is not None else []
-        stretches.append(Stretch(version, path.read_text(encoding="utf-8", errors="replace"), found))
+        stretches.append(Stretch(version, read_regular(path).decode(errors="replace"), found))
         before = config
     return stretches
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
+from areal_rloo.files import open_regular, read_regular
 
 _FAMILIES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,7 +41,7 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
             return None
         raise ModelError(f"{key}: {path}: no such folder; expected {else_expected}")
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        json.loads(read_regular(folder / "config.json").decode())
     except (OSError, ValueError, RecursionError) as error:
         if (folder / "model" / "config.json").is_file():
             raise ModelError(f"{key}: {path}: this is a checkpoint; its model is {folder / 'model'}") from error
@@ -55,7 +56,7 @@ def check_trainable(key: str, folder: Path) -> None:
         ModelError: the policy cannot be trained, or config.json cannot be read.
     """
     try:
-        config = from_json((folder / "config.json").read_bytes(), dict[str, Any])
+        config = from_json(read_regular(folder / "config.json"), dict[str, Any])
     except (OSError, DecodeError) as error:
         raise ModelError(
             f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
@@ -125,7 +126,7 @@ def cached_folder(name: str, environment: Mapping[str, str]) -> Path | None:
     """Return the folder of a downloaded hub model; None if the model was never downloaded."""
     cached = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     try:
-        commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
+        commit = read_regular(cached / "refs" / "main").decode().strip()
     except (OSError, UnicodeDecodeError):
         return None
     folder = cached / "snapshots" / commit
@@ -145,7 +146,7 @@ def weight_files(index: Path) -> list[str]:
         OSError: the index cannot be read.
         DecodeError: the index has another structure.
     """
-    return sorted(set(from_json(index.read_bytes(), _Index).weight_map.values()))
+    return sorted(set(from_json(read_regular(index), _Index).weight_map.values()))
 
 
 def _weight_files(key: str, folder: Path) -> Iterator[Path]:
@@ -189,7 +190,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 def _header(key: str, file: Path) -> dict[str, _Tensor]:
     """Read the tensors in the header of a weight file; refuse a file shorter than the header says."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             head = opened.read(8)
             if head == _LFS_POINTER:
                 raise ModelError(

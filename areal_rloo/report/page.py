@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.errors import DataError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
 from areal_rloo.learner.stretches import Stretch, read_stretches
@@ -69,8 +69,8 @@ def _page(folder: Path) -> str:
     records = read_records(folder / "metrics.jsonl")
     train = [record for record in records if isinstance(record, TrainRecord)]
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
-    config = (folder / "config.yaml").read_text(encoding="utf-8")
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else None
+    config = read_regular(folder / "config.yaml").decode()
+    summary = json.loads(read_regular(summary_path)) if summary_path.is_file() else None
     state = "in progress" if summary is None else f"ended: {summary['exit_reason']}"
     link = f" <a href='{PAGE_NAME}'>trajectories</a>" if (folder / FILE_NAME).is_file() else ""
     body = "\n".join(

@@ -3,7 +3,7 @@
     launcher ─ config ─► `python -m areal_rloo.rollout.trial` ─► the reason why no worker can use the episode, or none
 
 The process makes the episode as a worker does, on a running event loop, and exits despite threads of the episode. The
-process has a keeper (`areal_rloo/keeper.py`), so everything that the constructor starts ends with the trial.
+process has a keeper (`areal_rloo/keeper.py`), so everything started by the constructor ends with the trial.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_rloo.errors import ConfigError, UserError, raised
 from areal_rloo.keeper import kept
 from areal_rloo.waiting import run_beside_user_code
 
-_TRIAL_S = 20.0  # a constructor that takes longer may load a model
+_TRIAL_S = 20.0  # a slower constructor may load a model
 _KEEPER_S = 10.0  # for the keeper to kill everything
 _MOST_BYTES = 1 << 16  # of a reason: far more than a `UserError` keeps
 _STDERR = 2
@@ -30,7 +30,7 @@ _KEY = "rollout.episode.type"
 
 
 def try_own_episode(config: Config, *, timeout_s: float = _TRIAL_S) -> bool:
-    """Make the user's episode of a config in another process; return False if that takes longer than the timeout.
+    """Make the user's episode of a config in another process; return False if the timeout is too short.
 
     Raises:
         ConfigError: the class cannot be imported or made from the config, or has no `run` of an episode.

@@ -21,6 +21,7 @@ import msgspec
 
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError, SourceError
+from areal_rloo.files import open_regular
 from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
 from areal_rloo.tasks.sendable import check_sendable
 
@@ -169,7 +170,7 @@ def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
             where = f"{path}:{number}"
             if len(line) > _MOST_LINE_BYTES:
@@ -194,7 +195,8 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        with open_regular(path) as file:
+            rows = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list):

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
+from areal_rloo.files import open_regular
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Measured, Metric, Samples, Values, declared_metrics, read_samples
 from areal_rloo.telemetry.record_file import RecordFile
@@ -97,7 +98,7 @@ class RecordTail:
             return []
         given = self._given
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._position - len(self._last))
                 if file.read(len(self._last)) != self._last:  # another file, or another end
                     file.seek(0)

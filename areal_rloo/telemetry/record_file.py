@@ -14,7 +14,7 @@ import msgspec
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, DecodeError
-from areal_rloo.files import remove_unfinished, replacing
+from areal_rloo.files import open_regular, remove_unfinished, replacing
 
 _BLOCK_BYTES = 2**16
 
@@ -72,19 +72,22 @@ def cut_records(path: Path, policy_version: int) -> None:
     areal_rloo stay as they are. Call only if no process writes the file.
 
     Raises:
-        CheckpointError: the disk has no room for the kept records. The file is unchanged.
+        CheckpointError: the file cannot be read, or the disk has no room for the kept records. The file is unchanged.
     """
     remove_unfinished(path)
     if not path.exists():
         return
-    end, is_end = _kept(path, policy_version)
+    try:
+        end, is_end = _kept(path, policy_version)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; move the file away to resume") from error
     if is_end:
         with path.open("r+b") as file:
             file.truncate(end)
             os.fsync(file.fileno())
         return
     try:
-        with path.open("rb") as source, replacing(path) as target:
+        with open_regular(path) as source, replacing(path) as target:
             target.writelines(line for line in source if _is_kept(line, policy_version))
     except OSError as error:
         raise CheckpointError(
@@ -96,7 +99,7 @@ def cut_records(path: Path, policy_version: int) -> None:
 def _kept(path: Path, policy_version: int) -> tuple[int, bool]:
     """Give the end of the first run of kept records, and True if no kept record follows."""
     end, position = 0, 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             position += len(line)
             if _is_kept(line, policy_version):

@@ -16,6 +16,7 @@ import msgspec
 
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
+from areal_rloo.files import open_regular
 from areal_rloo.telemetry.record_file import RecordFile
 
 FILE_NAME = "trajectories.jsonl"  # in the run folder
@@ -127,7 +128,7 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
         DataError: the file cannot be read, or a whole line is not a record of this version.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return

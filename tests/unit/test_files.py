@@ -10,7 +10,15 @@ from typing import Literal
 
 import pytest
 
-from areal_rloo.files import ScratchFolder, move_into_place, open_private, remove_abandoned, write_atomically
+from areal_rloo.files import (
+    ScratchFolder,
+    move_into_place,
+    open_private,
+    open_regular,
+    read_regular,
+    remove_abandoned,
+    write_atomically,
+)
 
 MAKES_A_FOLDER = """
 import os, signal, sys
@@ -143,3 +151,19 @@ def test_a_scratch_folder_replaced_by_a_link_removes_nothing(tmp_path: Path) -> 
     folder.path.symlink_to(home)
     folder.close()
     assert set(home.iterdir()) == {home / "lock", home / "file"}
+
+
+def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        for read in (open_regular, read_regular):
+            with pytest.raises(OSError, match="expected a regular file"):
+                read(tmp_path / name)
+
+
+def test_a_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_regular(tmp_path / "file", most_bytes=5) == b"12345"
+    with pytest.raises(OSError, match="expected at most 4 bytes"):
+        read_regular(tmp_path / "file", most_bytes=4)

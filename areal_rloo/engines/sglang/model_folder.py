@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_rloo.errors import EngineError, ModelError
-from areal_rloo.files import ScratchFolder, memory_folder, remove_abandoned
+from areal_rloo.files import ScratchFolder, memory_folder, read_regular, remove_abandoned
 
 _ROOM = 2.5  # times the model's files: new weights may have a wider dtype than the files
 _HEAD = "lm_head.weight"  # some models store this although it equals the embedding
@@ -53,7 +53,7 @@ def read_model(folder: Path) -> ModelFacts:
         ModelError: config.json cannot be read or has no vocabulary size.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())  # may have NaN and Infinity
+        config = json.loads(read_regular(folder / "config.json"))  # may have NaN and Infinity
         config = config.get("text_config", config)
         sizes = msgspec.convert(config, _Sizes)
     except (OSError, ValueError, RecursionError, AttributeError) as error:

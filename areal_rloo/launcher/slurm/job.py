@@ -28,7 +28,7 @@ import msgspec
 
 from areal_rloo.config import LauncherConfig, import_entry, is_loopback, load_config
 from areal_rloo.errors import PreflightError
-from areal_rloo.files import write_atomically
+from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.launcher.fleet import AllocatedRoom
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.job import Job, Signals
@@ -92,7 +92,7 @@ def _requeued(folder: Path) -> int:
         PreflightError: the last requeue brought no new checkpoint, or Slurm refuses.
     """
     reached, note = msgspec.json.encode(standing(folder_of(folder))), folder / ".requeued-at"
-    if note.exists() and note.read_bytes() == reached:
+    if note.exists() and read_regular(note) == reached:
         raise PreflightError(
             "launcher.slurm.time_limit: the job was stopped twice without a new checkpoint in between; raise it, or "
             "lower launcher.slurm.warn_before_s; if the job was preempted, submit it again with --resume"

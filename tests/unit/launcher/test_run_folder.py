@@ -12,7 +12,7 @@ import pytest
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError, PreflightError
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.launcher.run_folder import choose_folder, is_finished, newest_checkpoint, write_beginning
+from areal_rloo.launcher.run_folder import choose_folder, has_results, is_finished, newest_checkpoint, write_beginning
 from areal_rloo.launcher.start import begin, hold, leaves_nothing
 from areal_rloo.telemetry.summary import forget_earlier_summary, has_earlier_summary, restore_earlier_summary
 from areal_rloo.wire.security import load_keys
@@ -106,6 +106,11 @@ def test_an_earlier_summary_is_aside_until_the_learner_begins(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("usual_umask")
+def test_a_folder_with_a_pipe_for_its_records_has_results(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert has_results(tmp_path)
+
+
 def test_a_run_folder_of_the_user_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o750)
     hold(tmp_path / "mine", load_config("quickstart.yaml"), resume=False)

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -98,6 +99,15 @@ def test_a_run_in_progress_has_a_page_with_the_ledger_of_its_last_step(run_folde
     page = Page(write_report(run_folder).read_text())
     assert "in progress" in page.shown
     assert "dropped: reward_failed" in page.shown
+
+
+def test_a_pipe_or_a_device_in_place_of_a_record_is_an_error(run_folder: Path) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    for make in (os.mkfifo, lambda there: there.symlink_to("/dev/zero")):
+        make(run_folder / "metrics.jsonl")
+        with pytest.raises(DataError, match="expected a regular file"):
+            write_report(run_folder)
+        (run_folder / "metrics.jsonl").unlink()
 
 
 def test_a_run_that_has_not_trained_yet_has_a_page(run_folder: Path) -> None:

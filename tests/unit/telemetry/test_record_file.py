@@ -1,5 +1,6 @@
 """Files of records: whole lines after a kill and on a full disk, and the records up to a checkpoint."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -97,3 +98,9 @@ def test_a_cut_that_the_disk_refuses_changes_nothing_and_says_so(tmp_path: Path)
 def test_cutting_a_missing_file_does_nothing(tmp_path: Path) -> None:
     cut_records(tmp_path / "records", 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_in_place_of_records_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "records")
+    with pytest.raises(CheckpointError, match="records: cannot be read: expected a regular file; move the file away"):
+        cut_records(tmp_path / "records", 1)

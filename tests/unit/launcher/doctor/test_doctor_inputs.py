@@ -45,6 +45,16 @@ def test_a_truncated_file_is_named(model: Path) -> None:
     assert f"{num_bytes - 1} of {num_bytes} bytes are present" in finding.what
 
 
+def test_a_pipe_or_a_device_in_place_of_a_config_is_wrong(model: Path) -> None:
+    path = model / "config.json"
+    path.unlink()
+    for make in (os.mkfifo, lambda there: there.symlink_to("/dev/zero")):
+        make(path)
+        finding = only(check_models, "wrong", f"model.path={model}")
+        assert "config.json cannot be read: [Errno 22] expected a regular file" in finding.what
+        path.unlink()
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 a zip file", b"\x10\0\0\0\0\0\0\0{not json", b"\2\0\0\0\0\0\0\0[]"])
 def test_a_file_of_the_wrong_kind_is_named(model: Path, content: bytes) -> None:
     (model / "model-00001-of-00002.safetensors").write_bytes(content)
