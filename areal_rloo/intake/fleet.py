@@ -95,7 +95,7 @@ class Worker:
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
     num_lies: int = 0  # answers refused: others get leases first
-    eval_s: float = -math.inf  # monotonic time of its last answer to an evaluation sample: the others waited
+    eval_s: float = -math.inf  # monotonic time of the last answer to an evaluation sample: the others waited
     compared_s: float = -math.inf  # monotonic time of the last look at all duties for a heartbeat
 
     @property
@@ -318,10 +318,8 @@ class Fleet:
         due = 0
         while now_s - self._marks[0][0] > most_s:
             due = self._marks.popleft()[1]
-        for worker in (worker for worker in self.alive.values() if now_s - worker.eval_s > most_s):
-            if worker not in late and any(duty.lease_id <= due for duty in worker.duties):
-                late.append(worker)
-        return late
+        aged = (worker for worker in self.alive.values() if any(duty.lease_id <= due for duty in worker.duties))
+        return late + [worker for worker in aged if worker not in late and now_s - worker.eval_s > most_s]
 
     def set_aside(self, worker: Worker, now_s: float, why: str) -> None:
         """Give a worker no leases for a while, twice as long each time."""

@@ -27,7 +27,7 @@ class Deadlines:
     """When the episodes of a worker must have ended: `timeout_s` after their start.
 
     The samples of an evaluation are leased all at once, wait for each other, and let train samples wait. So the time of
-    all begins anew whenever one of them has ended; else a long evaluation would run out of time in its own queue.
+    all begins anew whenever one of them has ended; else a long evaluation would run out of time in the queue.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class Deadlines:
         self._eval_ended_s = -math.inf  # monotonic time
 
     def ended(self, purpose: Purpose) -> None:
-        """Record the end of an episode, whatever its outcome."""
+        """Record the end of an episode, with any outcome."""
         if purpose == "eval":
             self._eval_ended_s = time.monotonic()
 
@@ -47,7 +47,7 @@ class Deadlines:
 async def run_episode(
     episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat, deadlines: Deadlines
 ) -> Sequence[Trajectory]:
-    """Run an episode until its deadline. A cancellation ends the wait, even if the episode does not obey.
+    """Run an episode until the deadline. A cancellation ends the wait, even if the episode does not obey.
 
     Raises:
         EpisodeError: the episode took too long, or called `sys.exit`.

@@ -36,7 +36,7 @@ def make_own_episode(config: Config) -> Episode:
     key, path = "rollout.episode.type", config.rollout.episode.type
     make = import_named(key, path, kind="class")
     if not callable(getattr(make, "run", None)):
-        raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/agents.md")
+        raise ConfigError(f"{key}: expected a class with an async method run(), got {path}; see docs/tasks.md")
     try:
         made: Episode = make(config)
     except (Exception, SystemExit, asyncio.CancelledError) as error:

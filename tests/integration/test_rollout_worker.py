@@ -1,7 +1,6 @@
 """A rollout worker with the real engine, driven over the wire by a scripted learner: the outcome of every lease."""
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,183 +10,39 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.driven_learner import DrivenLearner, play, work
 from support.intakes import make_offers
 from support.model_versions import model_of
 from support.sglang_support import engine_on_fake
-from support.workers import fresh_address, make_channel
 
 from areal_rloo.config import load_config
-from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.errors import EngineError, WentBackError
-from areal_rloo.models.files import load_tokenizer
-from areal_rloo.rewards.request import RewardRequest, Scored
-from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
-from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.rollout.episode import Rewards, Sample, SingleTurn, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.trajectory import Item, SampleId, Trajectory
+from areal_rloo.trajectory import Item, Trajectory
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.manifest import build_manifest, gather
-from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
-from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Abort,
-    Ack,
-    Drain,
-    Duty,
-    Failed,
     Goodbye,
-    Heartbeat,
-    HeartbeatReply,
     Hello,
-    History,
-    LearnerMessage,
     Lease,
     Leases,
-    Results,
     WeightsFailed,
     WeightsNotice,
     WeightsReceived,
-    Welcome,
     WorkerMessage,
 )
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
-LIMITS = Limits()
-CONFIG = load_config("quickstart.yaml", ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1"])
-
-
-class _Right:
-    """Give every completion the reward 1."""
-
-    async def score(self, request: RewardRequest) -> Scored:
-        return Scored(reward=1.0, parts={})
-
-
-class _Learner:
-    """The learner's end of the wire, driven by a test."""
-
-    acknowledges = True
-    learner_id = "learner"
-    history: History = (("learner", 0),)
-
-    def __init__(self, channel: LearnerChannel) -> None:
-        self.channel = channel
-        self.peer = ""
-        self.finished: list[SampleId] = []
-        self.failed: list[Failed] = []
-        self.last: Hello | Goodbye | None = None
-        self.beat: Heartbeat | None = None
-
-    def send(self, message: LearnerMessage) -> None:
-        assert self.channel.send(self.peer, message)
-
-    async def until(self, done: Callable[[], bool]) -> None:
-        """Take messages until the condition is true, or until a Hello or Goodbye comes."""
-        while not done():
-            self.peer, message = await self.channel.receive()
-            if isinstance(message, Results):
-                self.finished += [each.trajectories[0].sample_id for each in message.finished]
-                self.failed += message.failed
-                if self.acknowledges:
-                    self.send(Ack(message.number))
-            elif isinstance(message, Heartbeat):
-                self.beat = message
-            elif isinstance(message, Hello | Goodbye):
-                self.last = message
-                return
-
-    async def meet(self) -> None:
-        await self.until(lambda: False)
-        assert isinstance(self.last, Hello)
-        self.send(Welcome(self.learner_id, self.last.number, self.history))
-
-    def lease(self, lease_id: int, min_version: int = 0) -> list[Duty]:
-        lease = Lease(lease_id, 7, (0, 1), (5, 6, 7), Item("?", source="arithmetic"), min_version, 3)
-        self.send(Leases(self.learner_id, (lease,)))
-        return lease.duties
-
-    async def restart(self, *history: tuple[str, int]) -> None:
-        """Answer a heartbeat as another learner, with this history, and meet the worker."""
-        self.history, (self.learner_id, _) = history, history[-1]
-        await self.until(lambda: self.beat is not None)
-        assert self.beat is not None
-        self.send(HeartbeatReply(self.learner_id, self.beat.number, 0, True))
-        await self.meet()
-
-
-def _play(
-    folder: Path,
-    episode: Episode,
-    scenario: Callable[[_Learner], Awaitable[None]],
-    *,
-    policy_version: int = 0,
-    engine_type: type[EmbeddedEngine] = EmbeddedEngine,
-) -> BaseException | None:
-    """Run a worker with the embedded engine against the scenario; return the error that ended the worker."""
-
-    async def main() -> BaseException | None:
-        engine = engine_type(
-            folder,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            num_slots=8,
-            context_tokens=CONFIG.context_tokens,
-            policy_version=policy_version,
-        )
-        with contextlib.closing(engine):
-            return await _work(engine, folder, episode, scenario)
-
-    return asyncio.run(main())
-
-
-async def _work(
-    engine: Engine, folder: Path, episode: Episode, scenario: Callable[[_Learner], Awaitable[None]]
-) -> BaseException | None:
-    """Run a worker with this engine against the scenario; return the error that ended the worker."""
-    learner = _Learner(LearnerChannel.bind(fresh_address(), limits=LIMITS))
-    channel = make_channel(learner.channel.address, limits=LIMITS)
-    rewards: Rewards = _Right()
-    receiver = Receiver(
-        worker_id="w",
-        policy_version=lambda: engine.statistics().policy_version,
-        load_weights=engine.load_weights,
-        device=torch.device("cpu"),
-    )
-    worker = RolloutWorker(
-        CONFIG,
-        worker_id="w",
-        incarnation="1",
-        channel=channel,
-        engine=engine,
-        receiver=receiver,
-        episode=episode,
-        rewards=rewards,
-        chat=ChatFormat(load_tokenizer(str(folder)), CONFIG.data),
-        stop_token_ids=(1,),
-    )
-    running = asyncio.create_task(worker.run())
-    try:
-        async with asyncio.timeout(60):
-            await learner.meet()
-            await scenario(learner)
-            learner.channel.send(learner.peer, Drain())
-            await asyncio.wait([running])
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        channel.close()
-        learner.channel.close()
-    return None if running.cancelled() else running.exception()
-
 
 def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: dict[str, Path]) -> None:
     """This happens to a worker that missed heartbeats and returns."""
 
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         duties = learner.lease(1, min_version=99)  # waits for weights that never come
         await asyncio.sleep(0.3)
         learner.send(Abort("learner", tuple(duties)))
@@ -196,7 +51,7 @@ def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: di
         assert sorted(learner.finished) == [(7, 0), (7, 1)]
         assert learner.failed == []
 
-    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario) is None
+    assert play(tiny_folders["qwen2"], SingleTurn(), scenario) is None
 
 
 class _Odd(SingleTurn):
@@ -222,20 +77,18 @@ class _OneAtATime(SingleTurn):
             return await super().run(sample, engine, rewards, chat)
 
 
-def test_a_long_evaluation_does_not_run_out_of_time(
-    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_evaluation_does_not_run_out_of_time(tiny_folders: dict[str, Path]) -> None:
     """All its samples together take twice `rollout.episode.timeout_s`."""
     options = ["rollout.sampling.max_new_tokens=16", "wire.heartbeat_s=0.1", "rollout.episode.timeout_s=4"]
-    monkeypatch.setitem(globals(), "CONFIG", load_config("quickstart.yaml", options))
 
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         lease = Lease(1, -1, tuple(range(16)), (5, 6, 7), Item("?", source="arithmetic"), 0, 3)
         learner.send(Leases("learner", (lease,)))
         await learner.until(lambda: len(learner.finished) + len(learner.failed) == 16)
         assert learner.failed == []
 
-    assert _play(tiny_folders["qwen2"], _OneAtATime(), scenario) is None
+    config = load_config("quickstart.yaml", options)
+    assert play(tiny_folders["qwen2"], _OneAtATime(), scenario, config=config) is None
 
 
 async def _cancelled(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -262,7 +115,7 @@ def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) 
     words_of = {_cancelled: "cancelled itself", _crashed: "no such thing", _exited: "Exit", _unsendable: "can be sent"}
     for wrong, words in words_of.items():
 
-        async def scenario(learner: _Learner, words: str = words) -> None:
+        async def scenario(learner: DrivenLearner, words: str = words) -> None:
             learner.lease(1)
             await learner.until(lambda: len(learner.finished) == len(learner.failed) == 1)
             assert learner.finished == [(7, 1)]
@@ -270,7 +123,7 @@ def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) 
             assert (failure.sample_index, failure.reason) == (0, "episode_error")
             assert words in failure.detail
 
-        assert _play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
+        assert play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
 
 
 def test_a_protocol_that_breaks_ends_the_worker_with_the_reason(tiny_folders: dict[str, Path]) -> None:
@@ -287,25 +140,25 @@ def test_a_protocol_that_breaks_ends_the_worker_with_the_reason(tiny_folders: di
             broke.set()
             return await super().run(sample, engine, rewards, chat)
 
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         learner.lease(1)
         await broke.wait()
         await learner.until(lambda: False)
         assert isinstance(learner.last, Goodbye)
 
-    assert isinstance(_play(tiny_folders["qwen2"], Broken(), scenario), TypeError)
+    assert isinstance(play(tiny_folders["qwen2"], Broken(), scenario), TypeError)
 
 
 def test_a_learner_of_another_history_ends_the_worker(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     """Tokens of our version 1 would count as fresh under the new learner's version 1, which has other weights."""
 
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         await _give_version_1(learner, tiny_folders["qwen2"], tmp_path)
         await learner.restart(("another-from-the-beginning", 0))
         await learner.until(lambda: False)
         assert isinstance(learner.last, Goodbye)
 
-    error = _play(tiny_folders["qwen2"], SingleTurn(), scenario)
+    error = play(tiny_folders["qwen2"], SingleTurn(), scenario)
     assert isinstance(error, WentBackError)
     assert "the two histories have diverged" in str(error)
 
@@ -313,7 +166,7 @@ def test_a_learner_of_another_history_ends_the_worker(tiny_folders: dict[str, Pa
 def test_another_learner_gets_a_hello_and_no_old_samples(tiny_folders: dict[str, Path]) -> None:
     """Group 7 of the new learner may have another prompt."""
 
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         learner.acknowledges = False
         learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 2)
@@ -324,7 +177,7 @@ def test_another_learner_gets_a_hello_and_no_old_samples(tiny_folders: dict[str,
         learner.lease(1)
         await learner.until(lambda: len(learner.finished) == 4)
 
-    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
+    assert play(tiny_folders["qwen2"], SingleTurn(), scenario, policy_version=57) is None
 
 
 class _FirstVersionLost(EmbeddedEngine):
@@ -348,7 +201,7 @@ class _FirstVersionFails(_FirstVersionLost):
     first = staticmethod(lambda future, version: future.set_exception(EngineError("no room")))
 
 
-async def _until_version(learner: _Learner, broadcaster: Broadcaster, version: int) -> list[WorkerMessage]:
+async def _until_version(learner: DrivenLearner, broadcaster: Broadcaster, version: int) -> list[WorkerMessage]:
     """Carry messages between the worker and the offers as the intake does; return the answers to offers."""
     offers, told = broadcaster.offers, []
     while broadcaster.statistics().versions != {"w": version}:
@@ -365,7 +218,7 @@ async def _until_version(learner: _Learner, broadcaster: Broadcaster, version: i
     return told
 
 
-async def _give_version_1(learner: _Learner, folder: Path, scratch: Path) -> list[WorkerMessage]:
+async def _give_version_1(learner: DrivenLearner, folder: Path, scratch: Path) -> list[WorkerMessage]:
     """Broadcast a version; return the worker's answers to the offers."""
     weights = list(model_of(folder, factor=1.5).named_parameters())
     manifest = build_manifest(weights, bucket_bytes=100_000)
@@ -392,12 +245,12 @@ async def _give_version_1(learner: _Learner, folder: Path, scratch: Path) -> lis
 def test_a_lost_first_version_is_reported_and_offered_again(
     tiny_folders: dict[str, Path], tmp_path: Path, engine_type: type[EmbeddedEngine]
 ) -> None:
-    async def scenario(learner: _Learner) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
         lost, received = await _give_version_1(learner, tiny_folders["qwen2"], tmp_path)
         assert isinstance(lost, WeightsFailed), "the worker tells of the loss itself, before any timeout of the offer"
         assert isinstance(received, WeightsReceived)
 
-    assert _play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
+    assert play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
 
 
 def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Path]) -> None:
@@ -409,14 +262,14 @@ def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Pa
             await asyncio.wrap_future(engine.load_weights(0, model_of(folder).named_parameters()))
             server.asked.clear()
 
-            async def scenario(learner: _Learner) -> None:
+            async def scenario(learner: DrivenLearner) -> None:
                 learner.lease(1)
                 await server.asked.wait()
                 server.refuses_the_key = True
                 await learner.until(lambda: False)
                 assert isinstance(learner.last, Goodbye)
 
-            return await _work(engine, folder, SingleTurn(), scenario)
+            return await work(engine, folder, SingleTurn(), scenario)
 
     error = asyncio.run(main())
     assert isinstance(error, EngineError)

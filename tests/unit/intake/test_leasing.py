@@ -13,6 +13,7 @@ from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire.codec import encode
 from areal_rloo.wire.messages import Duty, Finished, Goodbye, Heartbeat, Hello, Lease, Leases, Results, Work, digest
 
 TWO_GROUPS = (*ONE_GROUP, "learner.groups_per_step=2")
@@ -196,3 +197,19 @@ def test_results_are_progress() -> None:
     assert intake.tick(100.0) == []
     assert len(_duties(intake.tick(111.0), "x")) == 3
     assert not intake.fleet.alive["w"].gets_leases
+
+
+def _lease_of(seed: int) -> Lease:
+    sent = make_intake(make_offers(), *ONE_GROUP, f"run.seed={seed}").handle("w", _hello(), 0.0)
+    return next(message.leases[0] for _, message in sent if isinstance(message, Leases))
+
+
+@pytest.mark.parametrize("seed", [0, 2**20, 20_240_101, 2**62])
+def test_the_seed_of_a_lease_fits_the_wire(seed: int) -> None:
+    lease = _lease_of(seed)
+    assert encode(Leases(LEARNER, (lease,)))
+    assert 0 <= lease.seed < 2**64 - 2**20
+
+
+def test_run_seeds_give_leases_with_different_seeds() -> None:
+    assert len({_lease_of(seed).seed for seed in (0, 1, 2, 2**20, 2**20 + 1, 2**40)}) == 6

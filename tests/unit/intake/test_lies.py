@@ -20,7 +20,7 @@ from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.codec import decode_worker, encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Ack, Duty, Failed, Finished, Hello, Lease, Leases, Partial, Partials, Results, Work
+from areal_rloo.wire.messages import Ack, Duty, Failed, Finished, Hello, Partial, Partials, Results, Work
 from areal_rloo.wire.turns import RecordedTurn, encode_turns
 
 PROMPT = (1, 2)
@@ -381,22 +381,3 @@ def test_a_reason_with_a_line_break_is_unreadable() -> None:
     for reason in ("bad\n", "bad\nworse", ""):
         with pytest.raises(DecodeError, match="regex"):
             _results(failed=[Failed(1, 0, 0, reason, "no", "")])
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _lease(seed: int) -> Lease:
-    sent = make_intake(make_offers(), *ONE_GROUP, f"run.seed={seed}").handle("w", _hello(), 0.0)
-    return next(message.leases[0] for _, message in sent if isinstance(message, Leases))
-
-
-@pytest.mark.parametrize("seed", [0, 2**20, 20_240_101, 2**62])
-def test_the_seed_of_a_lease_fits_the_wire(seed: int) -> None:
-    lease = _lease(seed)
-    assert encode(Leases(LEARNER, (lease,)))
-    assert 0 <= lease.seed < 2**64 - 2**20
-
-
-def test_run_seeds_give_leases_with_different_seeds() -> None:
-    assert len({_lease(seed).seed for seed in (0, 1, 2, 2**20, 2**20 + 1, 2**40)}) == 6
