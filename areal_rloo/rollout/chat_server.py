@@ -77,6 +77,9 @@ class ChatServer:
     def __init__(self, sampling: SamplingConfig) -> None:
         self._most_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._agents: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # connections that have shown a key
+        self._asked: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # that have sent the head of a request
+        self._silent: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # that had not at the last look
+        self._sweep: asyncio.TimerHandle | None = None
         self._sampling = sampling  # of the run; requests that ask for other sampling get this one
         self._sessions: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
@@ -99,6 +102,7 @@ class ChatServer:
         )
         await self._runner.setup()
         self._listener = await asyncio.get_running_loop().create_server(self._connection, _HOST, 0)
+        self._end_silent()
         self._base_url = f"http://{_HOST}:{self._listener.sockets[0].getsockname()[1]}/v1"
         logger.debug("the chat endpoint is at %s", self._base_url)
 
@@ -106,6 +110,8 @@ class ChatServer:
         """End all sessions, and stop serving."""
         for key in list(self._sessions):
             self.end_session(key, "the rollout worker is stopping")
+        if self._sweep is not None:
+            self._sweep.cancel()
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:
@@ -151,8 +157,21 @@ class ChatServer:
                 stranger.close()
         return self._runner.server()
 
+    def _end_silent(self) -> None:
+        """End the connections that have sent no whole head of a request since the last call; aiohttp waits for ever."""
+        assert self._runner is not None and self._runner.server is not None, "`start` has made both"
+        open_now = {each.transport for each in self._runner.server.connections if each.transport is not None}
+        silent = {each for each in open_now if each not in self._asked and not each.is_closing()}
+        for transport in silent.intersection(self._silent):
+            self._counts["refused"] += 1
+            transport.close()
+        self._silent = weakref.WeakSet(silent)
+        self._sweep = asyncio.get_running_loop().call_later(_CLIENT_S, self._end_silent)
+
     @web.middleware
     async def _as_openai_says(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._asked.add(request.transport)
         try:
             return await handler(request)
         except ApiError as error:
