@@ -77,8 +77,8 @@ class ChatServer:
     def __init__(self, sampling: SamplingConfig) -> None:
         self._most_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._agents: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # connections that have shown a key
-        self._asked: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # that have sent the head of a request
-        self._silent: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # that had not at the last look
+        self._asked: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # with the head of a request
+        self._silent: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()  # without one at the last look
         self._sweep: asyncio.TimerHandle | None = None
         self._sampling = sampling  # of the run; requests that ask for other sampling get this one
         self._sessions: dict[str, Session] = {}
@@ -158,7 +158,7 @@ class ChatServer:
         return self._runner.server()
 
     def _end_silent(self) -> None:
-        """End the connections that have sent no whole head of a request since the last call; aiohttp waits for ever."""
+        """End the connections without a whole head of a request since the last call; aiohttp waits for ever."""
         assert self._runner is not None and self._runner.server is not None, "`start` has made both"
         open_now = {each.transport for each in self._runner.server.connections if each.transport is not None}
         silent = {each for each in open_now if each not in self._asked and not each.is_closing()}
