@@ -203,7 +203,7 @@ def test_rewards_that_fail_at_a_lone_worker_end_the_run(name: str) -> None:
     intake = make_intake(make_offers(), *TWO_GROUPS)
     duties = duties_of(intake.handle("peer", _hello(name), 0.0), "peer")
     ends_s = 0.0 if name == "rollout-0" else 310.0
-    with pytest.raises(UserError, match="got none"):
+    with pytest.raises(UserError, match="got no reward"):
         for second in range(0, 400, 10):
             work = heartbeat(intake.fleet.alive[name].duties, tokens=second)
             intake.handle("peer", work, float(second))
