@@ -121,6 +121,16 @@ class EpisodeConfig(Section, frozen=True):
     def built_in(self) -> bool:
         return self.type in BUILT_IN
 
+    @property
+    def has_prompt(self) -> bool:
+        """True if a sample is a single trajectory with the prompt of its lease. Agents and users choose their own."""
+        return self.built_in and self.type != "agent"
+
+    @property
+    def most_trajectories(self) -> int:
+        """Trajectories of a sample at most."""
+        return 1 if self.has_prompt else self.max_trajectories
+
 
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang"] = "embedded"

@@ -188,9 +188,7 @@ class Config(Section, frozen=True):
     @property
     def partial_tokens(self) -> int:
         """Most tokens in all turns of a partial rollout. With more, the sample begins anew."""
-        episode = self.rollout.episode
-        makes_one = episode.built_in and episode.type != "agent"
-        return self.context_tokens * (1 if makes_one else episode.max_trajectories)
+        return self.context_tokens * self.rollout.episode.most_trajectories
 
     @property
     def partials_timeout_s(self) -> float:

@@ -68,10 +68,10 @@ class Lies:
         episode = config.rollout.episode
         self._vocab_size = vocab_size
         self._is_built_in = episode.built_in  # a user's episode makes trajectories of any shape
-        self._has_prompt = episode.built_in and episode.type != "agent"  # an agent sends the prompts that it likes
+        self._has_prompt = episode.has_prompt
         self._is_single_turn = episode.type == "single_turn"
         self._most_tokens, self._partial_tokens = config.context_tokens, config.partial_tokens
-        self._most_trajectories = 1 if self._has_prompt else episode.max_trajectories
+        self._most_trajectories = episode.most_trajectories
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
         self._names = Words(_MOST_NAMES)
