@@ -18,7 +18,7 @@ from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item, SampleId
 from areal_rloo.weights.receive import Receiver
-from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Ack,
@@ -126,6 +126,36 @@ def play(
     return asyncio.run(main())
 
 
+def make_worker(
+    config: Config,
+    engine: Engine,
+    channel: WorkerChannel,
+    episode: Episode,
+    rewards: Rewards,
+    chat: ChatFormat,
+    stop_token_ids: tuple[int, ...],
+) -> RolloutWorker:
+    """Make the worker "w", which takes weights on the CPU. Call on an event loop."""
+    receiver = Receiver(
+        worker_id="w",
+        policy_version=lambda: engine.statistics().policy_version,
+        load_weights=engine.load_weights,
+        device=torch.device("cpu"),
+    )
+    return RolloutWorker(
+        config,
+        worker_id="w",
+        incarnation="1",
+        channel=channel,
+        engine=engine,
+        receiver=receiver,
+        episode=episode,
+        rewards=rewards,
+        chat=chat,
+        stop_token_ids=stop_token_ids,
+    )
+
+
 async def work(
     engine: Engine,
     folder: Path,
@@ -137,24 +167,8 @@ async def work(
     learner = DrivenLearner(LearnerChannel.bind(fresh_address(), limits=LIMITS))
     channel = make_channel(learner.channel.address, limits=LIMITS)
     rewards: Rewards = _Right()
-    receiver = Receiver(
-        worker_id="w",
-        policy_version=lambda: engine.statistics().policy_version,
-        load_weights=engine.load_weights,
-        device=torch.device("cpu"),
-    )
-    worker = RolloutWorker(
-        config,
-        worker_id="w",
-        incarnation="1",
-        channel=channel,
-        engine=engine,
-        receiver=receiver,
-        episode=episode,
-        rewards=rewards,
-        chat=ChatFormat(load_tokenizer(str(folder)), config.data),
-        stop_token_ids=(1,),
-    )
+    chat = ChatFormat(load_tokenizer(str(folder)), config.data)
+    worker = make_worker(config, engine, channel, episode, rewards, chat, (1,))
     running = asyncio.create_task(worker.run())
     try:
         async with asyncio.timeout(60):

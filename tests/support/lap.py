@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from support.driven_learner import make_worker
 from support.workers import fresh_address, make_channel
 
 import areal_rloo
@@ -29,12 +30,10 @@ from areal_rloo.loop_thread import LoopThread
 from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rollout.episode import SingleTurn
-from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.tasks import load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.offers import Offers
-from areal_rloo.weights.receive import Receiver
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.address import Address
 from areal_rloo.wire.channels import LearnerChannel
@@ -111,24 +110,7 @@ async def _work(
 ) -> None:
     rewards = await make_scoring(config)
     channel = make_channel(address)
-    receiver = Receiver(
-        worker_id="w",
-        policy_version=lambda: engine.statistics().policy_version,
-        load_weights=engine.load_weights,
-        device=CPU,
-    )
-    worker = RolloutWorker(
-        config,
-        worker_id="w",
-        incarnation="1",
-        channel=channel,
-        engine=engine,
-        receiver=receiver,
-        episode=SingleTurn(),
-        rewards=rewards,
-        chat=chat,
-        stop_token_ids=stops,
-    )
+    worker = make_worker(config, engine, channel, SingleTurn(), rewards, chat, stops)
     try:
         await worker.run()
     finally:
