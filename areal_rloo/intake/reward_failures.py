@@ -16,8 +16,6 @@ from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_NOT_OF_AN_EPISODE = ("reward_", "generation_")  # beginnings of reasons; an episode of the user may have any other
-
 
 class RewardFailures:
     """The share of failures among the last completions: of a batch of all workers, and of each worker's own."""
@@ -25,7 +23,7 @@ class RewardFailures:
     def __init__(self, config: Config) -> None:
         self._failed: deque[bool] = deque(maxlen=max(LAST_OUTCOMES, config.samples_per_step))
         self._most_share = config.rollout.max_reward_failure_share
-        self._episode = config.rollout.episode
+        self._rollout = config.rollout
         self._first: RewardError | None = None
 
     def scored(self, standing: Standing | None) -> None:
@@ -75,11 +73,13 @@ class RewardFailures:
         return f"{sum(own)} of the last {len(own)} completions got no reward, and those of most workers did"
 
     def _blamed(self, reason: str) -> str:
-        """Give the key of the code that failed for this reason, with the value of an episode's key."""
-        if reason.startswith(_NOT_OF_AN_EPISODE):
+        """Give the key of the code that failed for this reason, and the value if it is an engine or an episode."""
+        if reason.startswith("reward_"):
             return "rewards"
-        agent = self._episode.agent
-        return f"rollout.episode.type={self._episode.type}" if agent is None else f"rollout.episode.agent={agent}"
+        if reason.startswith("generation_"):
+            return f"rollout.engine={self._rollout.engine}"
+        episode = self._rollout.episode  # of the user, perhaps, and then with any reason
+        return f"rollout.episode.agent={episode.agent}" if episode.agent else f"rollout.episode.type={episode.type}"
 
     def _by_most(self, votes: Iterable[Collection[bool]]) -> bool:
         """Return True if most of the workers fail too often."""

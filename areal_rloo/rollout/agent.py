@@ -35,9 +35,6 @@ from areal_rloo.waiting import on_daemon_thread, run_beside_user_code
 _JOIN_S = 1.0  # for the agents' event loop to stop; a blocked loop ends with the process
 
 
-_OFFERED = ("base_url", "api_key", "model", "session_id", "item", "prompt", "messages", "answer")
-
-
 def check_agent(path: str, items: Sequence[Item]) -> None:
     """Look for an item with a value for every argument of the agent; rows may have different fields.
 
@@ -46,7 +43,7 @@ def check_agent(path: str, items: Sequence[Item]) -> None:
     """
     parameters, unfilled = _parameters(path), None
     for item in items:
-        if (unfilled := _unfilled(parameters, {**item.fields, **dict.fromkeys(_OFFERED)})) is None:
+        if (unfilled := _unfilled(parameters, _offered(item, "", "", ""))) is None:
             return
     if unfilled is not None:
         raise ConfigError(f"rollout.episode.agent: {path}: {unfilled}")
@@ -59,6 +56,21 @@ def _parameters(path: str) -> list[inspect.Parameter]:
     except ValueError as error:
         words = f"the parameters of {path} cannot be read: {error}; wrap it in a function"
         raise ConfigError(f"{key}: {words}") from error
+
+
+def _offered(item: Item, base_url: str, api_key: str, session_id: str) -> dict[str, object]:
+    """Return the values that an agent may have, by name; the endpoint's hide fields of the item with the same name."""
+    return {
+        **item.fields,
+        "base_url": base_url,
+        "api_key": api_key,
+        "model": MODEL,
+        "session_id": session_id,
+        "item": item,
+        "prompt": item.prompt if isinstance(item.prompt, str) else item.plain_messages,
+        "messages": item.plain_messages,
+        "answer": item.answer,
+    }
 
 
 def _unfilled(parameters: Sequence[inspect.Parameter], offered: Mapping[str, object]) -> str | None:
@@ -159,18 +171,7 @@ class Agent:
         return Scored(reward=float(value), parts={"agent": float(value)})
 
     def _call(self, session: Session, key: str, item: Item) -> asyncio.Future[object]:
-        offered = {
-            **item.fields,
-            "base_url": self._server.base_url,
-            "api_key": key,
-            "model": MODEL,
-            "session_id": session.session_id,
-            "item": item,
-            "prompt": item.prompt if isinstance(item.prompt, str) else item.plain_messages,
-            "messages": item.plain_messages,
-            "answer": item.answer,
-        }
-        arguments = self._arguments(offered)
+        arguments = self._arguments(_offered(item, self._server.base_url, key, session.session_id))
         if inspect.iscoroutinefunction(self._function):
             return self._loop.run(_value_of_coroutine(self._function, arguments))
         return _in_thread(self._function, arguments)

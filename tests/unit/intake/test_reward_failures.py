@@ -20,6 +20,8 @@ ERROR = RewardError(
     "reward_error", 'ValueError: no such thing\nTraceback:\n  File "mine.py", line 3\nValueError: no such thing\nmore\n'
 )
 
+NO_PROCESS = RewardError("reward_unavailable", "no process could be started")
+
 
 class _Failures:
     """The failures of a small config, with workers that have completions or duties."""
@@ -72,7 +74,7 @@ def test_a_traceback_is_promised_only_for_an_error_that_has_one() -> None:
     [
         ("reward_error", "rewards"),
         ("reward_timeout", "rewards"),
-        ("generation_failed", "rewards"),
+        ("generation_failed", "rollout.engine=embedded"),
         ("episode_error", "rollout.episode."),
         ("episode_timeout", "rollout.episode."),
         ("mine", "rollout.episode."),
@@ -119,7 +121,7 @@ def test_rewards_without_a_process_do_not_end_the_run() -> None:
     """The worker ends after a while, and others may have their processes."""
     failures = _Failures()
     for _ in range(100):
-        failures.failed(error=RewardError("reward_unavailable", "no process could be started"))
+        failures.failed(error=NO_PROCESS)
     assert failures.blamed() == []  # there is no other worker
 
 
@@ -176,6 +178,15 @@ def test_the_last_completions_of_a_worker_decide_whether_it_is_to_blame() -> Non
     assert failures.blamed() == [0]
     for _ in range(LAST_OUTCOMES // 2):
         failures.scored(0)
+    assert failures.blamed() == []
+
+
+def test_nobody_is_to_blame_when_most_workers_are_without_a_process() -> None:
+    """Their completions say nothing about the rewards, but neither can the one worker with a process be judged."""
+    failures = _Failures(num_workers=3)
+    for number, error in ((0, ERROR), (1, NO_PROCESS), (2, NO_PROCESS)):
+        for _ in range(LAST_OUTCOMES):
+            failures.failed(number, error)
     assert failures.blamed() == []
 
 
