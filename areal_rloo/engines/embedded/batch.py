@@ -83,7 +83,7 @@ class DecodeBatch:
         self._plan: _Plan | None = None
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._table_tokens = context_tokens + steps_ahead  # an ended row makes `steps_ahead` more tokens
-        self._uniforms = torch.zeros(num_slots, self._table_tokens, device=device)
+        self._uniforms = torch.zeros(num_slots, self._table_tokens, dtype=torch.float64, device=device)
         self._out_tokens = np.zeros((num_slots, context_tokens), dtype=np.int32)
         self._out_logprobs = np.zeros((num_slots, context_tokens), dtype=np.float32)
         self._arrivals = np.full(num_slots, -1, dtype=np.int64)
