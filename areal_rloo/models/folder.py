@@ -20,6 +20,7 @@ from areal_rloo.errors import DecodeError, ModelError, shown
 from areal_rloo.files import open_regular, read_regular
 
 _FAMILIES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
+_ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
@@ -61,7 +62,7 @@ def check_trainable(key: str, folder: Path) -> None:
         raise ModelError(
             f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
         ) from error
-    check_family(key, str(folder), config.get("model_type"))
+    check_policy(key, str(folder), config)
     size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if head_dim is None and config["model_type"] != "qwen3" and isinstance(size, int) and isinstance(num_heads, int):
         head_dim = size // num_heads if num_heads > 0 else 0
@@ -72,13 +73,38 @@ def check_trainable(key: str, folder: Path) -> None:
         )
 
 
-def check_family(key: str, path: str, family: object) -> None:
-    """Raise ModelError if models of this family cannot be trained."""
+def check_policy(key: str, path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if the logprobs of a model with this config.json would be wrong."""
+    family = config.get("model_type")
     if family not in _FAMILIES:
         raise ModelError(
             f"{key}: {path} is a {shown(family)} model; expected one of {', '.join(_FAMILIES)}, whose logprobs depend "
             "only on hidden states and head, without soft caps, scales or windows"
         )
+    if family != "llama" and _has_windows(config):
+        raise ModelError(
+            f"{key}: {path} has sliding-window attention (use_sliding_window in config.json); expected full attention "
+            "in every layer: a packed row has no window; take another model"
+        )
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
+    if kind not in _ROTARY:
+        raise ModelError(
+            f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
+            f"config.json); expected {', '.join(_ROTARY)}: with the others, a token's logprob depends on the length of "
+            "the row; take another model"
+        )
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    """Return True if a layer of a Qwen model attends to a window, by the rule and defaults of transformers."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return any(kind != "full_attention" for kind in kinds)
+    first, num_layers = config.get("max_window_layers", 28), config.get("num_hidden_layers", 32)
+    unlimited = config.get("sliding_window", 4096) is None
+    windowed = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
+    return bool(config.get("use_sliding_window")) and not unlimited and windowed
 
 
 def check_weights(key: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import model_folder, reading_model
-from areal_rloo.models.folder import check_family, check_weights
+from areal_rloo.models.folder import check_policy, check_weights
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
@@ -71,7 +71,7 @@ def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
     with reading_model(path):
         model = make()
-    check_family("model.path", path, model.config.model_type)
+    check_policy("model.path", path, model.config.to_dict())
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch's types do not know this attribute

@@ -19,11 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import check_weights, weight_files
-
-SUPPORTED = ("qwen2", "qwen3", "llama")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
-_WAY_OUT = "use rollout.engine=sglang"
+from areal_rloo.models.folder import check_policy, check_weights, weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +43,11 @@ class Architecture:
     @classmethod
     def of_config(cls, config: PretrainedConfig, path: Path) -> Architecture:
         """Read a transformers config; raises ModelError if the engine does not support the model."""
-        if config.model_type not in SUPPORTED:
-            raise ModelError(
-                f"{path}: architecture {config.model_type!r} is not served by the embedded engine, only "
-                f"{', '.join(SUPPORTED)}; {_WAY_OUT}"
-            )
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ModelError(f"{path}: sliding-window attention is not served by the embedded engine; {_WAY_OUT}")
+        check_policy("model.path", str(path), config.to_dict())
         if config.hidden_act != "silu":
-            raise ModelError(f"{path}: activation {config.hidden_act!r} is not served, expected 'silu'; {_WAY_OUT}")
+            raise ModelError(
+                f"{path}: activation {config.hidden_act!r} is not served, expected 'silu'; use rollout.engine=sglang"
+            )
         heads = config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
@@ -179,7 +171,7 @@ def load_checkpoint(
         parameters.copy_from(parameters.fitting(_stored_tensors(path)))
     except (OSError, DecodeError, EngineError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
-    return parameters, _rotary_tables(config, architecture, context_tokens, path).to(device)
+    return parameters, _rotary_tables(config, architecture, context_tokens).to(device)
 
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -191,11 +183,9 @@ def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield key, file.get_tensor(key)
 
 
-def _rotary_tables(config: PretrainedConfig, architecture: Architecture, context_tokens: int, path: Path) -> Tensor:
+def _rotary_tables(config: PretrainedConfig, architecture: Architecture, context_tokens: int) -> Tensor:
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
-    if kind not in _STATIC_ROPE:
-        raise ModelError(f"{path}: rotary scaling {kind!r} is not served by the embedded engine; {_WAY_OUT}")
     scale = 1.0
     if kind == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim

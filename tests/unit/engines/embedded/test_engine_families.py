@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from areal_rloo.errors import ModelError
+from areal_rloo.models.folder import check_trainable
+from areal_rloo.models.loading import load_policy
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -115,18 +117,30 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_sliding_window_is_refused_with_a_remedy(family: str, tmp_path: Path) -> None:
+def test_a_sliding_window_is_refused_by_engine_learner_and_dry_run(family: str, tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     make_model(family, window).save_pretrained(tmp_path)
-    with (
-        pytest.raises(ModelError, match=r"sliding-window attention is not served.*rollout\.engine=sglang"),
-        serving(tmp_path),
-    ):
+    _assert_refused(tmp_path, "sliding-window attention")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]  # as older versions of transformers write it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _assert_refused(tmp_path, "sliding-window attention")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_window_layers": 2}))
+    check_trainable("model.path", tmp_path)
+    assert_served_like_the_learner(tmp_path)
+
+
+def _assert_refused(folder: Path, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        check_trainable("model.path", folder)
+    with pytest.raises(ModelError, match=words):
+        load_policy(str(folder), device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=words), serving(folder):
         pass
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_length_dependent_rope_is_refused_with_a_remedy(rope_type: str, tmp_path: Path) -> None:
+def test_length_dependent_rope_is_refused_by_engine_learner_and_dry_run(rope_type: str, tmp_path: Path) -> None:
     make_model("llama", {}).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     factors = [1.0] * (SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2)
@@ -138,17 +152,16 @@ def test_length_dependent_rope_is_refused_with_a_remedy(rope_type: str, tmp_path
     }
     config["rope_parameters"]["original_max_position_embeddings"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with (
-        pytest.raises(ModelError, match=rf"rotary scaling '{rope_type}' is not served.*rollout\.engine=sglang"),
-        serving(tmp_path),
-    ):
-        pass
+    _assert_refused(tmp_path, f"rotary positions of type {rope_type} ")
+    scaling = config.pop("rope_parameters") | {"type": rope_type}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))  # as older versions write it
+    _assert_refused(tmp_path, f"rotary positions of type {rope_type} ")
 
 
-def test_an_unknown_architecture_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> None:
     make_model("mistral", {}).save_pretrained(tmp_path)
     with (
-        pytest.raises(ModelError, match=r"'mistral' is not served by the embedded engine.*rollout\.engine=sglang"),
+        pytest.raises(ModelError, match=r"is a mistral model; expected one of qwen2, qwen3, llama"),
         serving(tmp_path),
     ):
         pass
