@@ -4,10 +4,10 @@ Takes the logprobs of the same tokens under three policies, advantages and token
 differentiate and the outcome of each token for the metrics. The denominator of a minibatch is in the token weights, so
 the losses of microbatches add up.
 
-    L = - sum_t c_t (w_t f(rho_t, A_t) + entropy_coefficient H_t)          w = proximal / behaviour, without gradient
+    L = - sum_t c_t (w_t f(rho_t, A_t) + entropy_coefficient H_t - beta v_t D_t)
 
-(arXiv:2110.00641, 2505.24298). c_t is the share of the token in the chosen mean (`token_weights`), H_t the entropy of
-the policy at the token. f, by `kind`:
+w = proximal / behaviour, without gradient (arXiv:2110.00641, 2505.24298). c_t is the share of the token in the chosen
+mean (`token_weights`), H_t the entropy of the policy at the token, beta v_t D_t the KL term (`KLTerm`). f, by `kind`:
 
     ppo        min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A); if A < 0, at least `dual_clip` A
                (arXiv:1707.06347, 1912.09729)
@@ -24,18 +24,10 @@ The ratio of a sequence has a gradient token by token (GSPO-token, same paper): 
 sg(current_t))^m, with m = 1 for the mean and m = number of tokens for the product. If weight and advantage are the same
 for all tokens of the sequence, the sum is the gradient of rho. Otherwise weights and advantages differ by token.
 
-With `decoupled: false` the behaviour policy replaces the proximal policy, so w = 1. The entropy term has no w. Log
-ratios are clamped to [-20, 20], so every finite input has a finite loss and gradient.
+With `decoupled: false` the behaviour policy replaces the proximal policy, so w = 1. Log ratios are clamped to
+[-20, 20], so every finite input has a finite loss and gradient. The entropy term has no w.
 
-`behaviour_weight` bounds w. The `metric` is
-
-    ratio  w            k1  log w            k2  (log w)^2 / 2            k3  w - 1 - log w
-
-per token. With `level: sequence`, the metric is the mean, sum or maximum over the tokens in the loss; for `ratio` these
-are taken of log w, so the mean is geometric. With `level: sequence` and `metric: ratio`, w itself is the product
-(`sum`) or the geometric mean (otherwise) and the same for all tokens of the sequence. The `rule` for tokens out of
-bounds: `mask` removes them from the loss, `clamp` sets w to the bound, `none` keeps w. `ignore` sets every w to 1, so
-there is no correction. Denominators do not change.
+`areal_rloo.algorithm.behaviour_weight` bounds w.
 """
 
 from __future__ import annotations
@@ -49,20 +41,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.kl import LOG_LIMIT, kl_estimate
-from areal_rloo.config import BehaviourWeightConfig, LossConfig
+from areal_rloo.algorithm.behaviour_weight import behaviour_weights, of_sequences
+from areal_rloo.algorithm.kl import LOG_LIMIT, KLTerm, exp_limited
+from areal_rloo.config import LossConfig
 
 
 class TokenOutcomes(NamedTuple):
-    """Outcomes of the tokens in the loss of a microbatch; all [num_tokens_in_loss], without gradient."""
+    """Outcomes of the tokens in the loss of a microbatch; all [num_tokens_in_loss], without gradient.
+
+    A number that the loss does not have is NaN: the ratio of `kind: reinforce`, w if there is no correction.
+    """
 
     behaviour_logprobs: Tensor  # float, like the next two
-    proximal_logprobs: Tensor
+    proximal_logprobs: Tensor  # NaN if they were not computed
     current_logprobs: Tensor
     entropy: Tensor  # float, of the current policy at the token
     ratio: Tensor  # float, rho
     ratio_clipped: Tensor  # bool, the clip decided the loss of the token
-    ratio_limited: Tensor  # bool, a log ratio or a log behaviour_weight is beyond 20
+    ratio_limited: Tensor  # bool, log rho or log w is beyond 20, of a token or of the sequence that shares it
     behaviour_weight: Tensor  # float, w as used in the loss; 0 if masked
     behaviour_weight_unbounded: Tensor  # float, w before the rule
     behaviour_weight_clamped: Tensor  # bool, the effect of the rule
@@ -93,6 +89,7 @@ def policy_loss(
     staleness: Tensor,
     sequence_index: Tensor,
     config: LossConfig,
+    kl: KLTerm | None = None,
 ) -> LossOutput:
     """Compute the loss of a microbatch by the equation above.
 
@@ -106,23 +103,26 @@ def policy_loss(
     proximal = torch.where(in_loss, proximal_logprobs, 0.0).detach()
     anchor = proximal if config.decoupled else behaviour
     log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
-    log_weight = anchor - behaviour
-    ratio = _exp(log_ratio)
+    ratio = exp_limited(log_ratio)
     objective, clip_decides = _objective(ratio, current, advantages, config)
-    correction = behaviour_weights(log_weight, in_loss, sequence_index, config.behaviour_weight)
+    correction = behaviour_weights(anchor - behaviour, in_loss, sequence_index, config.behaviour_weight)
     objective = correction.weight * objective
     if config.entropy_coefficient != 0:
         objective = objective + config.entropy_coefficient * torch.where(in_loss, entropy, 0.0)
+    if kl is not None:
+        objective = objective - torch.where(in_loss, kl.penalty(current, current - anchor, correction.weight), 0.0)
+    nothing = torch.full_like(ratio, math.nan)
+    has_weight = config.decoupled and config.behaviour_weight.rule != "ignore"
     outcomes = TokenOutcomes(
         behaviour_logprobs=behaviour,
         proximal_logprobs=proximal,
         current_logprobs=current,
         entropy=entropy,
-        ratio=ratio,
+        ratio=nothing if config.kind == "reinforce" else ratio,
         ratio_clipped=clip_decides,
-        ratio_limited=(log_ratio.abs() > LOG_LIMIT) | (log_weight.abs() > LOG_LIMIT),
-        behaviour_weight=correction.weight,
-        behaviour_weight_unbounded=correction.unbounded,
+        ratio_limited=(log_ratio.abs() > LOG_LIMIT) | (correction.log.abs() > LOG_LIMIT),
+        behaviour_weight=correction.weight if has_weight else nothing,
+        behaviour_weight_unbounded=exp_limited(correction.log) if has_weight else nothing,
         behaviour_weight_clamped=correction.clamped,
         behaviour_weight_masked=correction.masked,
         staleness=staleness,
@@ -138,9 +138,9 @@ def _at_level(log_ratio: Tensor, in_loss: Tensor, sequence_index: Tensor, config
         return log_ratio
     value, own = log_ratio.detach(), log_ratio - log_ratio.detach()
     if config.ratio_level == "sequence_mean":
-        return _of_sequences(value, in_loss, sequence_index, "mean") + own
-    num_tokens = _of_sequences(in_loss.to(value.dtype), in_loss, sequence_index, "sum")
-    return _of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
+        return of_sequences(value, in_loss, sequence_index, "mean") + own
+    num_tokens = of_sequences(in_loss.to(value.dtype), in_loss, sequence_index, "sum")
+    return of_sequences(value, in_loss, sequence_index, "sum") + num_tokens * own
 
 
 def _objective(ratio: Tensor, current: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -161,81 +161,6 @@ def _objective(ratio: Tensor, current: Tensor, advantages: Tensor, config: LossC
             return advantages * current, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-class BehaviourWeights(NamedTuple):
-    """All [num_tokens], without gradient; `TokenOutcomes` describes them."""
-
-    weight: Tensor
-    unbounded: Tensor
-    clamped: Tensor
-    masked: Tensor
-
-
-def behaviour_weights(
-    log_weight: Tensor, in_loss: Tensor, sequence_index: Tensor, rule: BehaviourWeightConfig
-) -> BehaviourWeights:
-    """Compute the weights of a microbatch and apply the rule for weights out of bounds.
-
-    All tensors are [num_tokens]: log_weight float, log proximal - log behaviour, 0 outside the loss; in_loss bool;
-    sequence_index as in `policy_loss`.
-    """
-    log_weight = torch.zeros_like(log_weight) if rule.rule == "ignore" else log_weight.detach()
-    own = judged = log_weight
-    if rule.metric in ("k2", "k3"):  # of KL(behaviour, proximal)
-        judged = kl_estimate(torch.zeros_like(log_weight), log_weight, rule.metric)
-    if rule.level == "sequence" and len(log_weight) > 0:
-        judged = _of_sequences(judged, in_loss, sequence_index, rule.aggregate)
-        if rule.metric == "ratio":
-            own = _of_sequences(log_weight, in_loss, sequence_index, "sum" if rule.aggregate == "sum" else "mean")
-    unbounded = _exp(own)
-    if rule.metric == "ratio":
-        judged = _exp(judged)
-    nothing = torch.zeros_like(in_loss)
-    lower = (0.0 if rule.metric == "ratio" else -math.inf) if rule.lower is None else rule.lower
-    upper = math.inf if rule.upper is None else rule.upper
-    outside = (judged > upper) | (judged < lower)
-    if rule.rule == "mask":
-        return BehaviourWeights(torch.where(outside, 0.0, unbounded), unbounded, nothing, outside & in_loss)
-    if rule.rule == "clamp":
-        weight = torch.where(outside, unbounded.clamp(lower, upper), unbounded)
-        return BehaviourWeights(weight, unbounded, (weight != unbounded) & in_loss, nothing)
-    return BehaviourWeights(unbounded, unbounded, nothing, nothing)
-
-
-def interpolated_proximal(behaviour_logprobs: Tensor, current_logprobs: Tensor, staleness: Tensor) -> Tensor:
-    """Approximate proximal logprobs without a forward pass: log-linear between behaviour and current policy.
-
-        log proximal = log behaviour + s / (s + 1) (log current - log behaviour)
-
-    A token of version v - s is s versions older than the proximal policy v. The current policy is on the way to version
-    v + 1. For a fresh token (s = 0) the behaviour policy is the proximal policy, and the result is exact.
-
-    All are [num_tokens]: logprobs and result float, the result without gradient; staleness int64.
-    """
-    share = staleness.to(current_logprobs.dtype) / (staleness + 1)
-    return behaviour_logprobs + share * (current_logprobs.detach() - behaviour_logprobs)
-
-
-def _of_sequences(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
-    """Replace each value by the `sum`, `mean` or `max` over the tokens in the loss of the same sequence.
-
-    `values` must be 0 outside the loss. A sequence without a token in the loss gives 0.
-    """
-    zeros = values.new_zeros(int(sequence_index.max()) + 1)
-    if how == "max":
-        counted = torch.where(in_loss, values, -torch.inf)
-        of_each = torch.full_like(zeros, -torch.inf).scatter_reduce(0, sequence_index, counted, "amax")
-        of_each = torch.where(of_each > -torch.inf, of_each, 0.0)
-    else:
-        of_each = zeros.scatter_add(0, sequence_index, values)
-        if how == "mean":
-            of_each = of_each / zeros.scatter_add(0, sequence_index, in_loss.to(values.dtype)).clamp(min=1)
-    return of_each[sequence_index]
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return torch.exp(log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT))
-
-
 def written_by_policy(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.bool_]:
     """Return True where the policy wrote the token, [num_tokens] bool; only these may have a gradient or a KL.
 
@@ -249,27 +174,30 @@ def written_by_policy(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.b
     return mask
 
 
-def token_weights(loss_mask: Tensor, sequence_index: Tensor, *, max_new_tokens: int, config: LossConfig) -> Tensor:
+def token_weights(loss_mask: Tensor, sample_index: Tensor, *, max_new_tokens: int, config: LossConfig) -> Tensor:
     """Return the share of each token in the mean of the minibatch; zeros outside the mask.
 
         token_mean               1 / N                 N tokens in the loss
-        seq_mean_token_mean      1 / (S n_s)           S sequences with a token in the loss, n_s tokens in sequence s
+        seq_mean_token_mean      1 / (S n_s)           S samples with a token in the loss, n_s tokens in sample s
         seq_mean_token_sum       1 / S
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
-    Takes all completion tokens of the minibatch: loss_mask [num_tokens] bool and sequence_index [num_tokens] int64.
-    Returns [num_tokens] float32; the first two kinds sum to 1.
+    With `count_masked`, S counts all samples. A sample counts once, however many trajectories it has: `sample_index`
+    numbers the samples from 0. Takes all completion tokens of the minibatch: loss_mask [num_tokens] bool and
+    sample_index [num_tokens] int64. Returns [num_tokens] float32; the first two kinds sum to 1 if S counts no sample
+    without a token in the loss.
     """
     mask = loss_mask.double()
-    per_sequence = mask.new_zeros(int(sequence_index.max()) + 1).scatter_add(0, sequence_index, mask)
-    num_tokens, num_live = per_sequence.sum().clamp(min=1), (per_sequence > 0).sum().clamp(min=1)
+    per_sample = mask.new_zeros(int(sample_index.max()) + 1).scatter_add(0, sample_index, mask)
+    num_tokens = per_sample.sum().clamp(min=1)
+    num_samples = len(per_sample) if config.count_masked else (per_sample > 0).sum().clamp(min=1)
     match config.aggregation:
         case "token_mean":
             weights = mask / num_tokens
         case "seq_mean_token_mean":
-            weights = mask / (num_live * per_sequence.clamp(min=1)[sequence_index])
+            weights = mask / (num_samples * per_sample.clamp(min=1)[sample_index])
         case "seq_mean_token_sum":
-            weights = mask / num_live
+            weights = mask / num_samples
         case "seq_mean_token_sum_norm":
-            weights = mask / (num_live * max_new_tokens)
+            weights = mask / (num_samples * max_new_tokens)
     return weights.float()

@@ -43,7 +43,7 @@ def shape_rewards(
 ) -> Tensor:
     """Apply penalties, bias, scale and clip, by the first equation above, to finite rewards.
 
-    All tensors are [num_trajectories]: rewards and result float64, the result at most `REWARD_LIMIT` in magnitude;
+    All tensors are [num_samples]: rewards and result float64, the result at most `REWARD_LIMIT` in magnitude;
     num_tokens int64, lengths of completions; truncated bool, the engine stopped at the token limit; has_eos bool, the
     last token ends a completion. max_new_tokens is L.
     """

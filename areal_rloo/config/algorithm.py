@@ -81,6 +81,7 @@ class LossConfig(Section, frozen=True):
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
+    count_masked: bool = False  # true: means over sequences divide by all, also by those without a token in the loss
     entropy_coefficient: Finite = 0.0  # weight of the entropy bonus
 
     @property
@@ -103,6 +104,8 @@ class KLConfig(Section, frozen=True):
     coefficient: NonNegative = 0.0  # 0: no KL term, and no reference model is loaded
     placement: Literal["reward", "loss"] = "reward"  # reward: of the behaviour policy; loss: of the current
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    # In the loss, of stale tokens: times current / behaviour, without or with a gradient, or none as in GRPO.
+    correction: Literal["weight", "gradient", "none"] = "weight"
     adaptive: AdaptiveKLConfig | None = None  # null: constant; a resume goes on with an adapted coefficient
 
 
@@ -223,11 +226,18 @@ def _loss_mistakes(loss: LossConfig) -> Iterator[str]:
 
 
 def _kl_mistakes(kl: KLConfig) -> Iterator[str]:
-    if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator == "k1":
+    if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator == "k1" and kl.correction != "gradient":
         yield (
             "algorithm.kl.estimator: expected k2, k3 or abs with placement=loss, got k1; the expected gradient of k1 "
-            "is 0; set k2 for the gradient of KL(current, reference), or k3 as in GRPO"
+            "is 0; set k2 for the gradient of KL(current, reference), k3 as in GRPO, or kl.correction=gradient"
         )
+    if kl.correction == "gradient" and kl.placement == "loss" and kl.estimator in ("k2", "abs"):
+        yield (
+            f"algorithm.kl.estimator: expected k1 or k3 with correction=gradient, got {kl.estimator}; the gradient of "
+            "its mean is not the gradient of a KL; set algorithm.kl.correction=weight"
+        )
+    if kl.correction != KLConfig().correction and kl.placement == "reward":
+        yield f"algorithm.kl.correction: {kl.correction} is read only with placement=loss; leave it out"
     if kl.adaptive is not None and kl.coefficient == 0:
         yield (
             "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive, got 0, which no factor can "

@@ -28,6 +28,7 @@ class OptimizerConfig(Section, frozen=True):
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
+    decay_all: bool = False  # true: weight decay also on norms, biases and embeddings
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Natural = 0
     max_grad_norm: PositiveFloat = 1.0

@@ -28,8 +28,10 @@ def _section(section: Section, *keys: str) -> Tree:
 _DEFAULTS = AlgorithmConfig()  # RLOO
 _RLOO: Tree = {
     **_section(_DEFAULTS, "reward_norm", "returns", "discount", "adv_norm"),
-    "loss": _section(_DEFAULTS.loss, "kind", "ratio_level", "eps_low", "eps_high", "dual_clip", "aggregation"),
-    "kl": _section(_DEFAULTS.kl, "coefficient", "placement", "estimator"),
+    "loss": _section(
+        _DEFAULTS.loss, "kind", "ratio_level", "eps_low", "eps_high", "dual_clip", "aggregation", "count_masked"
+    ),
+    "kl": _section(_DEFAULTS.kl, "coefficient", "placement", "estimator", "correction"),
 }
 
 
@@ -60,9 +62,12 @@ PRESETS: Mapping[PresetName, Tree] = {
     "rloo_areal": _rloo_but(loss={"aggregation": "seq_mean_token_mean"}),
     "rloo_verl": _rloo_but(loss={"dual_clip": 3.0}, kl={"coefficient": 0.001}),
     "rloo_trl": _rloo_but(
-        loss={"ratio_level": "sequence_sum", "aggregation": "seq_mean_token_mean"}, kl={"coefficient": 0.05}
+        loss={"ratio_level": "sequence_sum", "aggregation": "seq_mean_token_mean", "count_masked": True},
+        kl={"coefficient": 0.05},
     ),
-    "rloo_ms_swift": _rloo_but(loss={"aggregation": "seq_mean_token_mean"}, kl={"coefficient": 0.04}),
+    "rloo_ms_swift": _rloo_but(
+        loss={"aggregation": "seq_mean_token_mean", "count_masked": True}, kl={"coefficient": 0.04}
+    ),
 }
 
 

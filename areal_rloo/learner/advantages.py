@@ -3,7 +3,8 @@
     rewards ─► shaped ─► less their KL to the reference ─► reward_norm ─► adv_norm ─► spread over the tokens
     returns=token:    shaped ─► reward_norm ─► per-token rewards, less the KL ─► discounted returns ─► adv_norm
 
-Norms see the whole batch.
+Norms see the whole batch. A sample counts once, however many trajectories it has (`Samples`): it has one reward and one
+place in the norms and in the means of the loss, and it is truncated, or has no end, if this holds for a trajectory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Masks:
 
     of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] bool, True where the token is in the loss
     stale_tokens: list[int]  # of each trajectory, the number of the policy's tokens past the staleness bound
-    num_truncated: int  # tokens masked because their trajectory is truncated
+    num_truncated: int  # tokens masked because their sample is truncated
     staleness_tokens: Counter[int]  # tokens in the loss, by staleness in versions
 
     @property
@@ -57,8 +58,9 @@ class Masks:
 
 
 def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, config: AlgorithmConfig) -> Masks:
-    """Mask every token that another party wrote, that is past the staleness bound, or whose trajectory is truncated."""
+    """Mask every token that another party wrote, that is past the staleness bound, or whose sample is truncated."""
     masks, stale_tokens, num_truncated = [], [], 0
+    truncated = {t.sample_id for t in trajectories if t.completion.finish_reason == "length"}
     staleness_tokens: Counter[int] = Counter()
     for trajectory in trajectories:
         versions = trajectory.completion.versions
@@ -66,7 +68,7 @@ def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, confi
         fresh = within_bound(versions, policy_version=policy_version, max_staleness=config.max_staleness)
         stale_tokens.append(int((written & ~fresh).sum()))
         mask = written & fresh
-        if config.rewards.mask_truncated and trajectory.completion.finish_reason == "length":
+        if config.rewards.mask_truncated and trajectory.sample_id in truncated:
             num_truncated += int(mask.sum())
             mask = np.zeros_like(mask)
         values, counts = np.unique(policy_version - versions[mask], return_counts=True)
@@ -81,6 +83,38 @@ class Advantages:
 
     of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] float32
     numbers: Mapping[str, float]  # by field of TrainRecord; over tokens in the loss, NaN if there are none
+
+
+class Samples:
+    """Maps between the trajectories of a batch and their samples.
+
+    Attributes:
+        number: the sample of each trajectory, from 0, [num_trajectories] int64.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        numbers: dict[SampleId, int] = {}
+        self.number = torch.tensor([numbers.setdefault(t.sample_id, len(numbers)) for t in trajectories])
+        self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def last(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
+        return values[self._last]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples]: sums."""
+        return torch.zeros(len(self), dtype=values.dtype).index_add(0, self.number, values)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples], of values that are not negative."""
+        return torch.zeros(len(self), dtype=values.dtype).scatter_reduce(0, self.number, values, "amax")
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Map [num_samples] to [num_trajectories]."""
+        return values[self.number]
 
 
 def compute_advantages(
@@ -98,8 +132,8 @@ def compute_advantages(
     `reference_logprobs` are likewise float, and empty without a KL in the reward.
     """
     algorithm = config.algorithm
-    samples = _Samples(trajectories)
-    rewards = samples.last(_shaped(trajectories, config, stop_token_ids))
+    samples = Samples(trajectories)
+    rewards = _shaped(trajectories, samples, config, stop_token_ids)
     num_limited = int((rewards.abs() >= REWARD_LIMIT).sum())
     group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
     of_samples, lengths = samples.last(group_ids), torch.tensor([len(mask) for mask in masks])
@@ -141,40 +175,24 @@ def policy_tokens(trajectory: Trajectory) -> Tensor:
     return torch.from_numpy(written_by_policy(trajectory.completion.spans, len(trajectory.completion.tokens)))
 
 
-class _Samples:
-    """Maps between trajectories and samples, so that norms see each sample and its reward once."""
-
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        numbers: dict[SampleId, int] = {}
-        self._number = torch.tensor([numbers.setdefault(t.sample_id, len(numbers)) for t in trajectories])
-        self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
-
-    def last(self, values: Tensor) -> Tensor:
-        """Map [num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
-        return values[self._last]
-
-    def total(self, values: Tensor) -> Tensor:
-        """Map [num_trajectories] to [num_samples]: sums."""
-        return torch.zeros(len(self._last), dtype=values.dtype).index_add(0, self._number, values)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Map [num_samples] to [num_trajectories]."""
-        return values[self._number]
-
-
 def _divergence(trajectory: Trajectory, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
     """Give [num_completion_tokens] float64, 0 where another party wrote the token."""
     divergence = kl_estimate(behaviour_logprobs(trajectory).double(), reference_logprobs.double(), estimator)
     return torch.where(policy_tokens(trajectory), divergence, 0.0)
 
 
-def _shaped(trajectories: Sequence[Trajectory], config: Config, stop_token_ids: frozenset[int]) -> Tensor:
+def _shaped(
+    trajectories: Sequence[Trajectory], samples: Samples, config: Config, stop_token_ids: frozenset[int]
+) -> Tensor:
+    """Give [num_samples] float64."""
     completions = [trajectory.completion for trajectory in trajectories]
+    truncated = torch.tensor([completion.finish_reason == "length" for completion in completions])
+    open_ended = torch.tensor([int(completion.tokens[-1]) not in stop_token_ids for completion in completions])
     return shape_rewards(
-        torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64),
-        num_tokens=torch.tensor([len(completion.tokens) for completion in completions]),
-        truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
-        has_eos=torch.tensor([int(completion.tokens[-1]) in stop_token_ids for completion in completions]),
+        samples.last(torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)),
+        num_tokens=samples.largest(torch.tensor([len(completion.tokens) for completion in completions])),
+        truncated=samples.total(truncated.long()) > 0,
+        has_eos=samples.total(open_ended.long()) == 0,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         config=config.algorithm.rewards,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,26 @@ from areal_rloo.config import OptimizerConfig
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, num_optimizer_steps: int
+    policy: torch.nn.Module, config: OptimizerConfig, *, num_optimizer_steps: int
 ) -> tuple[Optimizer, LambdaLR]:
-    """Build AdamW over float32 weights, and a schedule to advance once per optimizer step."""
-    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    options |= {"betas": config.betas, "eps": config.eps}
+    """Build AdamW over the trainable float32 weights, and a schedule to advance once per optimizer step."""
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    groups = _groups(policy, config)
     low = config.state_dtype == "bfloat16"
-    optimizer = LowPrecisionAdamW(parameters, **options) if low else AdamW(parameters, **options, fused=True)
+    optimizer = LowPrecisionAdamW(groups, **options) if low else AdamW(groups, **options, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: schedule_factor(step, config, num_optimizer_steps))
+
+
+def _groups(policy: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Group the trainable parameters by weight decay; norms, biases and embeddings have none unless `decay_all`."""
+    embeddings = [module.weight for module in policy.modules() if isinstance(module, torch.nn.Embedding)]
+    undecayed = set() if config.decay_all else {id(weight) for weight in embeddings}  # a tied head is an embedding
+    groups: dict[float, list[torch.nn.Parameter]] = {}
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            decays = config.decay_all or (parameter.ndim > 1 and id(parameter) not in undecayed)
+            groups.setdefault(config.weight_decay if decays else 0.0, []).append(parameter)
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
 
 
 def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int) -> float:
@@ -39,7 +51,7 @@ def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int
 
 def set_schedule(schedule: LambdaLR, num_optimizer_steps: int) -> None:
     """Set a schedule to the state after `num_optimizer_steps`."""
-    (factor,) = schedule.lr_lambdas
+    factor = schedule.lr_lambdas[0]  # the same for all groups
     rates = [base * factor(num_optimizer_steps) for base in schedule.base_lrs]
     counts = {"last_epoch": num_optimizer_steps, "_step_count": num_optimizer_steps + 1}
     schedule.load_state_dict({**schedule.state_dict(), **counts, "_last_lr": rates})

@@ -8,6 +8,7 @@ minibatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.kl import kl_estimate
-from areal_rloo.algorithm.loss import LossOutput, interpolated_proximal, policy_loss
+from areal_rloo.algorithm.behaviour_weight import interpolated_proximal
+from areal_rloo.algorithm.kl import KLTerm
+from areal_rloo.algorithm.loss import LossOutput, policy_loss
 from areal_rloo.config import AlgorithmConfig
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.policy import TokenLogprobs
@@ -79,7 +81,7 @@ class RowLoss:
 
     row: Row
     proximal: Tensor | None  # [num_targets] float32; None: equal to, or interpolated from, the current logprobs
-    interpolates: bool  # True if proximal logprobs are interpolated between behaviour and current logprobs
+    progress: float  # share of the step's minibatches behind the current policy; 0: it is the proximal policy
     kl_coefficient: float  # of a KL in the loss; read if the row has reference logprobs
     config: AlgorithmConfig
 
@@ -87,8 +89,9 @@ class RowLoss:
         """Compute the loss of a whole row, or of a slice of the tokens if the loss is a sum over tokens."""
         column = {name: values[part] for name, values in self.row.columns.items()}
         anchor = current.logprobs.detach() if self.proximal is None else self.proximal[part]
-        if self.interpolates:
-            anchor = interpolated_proximal(column["behaviour"], anchor, column["staleness"])
+        loss = self.config.loss
+        if self.progress > 0 and loss.decoupled and loss.proximal == "interpolate":
+            anchor = interpolated_proximal(column["behaviour"], anchor, column["staleness"], progress=self.progress)
         output = policy_loss(
             behaviour_logprobs=column["behaviour"],
             proximal_logprobs=anchor,
@@ -98,13 +101,13 @@ class RowLoss:
             token_weights=column["weights"],
             staleness=column["staleness"],
             sequence_index=self.row.sequence_index[part],
-            config=self.config.loss,
+            config=loss,
+            kl=KLTerm(column["reference"], self.kl_coefficient, self.config.kl) if "reference" in column else None,
         )
-        if "reference" not in column:
+        if self.proximal is not None or self.progress == 0:
             return output
-        estimate = kl_estimate(current.logprobs, column["reference"], self.config.kl.estimator)
-        divergence = torch.where(column["weights"] != 0, estimate, 0.0)
-        return output._replace(loss=output.loss + self.kl_coefficient * (column["weights"] * divergence).sum())
+        unknown = torch.full_like(output.tokens.proximal_logprobs, math.nan)
+        return output._replace(tokens=output.tokens._replace(proximal_logprobs=unknown))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class LearnerRank:
         self.manifest = build_manifest(named_weights(policy.causal), bucket_bytes=bucket_bytes, dtype=dtype)
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
-            (parameter for parameter in policy.parameters() if parameter.requires_grad),
+            policy,
             learner.optimizer,
             num_optimizer_steps=learner.num_train_steps * learner.num_minibatches,
         )
@@ -98,7 +98,8 @@ class LearnerRank:
             with self._timed(trained.times, "proximal"):
                 proximal = self._proximal(minibatches)
             for minibatch, anchors in zip(minibatches, proximal, strict=True):
-                self._optimize(minibatch, anchors, kl_coefficient, trained)
+                progress = sum(trained.stepped) / len(minibatches)
+                self._optimize(minibatch, anchors, progress, kl_coefficient, trained)
         return trained
 
     def refresh_reference(self) -> None:
@@ -153,18 +154,20 @@ class LearnerRank:
         return logprobs
 
     def _optimize(
-        self, minibatch: Sequence[Microbatch], anchors: Sequence[Tensor | None], kl_coefficient: float, trained: Trained
+        self,
+        minibatch: Sequence[Microbatch],
+        anchors: Sequence[Tensor | None],
+        progress: float,
+        kl_coefficient: float,
+        trained: Trained,
     ) -> None:
         """Add up the gradients of all rows, then take an optimizer step if loss and gradient are finite."""
         self.optimizer.zero_grad(set_to_none=True)
-        config = self._config.algorithm
-        first = not trained.stepped
-        interpolates = config.loss.proximal == "interpolate" and config.loss.decoupled and not first
         outputs = []
         for microbatch, anchor in zip(minibatch, anchors, strict=True):
             with self._timed(trained.times, "forward"):
                 row = Row.of(microbatch, self._device)
-                output = self._loss(RowLoss(row, anchor, interpolates, kl_coefficient, config))
+                output = self._loss(RowLoss(row, anchor, progress, kl_coefficient, self._config.algorithm))
             with self._timed(trained.times, "backward"):
                 output.loss.backward()
             outputs.append(output._replace(loss=output.loss.detach()))

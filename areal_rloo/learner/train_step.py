@@ -30,6 +30,7 @@ from areal_rloo.config import Config
 from areal_rloo.learner.advantages import (
     Advantages,
     Masks,
+    Samples,
     behaviour_logprobs,
     compute_advantages,
     loss_masks,
@@ -171,13 +172,14 @@ class TrainStep:
         advantages: Advantages,
         policy_version: int,
     ) -> list[PackedBatch]:
-        """Deal the trajectories with a gradient to minibatches, in an order drawn from seed and version."""
-        order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(trajectories))
+        """Deal the samples with a gradient to minibatches, in an order drawn from seed and version."""
+        samples = Samples(trajectories)
+        order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(samples))
         all_live = self._kl_in_loss or self._config.algorithm.loss.entropy_coefficient != 0
         minibatches = []
         for share in np.array_split(order, min(self._config.learner.num_minibatches, len(order))):
-            indices = sorted(share.tolist())
-            weights = self._token_weights({i: masks.of_tokens[i] for i in indices})
+            indices = np.isin(samples.number, share).nonzero()[0].tolist()
+            weights = self._token_weights({i: masks.of_tokens[i] for i in indices}, samples.number[indices])
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
             live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
@@ -193,12 +195,13 @@ class TrainStep:
             minibatches.append(self._pack(kept, columns=columns))
         return minibatches
 
-    def _token_weights(self, masks: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _token_weights(self, masks: Mapping[int, Tensor], sample_numbers: Tensor) -> dict[int, Tensor]:
         """Give the share of each token of a minibatch in the mean over the minibatch, by index of the trajectory."""
         lengths = [len(mask) for mask in masks.values()]
+        index = torch.unique(sample_numbers, return_inverse=True)[1]  # from 0 in this minibatch
         weights = token_weights(
             torch.cat(list(masks.values())),
-            torch.arange(len(masks)).repeat_interleave(torch.tensor(lengths)),
+            index.repeat_interleave(torch.tensor(lengths)),
             max_new_tokens=self._config.rollout.sampling.max_new_tokens,
             config=self._config.algorithm.loss,
         )

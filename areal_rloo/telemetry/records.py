@@ -100,12 +100,12 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     advantage_min: Annotated[float, Metric("Smallest advantage of a token in the loss")]
     advantage_max: Annotated[float, Metric("Largest advantage of a token in the loss")]
     advantage_abs_mean: Annotated[float, Metric("Mean absolute advantage of tokens in the loss")]
-    ratio_mean: Annotated[float, Metric("Mean of current / proximal", chart=_RATIO)]
-    ratio_max: Annotated[float, Metric("Largest current / proximal", chart=_RATIO)]
+    ratio_mean: Annotated[float, Metric("Mean of rho: current / the policy of the clip", chart=_RATIO)]
+    ratio_max: Annotated[float, Metric("Largest rho", chart=_RATIO)]
     behaviour_weight_mean: Annotated[float, Metric("Mean of proximal / behaviour, after its rule", chart=_WEIGHT)]
     behaviour_weight_max: Annotated[float, Metric("Largest proximal / behaviour, before its rule", chart=_WEIGHT)]
     ratio_clipped_share: Annotated[float, Metric("Tokens whose loss the clip decided", "share", chart=_LIMITED)]
-    ratio_limited_share: Annotated[float, Metric("Tokens with a log ratio or log weight beyond +-20", "share")]
+    ratio_limited_share: Annotated[float, Metric("Tokens with a log rho or log w beyond +-20", "share")]
     behaviour_weight_clamped_share: Annotated[
         float, Metric("behaviour_weights set to their bound", "share", healthy=_RARE, chart=_LIMITED)
     ]
@@ -130,7 +130,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
         float, Metric("Largest |log behaviour - log proximal| of these tokens", "nats", keeps=True, chart=_GAP)
     ]
     effective_sample_share: Annotated[
-        float, Metric("(sum w)^2 / (n sum w^2) of the n behaviour_weights w", "share", chart=_SAMPLE_SIZE)
+        float, Metric("(sum u)^2 / (n sum u^2) of the n ratios u = current / behaviour", "share", chart=_SAMPLE_SIZE)
     ]
     entropy: Annotated[float, Metric("Mean entropy of the policy, over the vocabulary", "nats", chart=_ENTROPY)]
     gradient_norm: Annotated[float, Metric("Norm before clipping, the largest minibatch's", chart=_NORM)]

@@ -15,7 +15,14 @@ BESIDE = (
     *("wire/turns.py", "wire/token_rules.py", "wire/peers.py", "wire/address.py"),
     *("intake/evaluation.py", "intake/fleet.py", "intake/lies.py", "intake/reward_failures.py", "weights/offers.py"),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
-    *("algorithm/kl.py", "learner/costs.py", "learner/adapters.py", "config/", "decoding.py"),
+    *(
+        "algorithm/kl.py",
+        "algorithm/behaviour_weight.py",
+        "learner/costs.py",
+        "learner/adapters.py",
+        "config/",
+        "decoding.py",
+    ),
     *("waiting.py", "loop_thread.py"),
 )
 MOST_FILES, MOST_LINES = 31, 6_650  # both ends of the protocol are state machines, apart from their I/O

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_rloo.algorithm.loss import behaviour_weights, interpolated_proximal
+from areal_rloo.algorithm.behaviour_weight import behaviour_weights, interpolated_proximal
 from areal_rloo.config import BehaviourWeightConfig
 
 METRICS = {
@@ -69,7 +69,7 @@ def test_every_rule_equals_the_slow_reference(
     expected = torch.tensor(_slow(logs, kept, sequence, rule), dtype=torch.float64)
     torch.testing.assert_close(torch.where(in_loss, got.weight, 0.0), expected)
     assert torch.equal(got.masked, in_loss & (got.weight == 0))
-    assert torch.equal(got.clamped, in_loss & (got.weight != got.unbounded) & ~got.masked)
+    assert torch.equal(got.clamped, in_loss & (got.weight != torch.exp(got.log)) & ~got.masked)
 
 
 def test_a_sequence_out_of_bounds_masks_exactly_its_own_tokens() -> None:
@@ -105,6 +105,16 @@ def test_sequence_weight_is_the_product_or_geometric_mean() -> None:
 
 def test_interpolated_proximal_is_exact_for_fresh_tokens() -> None:
     behaviour, current = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0], requires_grad=True)
-    got = interpolated_proximal(behaviour, current, torch.tensor([0, 1, 3]))
+    got = interpolated_proximal(behaviour, current, torch.tensor([0, 1, 3]), progress=1.0)
     assert got.tolist() == pytest.approx([-1.0, -1.5, -1.75])
     assert not got.requires_grad
+
+
+@pytest.mark.parametrize("progress", [1 / 8, 1 / 2, 7 / 8, 1.0])
+def test_interpolated_proximal_is_exact_for_linear_motion(progress: float) -> None:
+    """Logprobs that move by the same amount in each version, and in each minibatch by a share of this amount."""
+    staleness, motion = torch.tensor([0, 1, 2, 5]), torch.tensor([0.3, -0.2, 0.7, 0.1])
+    behaviour = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    proximal = behaviour + staleness * motion
+    got = interpolated_proximal(behaviour, proximal + progress * motion, staleness, progress=progress)
+    torch.testing.assert_close(got, proximal)

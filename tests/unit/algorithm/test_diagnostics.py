@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_rloo.algorithm.diagnostics import diagnose
-from areal_rloo.algorithm.kl import adapted_coefficient
+from areal_rloo.algorithm.kl import adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import TokenOutcomes
 from areal_rloo.config import AdaptiveKLConfig
 
@@ -52,11 +52,27 @@ def test_mismatch_reads_fresh_tokens_of_the_first_minibatch() -> None:
     assert math.isnan(diagnose([[_outcomes(1, staleness=[2])]])["mismatch_max"])
 
 
-def test_effective_sample_share_is_one_for_equal_weights() -> None:
-    assert diagnose([[_outcomes(3, behaviour_weight=[0.7] * 3)]])["effective_sample_share"] == pytest.approx(1.0)
-    assert diagnose([[_outcomes(4, behaviour_weight=[1.0, 0, 0, 0])]])["effective_sample_share"] == pytest.approx(0.25)
-    assert diagnose([[_outcomes(2, behaviour_weight=[3.0, 1.0])]])["effective_sample_share"] == pytest.approx(16 / 20)
-    assert diagnose([[_outcomes(2, behaviour_weight=[0.0, 0.0])]])["effective_sample_share"] == 0
+@pytest.mark.parametrize(
+    ("ratios", "share"),
+    [([0.7] * 3, 1.0), ([1.0, 1e-9, 1e-9, 1e-9], 0.25), ([3.0, 1.0], 16 / 20), ([3e30, 1e30], 16 / 20), ([], math.nan)],
+)
+def test_effective_sample_share_is_of_current_to_behaviour(ratios: list[float], share: float) -> None:
+    """Whatever the loss makes of them: with `rule: ignore`, all weights of the loss are 1."""
+    rows = _outcomes(len(ratios), current_logprobs=[math.log(ratio) for ratio in ratios])
+    assert diagnose([[rows]])["effective_sample_share"] == pytest.approx(share, nan_ok=True)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-6])
+def test_a_small_divergence_is_not_lost_in_rounding(size: float) -> None:
+    """k3 of a small d is d^2 / 2; in float32, exp(-d) - 1 + d is 48 times this at 1e-5."""
+    rows = _outcomes(2, behaviour_logprobs=[size, 0.0], current_logprobs=[0.0, size])
+    assert diagnose([[rows]])["behaviour_kl_k3"] == pytest.approx(size**2 / 2, rel=1e-3)
+
+
+def test_the_k3_of_a_loss_is_not_lost_in_rounding() -> None:
+    differences = torch.tensor([1e-3, -1e-4, 1e-5])
+    expected = torch.expm1(-differences.double()) + differences.double()
+    torch.testing.assert_close(kl_estimate(differences, torch.zeros(3), "k3").double(), expected, rtol=0.02, atol=0)
 
 
 def test_behaviour_kl_is_split_by_staleness() -> None:

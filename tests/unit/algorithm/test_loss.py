@@ -207,7 +207,7 @@ def test_an_ignored_behaviour_weight_is_one() -> None:
     config = LossConfig(kind="reinforce", behaviour_weight=BehaviourWeightConfig(rule="ignore"))
     _, gradient, output = _loss([-1.0], [-1.0], [-4.0], [1.0], config=config)
     assert gradient == [-1.0]
-    assert output.tokens.behaviour_weight.tolist() == [1.0]
+    assert math.isnan(output.tokens.behaviour_weight[0])
 
 
 def test_masked_tokens_do_not_change_the_sequence_ratio() -> None:
@@ -262,9 +262,11 @@ def test_any_finite_input_gives_a_finite_loss_and_gradient(
     assert math.isfinite(loss)
     assert all(map(math.isfinite, gradient))
     numbers = diagnose([[output.tokens]])
+    numbers |= numbers.pop("behaviour_kl_by_staleness")
+    absent = () if kind != "reinforce" else ("ratio_mean", "ratio_max")
+    absent += () if decoupled else ("behaviour_weight_mean", "behaviour_weight_max")
     if any(kept):
-        shown = [value for name, value in numbers.items() if name != "behaviour_kl_by_staleness"]
-        assert all(map(math.isfinite, [*shown, *numbers["behaviour_kl_by_staleness"].values()]))
+        assert {name for name, value in numbers.items() if not math.isfinite(value)} == set(absent)
 
 
 def test_a_ratio_beyond_the_limit_is_counted_without_gradient() -> None:
@@ -288,6 +290,10 @@ def test_token_weights_equal_hand_computed_values() -> None:
     for aggregation, weights in expected.items():
         got = token_weights(mask, sequence, max_new_tokens=10, config=LossConfig(aggregation=aggregation))
         assert got.tolist() == pytest.approx(weights)
+        config = LossConfig(aggregation=aggregation, count_masked=True)  # a third sample, without a token in the loss
+        of_all = token_weights(mask, sequence, max_new_tokens=10, config=config)
+        share = 1 if aggregation == "token_mean" else 2 / 3
+        assert of_all.tolist() == pytest.approx([share * weight for weight in weights])
 
 
 def test_without_a_token_in_the_loss_all_weights_are_zero() -> None:

@@ -17,7 +17,7 @@ RELATED = {
     *("num_ranks", "num_replicas", "betas", "state_dtype"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
-    *("estimator", "placement", "train", "eval", "episode"),
+    *("estimator", "correction", "placement", "train", "eval", "episode"),
     *("tensor_parallel", "urls", "api_key_env", "cache_tokens"),
     *("time_limit", "warn_before_s", "drain_timeout_s", "runtime", "image", "mounts"),
     *(

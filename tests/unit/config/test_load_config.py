@@ -143,6 +143,14 @@ def test_an_unknown_preset_is_refused_with_all_presets(tmp_path: Path) -> None:
         ),
         ("algorithm.kl={coefficient: 0.1, placement: loss}", "expected k2, k3 or abs with placement=loss, got k1"),
         (
+            "algorithm.kl={coefficient: 0.1, placement: loss, estimator: k2, correction: gradient}",
+            "algorithm.kl.estimator: expected k1 or k3 with correction=gradient, got k2",
+        ),
+        (
+            "algorithm.kl.correction=none",
+            "algorithm.kl.correction: none is read only with placement=loss; leave it out",
+        ),
+        (
             "rollout.embedded.cache_tokens=100",
             "rollout.embedded.cache_tokens: expected at least data.max_prompt_tokens and the longest completion "
             "together = 128, got 100; raise it, or set null",

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def _after(num_steps: int, config: OptimizerConfig) -> torch.Tensor:
     """Return a weight after steps on noisy gradients of a quadratic."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(64, 8))
-    optimizer, schedule = make_optimizer([weight], config, num_optimizer_steps=num_steps)
+    optimizer, schedule = make_optimizer(torch.nn.ParameterList([weight]), config, num_optimizer_steps=num_steps)
     for _ in range(num_steps):
         weight.grad = weight.detach() + 0.1 * torch.randn(weight.shape)
         optimizer.step()
@@ -45,6 +46,27 @@ def test_bfloat16_moments_give_the_steps_of_float32_moments() -> None:
     torch.testing.assert_close(rounded, exact, rtol=0, atol=0.01 * float(moved))
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])  # biases and a tied head, norms of queries, neither
+def test_weight_decay_shrinks_matrices_alone(tiny_folders: dict[str, Path], name: str, state_dtype: str) -> None:
+    """A gradient of 0 leaves only the decay: learning_rate * weight_decay of the weight."""
+    for decay_all in (False, True):
+        policy = policy_of(tiny_folders[name])
+        settings: Any = {"state_dtype": state_dtype, "decay_all": decay_all}
+        config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, **settings)
+        optimizer, _ = make_optimizer(policy, config, num_optimizer_steps=1)
+        before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        shrunk = {name for name, weight in policy.named_parameters() if not torch.equal(weight, before[name])}
+        nonzero = {name for name, weight in before.items() if weight.any()}
+        matrices = {name for name in nonzero if name.endswith("_proj.weight") or name.endswith("lm_head.weight")}
+        assert shrunk == (nonzero if decay_all else matrices)
+        for place, weight in policy.named_parameters():
+            torch.testing.assert_close(weight.detach(), before[place] * (0.95 if place in shrunk else 1.0))
+
+
 def test_schedules_warm_up_and_reach_their_final_rate() -> None:
     for name, middle in (("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)):
         config = OptimizerConfig(schedule=name, warmup_steps=10)
@@ -57,7 +79,9 @@ def test_schedules_warm_up_and_reach_their_final_rate() -> None:
 def test_a_set_schedule_equals_a_stepped_schedule() -> None:
     config = OptimizerConfig(schedule="cosine", warmup_steps=3, learning_rate=1e-3)
     weight = torch.nn.Parameter(torch.zeros(1))
-    (one, stepped), (other, placed) = (make_optimizer([weight], config, num_optimizer_steps=20) for _ in range(2))
+    (one, stepped), (other, placed) = (
+        make_optimizer(torch.nn.ParameterList([weight]), config, num_optimizer_steps=20) for _ in range(2)
+    )
     for _ in range(7):
         one.step()
         stepped.step()
@@ -73,7 +97,7 @@ def test_a_set_schedule_equals_a_stepped_schedule() -> None:
 @pytest.mark.gpu
 def test_offloaded_moments_are_in_cpu_memory_between_steps() -> None:
     weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
-    optimizer, _ = make_optimizer([weight], OptimizerConfig(), num_optimizer_steps=1)
+    optimizer, _ = make_optimizer(torch.nn.ParameterList([weight]), OptimizerConfig(), num_optimizer_steps=1)
     weight.grad = torch.ones_like(weight)
     for _ in range(2):
         with states_on(optimizer, torch.device("cuda"), home=CPU):

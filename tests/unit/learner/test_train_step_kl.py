@@ -32,13 +32,14 @@ def _slow_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: 
     return logits.log_softmax(-1)[range(len(tokens)), tokens]
 
 
+@pytest.mark.parametrize("correction", ["weight", "none"])
 @pytest.mark.parametrize("microbatch_tokens", [128, 8192])
 def test_a_kl_in_the_loss_adds_its_gradient_over_the_tokens_in_the_loss(
-    tiny_folders: dict[str, Path], microbatch_tokens: int
+    tiny_folders: dict[str, Path], microbatch_tokens: int, correction: str
 ) -> None:
     folder, groups = tiny_folders["qwen2"], ragged_groups()
-    kl = ("algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3")
-    config = step_config(*kl, f"learner.microbatch_tokens={microbatch_tokens}")
+    kl = f"algorithm.kl={{coefficient: 0.3, placement: loss, estimator: k3, correction: {correction}}}"
+    config = step_config(kl, f"learner.microbatch_tokens={microbatch_tokens}")
     (plain,), _ = spied_step(folder, groups, step_config())
     (gradient,), result = spied_step(folder, groups, config, another_policy(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -49,7 +50,9 @@ def test_a_kl_in_the_loss_adds_its_gradient_over_the_tokens_in_the_loss(
         current = _slow_logprobs(model, trajectory, 0.8)
         frozen = _slow_logprobs(reference, trajectory, 0.8).detach()
         fresh = torch.from_numpy(VERSION - trajectory.completion.versions <= config.algorithm.max_staleness)
-        terms.append((torch.exp(frozen - current) - 1 + current - frozen)[fresh])
+        behaviour = torch.tensor(trajectory.completion.behaviour_logprobs)
+        weight = torch.exp(current.detach() - behaviour).clamp(max=5.0) if correction == "weight" else 1.0
+        terms.append((weight * (torch.exp(frozen - current) - 1 + current - frozen))[fresh])
     (0.3 * torch.cat(terms).mean()).backward()
     expected = {name: plain[name] + p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert_same_gradient(gradient, expected)
