@@ -1,4 +1,4 @@
-"""Compare the tables of docs/measured.md with the result files of the benchmarks."""
+"""Compare the tables of docs/measured.md and docs/algorithms.md with the result files of the benchmarks."""
 
 import json
 import re
@@ -9,12 +9,12 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
-DOCUMENT = (REPO / "docs" / "measured.md").read_text(encoding="utf-8")
+MEASURED, ALGORITHMS = ((REPO / "docs" / name).read_text(encoding="utf-8") for name in ("measured.md", "algorithms.md"))
 
 
-def _table(title: str) -> list[list[str]]:
+def _table(title: str, document: str = MEASURED) -> list[list[str]]:
     """Return the cells of the first table under a heading, without the header."""
-    section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
     assert section, title
     rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
@@ -85,3 +85,66 @@ def test_the_table_of_fuzzing_equals_the_result_file_without_findings() -> None:
         [name, *(f"{row[key]:,}" for key in columns)] for name, row in targets.items()
     ]
     assert not any(row["findings"] for row in targets.values())
+
+
+def _percent(error: float) -> str:
+    return "exact" if error < 1e-12 else f"{100 * error:.1f} %" if error < 0.0995 else f"{100 * error:.0f} %"
+
+
+def test_the_table_of_losses_on_stale_tokens_equals_the_result_file() -> None:
+    names = {  # in the order of the table
+        "sequence, product": "`{level: sequence, aggregate: sum, rule: none}`",
+        "token": "`{rule: none}`, w of each token",
+        "token, clamp 5": "`{rule: clamp, upper: 5}`, the default",
+        "token, clamp 1.5": "`{rule: clamp, upper: 1.5}`",
+        "token, mask 1.5": "`{rule: mask, upper: 1.5}`",
+        "sequence, mean": "`{level: sequence, aggregate: mean, rule: none}`",
+        "ignore": "`{rule: ignore}`",
+        "decoupled: false": "`decoupled: false`",
+    }
+    rows = {(row["loss"], row["distance"]): row for row in _result("bias.json")["corrections"]}
+    assert _table("Losses on stale tokens", ALGORITHMS) == [
+        [
+            shown,
+            *(_percent(rows[name, distance]["error"]) for distance in (0.0017, 0.015, 0.15)),
+            *(f"{rows[name, 0.15][key]:.2f}" for key in ("size", "variance")),
+        ]
+        for name, shown in names.items()
+    ]
+    assert {name for name, _ in rows} == set(names)
+
+
+def test_the_table_of_a_kl_on_stale_tokens_equals_the_result_file() -> None:
+    rows = {(r["loss"], r["estimator"], r["correction"], r["distance"]): r["error"] for r in _result("bias.json")["kl"]}
+    table = _table("A KL in the loss on stale tokens", ALGORITHMS)
+    for name, *cells in table:
+        estimator, correction = name.replace("`", "").split(", ")
+        errors = [rows["token", estimator, correction, distance] for distance in (0.0017, 0.015, 0.15)]
+        assert cells == [*map(_percent, errors), _percent(rows["sequence, product", estimator, correction, 0.15])]
+    assert len(table) == len({(estimator, correction) for _, estimator, correction, _ in rows})
+
+
+def test_the_table_of_lost_samples_equals_the_result_file() -> None:
+    assert _table("Samples that are lost", ALGORITHMS) == [
+        [row["lost"], _percent(row["error"]), f"{row['size']:.2f}"] for row in _result("bias.json")["lost"]
+    ]
+
+
+def test_the_table_of_late_tokens_equals_the_result_file() -> None:
+    table = _result("length_bias.json")["table"]
+    rows = {(row["eta"], row["slots"], row["stale_tokens"]): row for row in table}
+    expected = []
+    for eta, slots in dict.fromkeys((row["eta"], row["slots"]) for row in table):
+        mask, drop, wait = (rows[eta, slots, rule] for rule in ("mask", "drop", "wait"))
+        assert mask["trained_mean"] == pytest.approx(mask["drawn_mean"], rel=0.01)
+        assert wait["trained_mean"] == pytest.approx(wait["drawn_mean"], rel=0.01)
+        expected.append(
+            [
+                f"{eta}, {slots}",
+                f"{mask['late_share_longest']:.3f} / {mask['late_share_others']:.3f}",
+                f"{drop['trained_mean']} / {drop['drawn_mean']}",
+                " / ".join(str(row["staleness_mean"]) for row in (mask, drop, wait)),
+                " / ".join(str(row["steps_per_s"]) for row in (mask, drop, wait)),
+            ]
+        )
+    assert _table("Completions with late tokens", ALGORITHMS) == expected
