@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import hardware
-from learning import EVALUATE_EVERY, Job, Outcome, run_all
+from learning import EVALUATE_EVERY, Job, Outcome, interval, run_all
 
 SEEDS = (0, 1, 2)
 NUM_STEPS = 60
-T_OF_TWO_DEGREES = 4.303  # 97.5 % quantile of Student's t for 3 seeds
 NO_KL = "algorithm.kl.coefficient=0"
 SETUPS: dict[str, tuple[str, ...]] = {
     "rloo": ("algorithm.preset=rloo",),
@@ -66,7 +65,7 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     row: dict[str, Any] = {"algorithm": name}
     for measure, values in (("final", [o.final for o in outcomes]), ("area", [o.area for o in outcomes])):
         row[f"{measure}_mean"] = round(statistics.fmean(values), 4)
-        row[f"{measure}_interval"] = round(T_OF_TWO_DEGREES * statistics.stdev(values) / len(values) ** 0.5, 4)
+        row[f"{measure}_interval"] = round(interval(values), 4)
     return row
 
 

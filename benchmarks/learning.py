@@ -38,6 +38,14 @@ from areal_rloo.trajectory import Completion, Group, Trajectory
 
 CPU = torch.device("cpu")
 EVALUATE_EVERY = 5
+_T = {
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+}  # 97.5 % quantiles of Student's t, by number of values
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,11 @@ class Outcome:
         """Return the area under accuracy over versions (trapezoids); 1 for a run without errors."""
         pairs = zip(self.accuracies, self.accuracies[1:], strict=False)
         return sum((a + b) / 2 for a, b in pairs) / (len(self.accuracies) - 1)
+
+
+def interval(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of a mean (Student's t), of the values of a few seeds."""
+    return _T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hardware
-from learning import EVALUATE_EVERY, Job, Outcome, run_all
+from learning import EVALUATE_EVERY, Job, Outcome, interval, run_all
 
 ETAS = (0, 1, 2, 4, 8, 16)
 SEEDS = (0, 1, 2)
@@ -46,13 +46,18 @@ def main() -> None:
     ]
     outcomes = list(run_all(jobs))
     table = [_row(name, eta, outcomes) for name in CORRECTIONS for eta in ETAS]
+    print("95 % intervals of the mean over seeds")
     print("correction      eta   final            area             behaviour KL   effective sample share")
     for row in table:
         print(
-            f"{row['correction']:14} {row['eta']:4}   {row['final_mean']:.3f} +- {row['final_std']:.3f}   "
-            f"{row['area_mean']:.3f} +- {row['area_std']:.3f}   {row['behaviour_kl']:.5f}        "
+            f"{row['correction']:14} {row['eta']:4}   {row['final_mean']:.3f} +- {row['final_interval']:.3f}   "
+            f"{row['area_mean']:.3f} +- {row['area_interval']:.3f}   {row['behaviour_kl']:.5f}        "
             f"{row['effective_sample_share']:.3f}"
         )
+    leads = [_lead(name, eta, outcomes) for name in list(CORRECTIONS)[1:] for eta in ETAS]
+    print("lead of decoupled over another loss, paired by seed")
+    for row in leads:
+        print(*(f"{key}={value}" for key, value in row.items()))
     if arguments.plot:
         plot(table, arguments.plot, arguments.schedule)
     hardware.write(
@@ -64,6 +69,7 @@ def main() -> None:
             "evaluate_every_versions": EVALUATE_EVERY,
             "seeds": list(SEEDS),
             "table": table,
+            "leads": leads,
             "curves": {f"{o.job.name}/eta_{o.job.eta}/seed_{o.job.seed}": list(o.accuracies) for o in outcomes},
         },
     )
@@ -76,16 +82,27 @@ def _row(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "correction": name,
         "eta": eta,
         "final_mean": round(statistics.fmean(finals), 4),
-        "final_std": round(statistics.stdev(finals), 4),
+        "final_interval": round(interval(finals), 4),
         "area_mean": round(statistics.fmean(areas), 4),
-        "area_std": round(statistics.stdev(areas), 4),
+        "area_interval": round(interval(areas), 4),
         "behaviour_kl": statistics.fmean(outcome.behaviour_kl for outcome in of_seeds),
         "effective_sample_share": round(statistics.fmean(o.effective_sample_share for o in of_seeds), 4),
     }
 
 
+def _lead(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Compare the default with another loss, seed by seed."""
+    row: dict[str, Any] = {"over": name, "eta": eta}
+    of = {(o.job.name, o.job.seed): o for o in outcomes if o.job.eta == eta}
+    for measure in ("final", "area"):
+        values = [getattr(of["decoupled", seed], measure) - getattr(of[name, seed], measure) for seed in SEEDS]
+        row[f"{measure}_mean"] = round(statistics.fmean(values), 4)
+        row[f"{measure}_interval"] = round(interval(values), 4)
+    return row
+
+
 def plot(table: Sequence[Mapping[str, Any]], path: str, schedule: str) -> None:
-    """Plot both measures over eta, a line per correction, with the standard deviation over seeds."""
+    """Plot both measures over eta, a line per correction, with the 95 % interval over seeds."""
     import matplotlib  # noqa: PLC0415 - an extra, and only the plot needs it
 
     matplotlib.use("svg")
@@ -100,7 +117,7 @@ def plot(table: Sequence[Mapping[str, Any]], path: str, schedule: str) -> None:
             axis.errorbar(
                 range(len(rows)),
                 [row[f"{measure}_mean"] for row in rows],
-                yerr=[row[f"{measure}_std"] for row in rows],
+                yerr=[row[f"{measure}_interval"] for row in rows],
                 label=name,
                 marker="o",
                 capsize=3,

@@ -35,8 +35,31 @@ def test_the_staleness_tables_equal_the_result_files(title: str, file: str) -> N
     for eta, *of_corrections in cells:
         for name, cell in zip(("decoupled", "naive_ppo", "no_correction"), of_corrections, strict=True):
             row = measured[name, int(eta)]
-            final = f"{row['final_mean']:.3f} ± {row['final_std']:.3f}"
-            assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_std']:.3f}"
+            final = f"{row['final_mean']:.3f} ± {row['final_interval']:.3f}"
+            assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_interval']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("title", "file"),
+    [
+        ("The lead of the decoupled loss", "staleness.json"),
+        ("The lead with mixed staleness", "staleness_mixed.json"),
+    ],
+)
+def test_the_leads_equal_the_paired_differences_of_the_curves(title: str, file: str) -> None:
+    result = _result(file)
+    rows = {(row["over"], row["eta"]): row for row in result["leads"]}
+    for eta, *cells in _table(title):
+        for other, cell in zip(("naive_ppo", "no_correction"), cells, strict=True):
+            row = rows[other, int(eta)]
+            final = f"{row['final_mean']:+.3f} ± {row['final_interval']:.3f}"
+            assert cell == f"{final} / {row['area_mean']:+.3f} ± {row['area_interval']:.3f}"
+            ends = [
+                [sum(result["curves"][f"{loss}/eta_{eta}/seed_{seed}"][-2:]) / 2 for loss in ("decoupled", other)]
+                for seed in result["seeds"]
+            ]
+            mean = sum(ours - theirs for ours, theirs in ends) / len(ends)
+            assert row["final_mean"] == pytest.approx(mean, abs=1e-4)
 
 
 def test_the_table_of_the_wire_equals_the_result_file() -> None:
