@@ -37,6 +37,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
 extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters and Ray, which skip without it, and for make fuzz

@@ -168,7 +168,7 @@ def _intake(num_tokens: int, kind: type[Lies]) -> Intake:
     return Intake(
         config,
         ledger=Ledger(),
-        stream=PromptStream([Source("all", [Item("?", "1")])], lambda _: PROMPT, seed=0, num_epochs=None),
+        stream=PromptStream([Source("all", [Item("?", "1")])], lambda *_: PROMPT, seed=0, num_epochs=None),
         evaluation=Evaluation([], lambda _: None),
         offers=Offers(together=False, timeout_s=300.0, call_timeout_s=2.0),
         policy_version=0,

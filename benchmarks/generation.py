@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hardware
 import numpy as np
@@ -95,7 +96,7 @@ def _embedded(engine: EmbeddedEngine, lengths: list[int]) -> None:
         assert len(future.result().tokens) == length
 
 
-def _generate(model: torch.nn.Module, lengths: list[int]) -> None:
+def _generate(model: Any, lengths: list[int]) -> None:
     with torch.inference_mode():
         model.generate(
             torch.tensor([PROMPT] * len(lengths)),

@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hardware
 import torch
@@ -83,7 +84,7 @@ def main() -> None:
                 for name, make in (("embedded", _embedded), ("generate", _generate), ("generate_batch", _batching))
             }
         head_dim = config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+        token_bytes = 2 * config.num_hidden_layers * int(config.num_key_value_heads or 0) * head_dim * dtype.itemsize
         result[shape] = rows = {}
         for batch in arguments.batches:
             context = PROMPT_TOKENS + arguments.new_tokens / 2
@@ -148,7 +149,8 @@ def _embedded(
 def _generate(
     folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
 ) -> Iterator[Generate]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device).eval()
 
     def generate(batch: int, num_tokens: int) -> None:
         prompts = torch.tensor(_prompts(batch), device=device)
@@ -171,7 +173,8 @@ def _generate(
 def _batching(
     folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
 ) -> Iterator[Generate]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device).eval()
 
     def generate(batch: int, num_tokens: int) -> None:
         made = model.generate_batch(

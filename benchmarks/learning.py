@@ -8,6 +8,7 @@ come from the package. Config and seed determine a run.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import deque
@@ -90,7 +91,7 @@ class Outcome:
 
 def interval(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean (Student's t), of the values of a few seeds."""
-    return _T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return _T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
@@ -175,10 +176,13 @@ class _Rollout:
         self._engine = EmbeddedEngine(
             Path(folder), device=CPU, dtype=torch.float32, num_slots=64, context_tokens=config.context_tokens
         )
-        self._train_task = make_task(config.data.train_sources[0], seed=config.run.seed)
-        self._eval_task = make_task(config.data.eval_sources[0], seed=config.run.seed)
+        self._train_task = make_task("data.train", config.data.train_sources[0], seed=config.run.seed)
+        self._eval_task = make_task("data.eval", config.data.eval_sources[0], seed=config.run.seed)
         tokenize = Tokenizer(ChatFormat(tokenizer, config.data), config.data)
-        tokenized = [(tokenize(item), item) for item in load_eval(config.data, seed=config.run.seed)[0].items]
+        tokenized = [
+            (tokenize(item, number), item)
+            for number, item in enumerate(load_eval(config.data, seed=config.run.seed)[0].items)
+        ]
         self._eval_prompts = [Prompt(0, i, tokens, item) for i, (tokens, item) in enumerate(tokenized) if tokens]
         self._num_requests = 0
         self._num_loads = 0

@@ -67,7 +67,8 @@ def main() -> None:
             run()
             if repeat:  # the first is a warm-up
                 seconds[name].append(time.perf_counter() - started)
-    pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), packed_model.parameters(), strict=True)]
+    both = zip(model.parameters(), packed_model.parameters(), strict=True)
+    pairs = [(a.grad, b.grad) for a, b in both if a.grad is not None and b.grad is not None]
     scale = max(float(a.abs().max()) for a, _ in pairs)
     difference = max(float((a - b).abs().max()) for a, b in pairs) / scale
     promised = sum(padded_tokens) / sum(lengths)
@@ -97,9 +98,10 @@ def _model(arguments: argparse.Namespace) -> PreTrainedModel:
         num_attention_heads=arguments.hidden // 64,
         num_key_value_heads=max(1, arguments.hidden // 256),
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
-    return Qwen2ForCausalLM(config).to(arguments.device)
+    config._attn_implementation = "sdpa"
+    model: PreTrainedModel = Qwen2ForCausalLM(config).to(arguments.device)
+    return model
 
 
 def _trajectory(length: int, index: int) -> Trajectory:

@@ -252,4 +252,5 @@ def _without_tags() -> Capabilities:
         update_session=True,
         seeds=False,
         overlap=False,
+        digest=None,
     )

@@ -111,7 +111,7 @@ def _measure(name: str, num_tokens: int, count: int) -> float:
                     _address(endpoint, kind, Path(folder), "worker"), num_tokens, count, lock_step=method == "lock_step"
                 )
             )
-        seconds = here.recv()
+        seconds: float = here.recv()
         receiver.join()
     return (count - 1) / seconds
 
@@ -133,7 +133,7 @@ def _address(endpoint: str, kind: str, folder: Path, end: Literal["learner", "wo
 
 
 def _receive_raw(endpoint: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:
-    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     if kind == "curve":
         keys = load_keys(folder / "keys", end="learner")
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = keys.public, keys.secret, True
@@ -149,7 +149,7 @@ def _receive_raw(endpoint: str, kind: str, folder: Path, count: int, pipe: Conne
 
 def _send_raw(endpoint: str, kind: str, folder: Path, num_tokens: int, count: int) -> None:
     frame = _ready_bytes(num_tokens)
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     if kind == "curve":
         keys = load_keys(folder / "keys", end="worker")
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret

@@ -31,6 +31,7 @@ class OptimizerConfig(Section, frozen=True):
     decay_all: bool = False  # true: weight decay also on norms, biases and embeddings
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Natural = 0
+    final_share: Share = 0.0  # of learning_rate, at the end of a linear or cosine schedule
     max_grad_norm: PositiveFloat = 1.0
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of both moments: 8 or 4 bytes a parameter
 

@@ -87,6 +87,14 @@ def activation_bytes(model: PreTrainedConfig, config: Config) -> float:
     return float(model.num_hidden_layers * layer + top)
 
 
+def _logit_bytes(config: Config) -> int:
+    """Return the bytes for each logit of a chunk: the float32 buffers and products alive at the same time."""
+    loss = config.algorithm.loss
+    if not loss.of_tokens:  # autograd keeps more of a chunk, and more of an entropy with a gradient
+        return 4 * (5 if loss.entropy_coefficient == 0 else 6)
+    return 4 * 3 + (2 if computation_dtype(config.model) == torch.bfloat16 else 0)
+
+
 def estimate(model: PreTrainedConfig, config: Config, *, num_parameters: int, num_trained: int) -> dict[str, float]:
     """Estimate the bytes of a rank by part, with full microbatches.
 
@@ -108,7 +116,7 @@ def estimate(model: PreTrainedConfig, config: Config, *, num_parameters: int, nu
         "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
         "whole layers": low * (num_parameters - head) / model.num_hidden_layers * 2 + low * head if ranks > 1 else 0,
         "activations": activation_bytes(model, config) * learner.microbatch_tokens,
-        "logits": (4 * head if learner.lora is None else 0) + (2 * 4 + (low if low == 2 else 0)) * CHUNK_LOGITS,
+        "logits": (4 * head if learner.lora is None else 0) + _logit_bytes(config) * CHUNK_LOGITS,
     }
     return {part: float(size) for part, size in parts.items() if size}
 

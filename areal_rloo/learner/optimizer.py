@@ -39,14 +39,15 @@ def _groups(policy: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, 
 
 
 def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int) -> float:
-    """Return the factor on the learning rate: linear warm-up, then constant or decaying to 0 at the end."""
+    """Return the factor on the learning rate: linear warm-up, then constant or decaying to `final_share` at the end."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
     progress = (step - config.warmup_steps) / max(1, num_optimizer_steps - config.warmup_steps)
     remaining = max(0.0, 1.0 - progress)
-    return remaining if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * remaining))
+    decayed = remaining if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * remaining))
+    return config.final_share + (1 - config.final_share) * decayed
 
 
 def set_schedule(schedule: LambdaLR, num_optimizer_steps: int) -> None:

@@ -74,6 +74,10 @@ def test_schedules_warm_up_and_reach_their_final_rate() -> None:
         assert factors[:10] == pytest.approx([n / 10 for n in range(1, 11)])
         assert factors[60] == pytest.approx(middle)
         assert factors[110] == pytest.approx(1.0 if name == "constant" else 0.0)
+        higher = OptimizerConfig(schedule=name, warmup_steps=10, final_share=0.1)
+        assert [schedule_factor(step, higher, 110) for step in (9, 60, 110)] == pytest.approx(
+            [1.0, 1.0, 1.0] if name == "constant" else [1.0, 0.55, 0.1]
+        )
 
 
 def test_a_set_schedule_equals_a_stepped_schedule() -> None:

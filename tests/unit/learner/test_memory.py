@@ -2,16 +2,23 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.train_steps import long_trajectory
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.learner import costs
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.costs import activation_bytes, estimate
 from areal_rloo.learner.packing import Row, pack
+from areal_rloo.models import policy
 from areal_rloo.models.policy import TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -51,6 +58,52 @@ def test_estimated_activations_match_the_tensors_autograd_keeps(
     few, many = (_kept_bytes(tiny_folders[name], config, num) for num in (512, 1536))
     model = build_rank(config, model_path=str(tiny_folders[name]), device=CPU).policy.causal.config
     assert activation_bytes(model, config) == pytest.approx((many - few) / 1024, rel=0.25)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors made while it is active; `peak` is the most at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+@pytest.mark.parametrize("level", ["token", "sequence_mean"])
+def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
+    dtype: str, coefficient: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "CHUNK_LOGITS", 2**20)
+    monkeypatch.setattr(costs, "CHUNK_LOGITS", 2**20)
+    loss = f"algorithm.loss={{ratio_level: {level}, entropy_coefficient: {coefficient}}}"
+    config = load_config("quickstart.yaml", [f"model.dtype={dtype}", loss])
+    model = LlamaConfig(vocab_size=2**14, hidden_size=4, num_attention_heads=1, num_key_value_heads=1)
+    hidden = torch.randn(200, 4, dtype=getattr(torch, dtype), requires_grad=True)
+    head, targets = torch.randn(2**14, 4, requires_grad=True), torch.randint(0, 2**14, (200,))
+    entropy: policy.Entropy = "gradient" if coefficient else "value"
+
+    def sum_of(given: TokenLogprobs, part: slice) -> torch.Tensor:
+        return given.logprobs.sum() + coefficient * given.entropy.sum()
+
+    with _Live() as live:
+        if config.algorithm.loss.of_tokens:
+            policy.loss_of_tokens(hidden, head, targets, 1.0, sum_of, entropy=entropy)[0].backward()
+        else:
+            given = policy.chosen_logprobs(hidden, head, targets, 1.0, entropy=entropy)
+            sum_of(given, slice(None)).backward()
+    expected = estimate(model, config, num_parameters=0, num_trained=0)["logits"]
+    assert live.peak == pytest.approx(expected, rel=0.15)
 
 
 def test_every_memory_saving_option_lowers_the_estimate(tiny_folders: dict[str, Path]) -> None:
