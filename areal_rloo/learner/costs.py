@@ -91,7 +91,7 @@ def _logit_bytes(config: Config) -> int:
     """Return the bytes for each logit of a chunk: the float32 buffers and products alive at the same time."""
     loss = config.algorithm.loss
     if not loss.of_tokens:  # autograd keeps more of a chunk, and more of an entropy with a gradient
-        return 4 * (5 if loss.entropy_coefficient == 0 else 6)
+        return 4 * (4 if loss.entropy_coefficient == 0 else 6)
     return 4 * 3 + (2 if computation_dtype(config.model) == torch.bfloat16 else 0)
 
 

@@ -117,9 +117,34 @@ def chosen_logprobs(
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
+def head_product(hidden: Tensor, head: Tensor) -> Tensor:
+    """Compute hidden head^T, [num_targets, vocabulary]; of bfloat16 factors in float32, without a gradient.
+
+    A logit of 8 rounded to bfloat16 is wrong by up to 0.03 nats, and by ten times as much at temperature 0.1.
+    """
+    if hidden.dtype != torch.bfloat16:
+        return hidden @ head.t()
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    return hidden.float() @ head.float().t()
+
+
+class _HeadProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, head)
+        return head_product(hidden, head)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_logits: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, head = ctx.saved_tensors
+        by_logits = by_logits.to(hidden.dtype)
+        return by_logits @ head, by_logits.t() @ hidden
+
+
 def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> TokenLogprobs:
-    product = hidden @ head.T
-    logits = product.to(torch.promote_types(product.dtype, torch.float32)) / temperature
+    logits = _HeadProduct.apply(hidden, head) / temperature  # type: ignore[no-untyped-call]
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     if entropy == "none":
         return TokenLogprobs(logprobs, torch.zeros_like(logprobs))
@@ -206,15 +231,17 @@ class _Chunks:
 
     def __init__(self, hidden: Tensor, *, num_rows: int, vocabulary: int) -> None:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._product = torch.empty(num_rows, vocabulary, dtype=hidden.dtype, device=hidden.device)
-        self._logits = self._product if hidden.dtype == self.wide else torch.empty_like(self._product, dtype=self.wide)
-        self._powers = torch.empty_like(self._logits)
+        self._narrow = torch.empty(num_rows, vocabulary, dtype=hidden.dtype, device=hidden.device)
+        self._logits = self._narrow if hidden.dtype == self.wide else None
+        self._powers = torch.empty_like(self._narrow, dtype=self.wide)
         self._total = self._normalizer = self._entropies = self._powers.new_empty(0)
 
     def logits(self, hidden: Tensor, weights: Tensor, temperature: float) -> Tensor:
         """Compute z, [len(hidden), vocabulary]."""
-        product = torch.mm(hidden, weights.t(), out=self._product[: len(hidden)])
-        logits = product if product.dtype == self.wide else self._logits[: len(hidden)].copy_(product)
+        if self._logits is None:
+            logits = head_product(hidden, weights)
+        else:
+            logits = torch.mm(hidden, weights.t(), out=self._logits[: len(hidden)])
         return logits if temperature == 1 else logits.div_(temperature)
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -242,7 +269,7 @@ class _Chunks:
             weight = spread.mul_(by_entropy[:, None]).add_(by_logprob[:, None])
             derivative = powers.mul_(weight).mul_(-1 / self._total[:, None])
         derivative.scatter_add_(1, targets[:, None], by_logprob[:, None])
-        return derivative if derivative.dtype == self._product.dtype else self._product[: len(logits)].copy_(derivative)
+        return derivative if derivative.dtype == self._narrow.dtype else self._narrow[: len(logits)].copy_(derivative)
 
 
 def _differentiated(

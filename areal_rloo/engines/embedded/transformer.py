@@ -22,6 +22,7 @@ from torch import Tensor
 from areal_rloo.engines.embedded.cache import Block, Cache, CacheRow
 from areal_rloo.engines.embedded.parameters import Architecture, Layer, Parameters
 from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.policy import head_product
 
 _SHORT_TOKENS = 128  # shorter segments attend together, padded to the longest
 
@@ -104,7 +105,7 @@ def decode(parameters: Parameters, cache: Cache, rows: Rows, rotations: Rotation
             attended = torch.cat([read.attend(index, part) for read, part in parts])
         hidden = after_attention(hidden, attended.reshape(num, -1), layer, parameters)
     last = normed(hidden, parameters.final_norm, parameters.norm_eps).to(parameters.head.dtype)
-    return torch.mm(last, parameters.head.t())
+    return head_product(last, parameters.head)
 
 
 class _BlockRead:
