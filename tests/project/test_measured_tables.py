@@ -110,6 +110,19 @@ def test_the_table_of_fuzzing_equals_the_result_file_without_findings() -> None:
     assert not any(row["findings"] for row in targets.values())
 
 
+def test_the_table_of_a_fixed_lag_equals_the_result_file() -> None:
+    measured = [
+        [
+            f"`{row['setup']}`",
+            *(f"{row[f'{name}_mean']:.3f} ± {row[f'{name}_interval']:.3f}" for name in ("final", "area")),
+            f"{row['largest_fall_mean']:.2f} ± {row['largest_fall_interval']:.2f}",
+            f"{row['behaviour_kl']:.4f}",
+        ]
+        for row in _result("lag.json")["table"]
+    ]
+    assert _table("Why accuracy swings at a fixed staleness of 16") == measured
+
+
 def _percent(error: float) -> str:
     return "exact" if error < 1e-12 else f"{100 * error:.1f} %" if error < 0.0995 else f"{100 * error:.0f} %"
 
