@@ -184,3 +184,14 @@ def test_the_table_of_late_tokens_equals_the_result_file() -> None:
             ]
         )
     assert _table("Completions with late tokens", ALGORITHMS) == expected
+
+
+def test_the_words_about_late_tokens_follow_from_the_result_file() -> None:
+    table = _result("length_bias.json")["table"]
+    shares = {(r["eta"], r["slots"]): r["late_share_longest"] for r in table if r["stale_tokens"] == "mask"}
+    factors = [r["late_share_longest"] / r["late_share_others"] for r in table if r["stale_tokens"] == "mask"]
+    assert f"{min(factors):.1f} to {max(factors):.1f} times as large a share" in ALGORITHMS
+    for slots in {slots for _, slots in shares}:
+        assert shares[2, slots] == pytest.approx(shares[1, slots], rel=0.1)  # not less with the larger eta
+        assert shares[8, slots] < shares[4, slots] < shares[2, slots]
+    assert all(shares[eta, 64] < shares[eta, 512] for eta in (4, 8))
