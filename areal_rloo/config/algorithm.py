@@ -231,10 +231,11 @@ def _kl_mistakes(kl: KLConfig) -> Iterator[str]:
             "algorithm.kl.estimator: expected k2, k3 or abs with placement=loss, got k1; the expected gradient of k1 "
             "is 0; set k2 for the gradient of KL(current, reference), k3 as in GRPO, or kl.correction=gradient"
         )
-    if kl.correction == "gradient" and kl.placement == "loss" and kl.estimator in ("k2", "abs"):
+    if kl.coefficient > 0 and kl.correction == "gradient" and kl.placement == "loss" and kl.estimator in ("k2", "abs"):
         yield (
-            f"algorithm.kl.estimator: expected k1 or k3 with correction=gradient, got {kl.estimator}; the gradient of "
-            "its mean is not the gradient of a KL; set algorithm.kl.correction=weight"
+            f"algorithm.kl.correction: expected weight or none with estimator={kl.estimator}, got gradient; the "
+            "gradient of this estimator's mean is not the gradient of a KL; set algorithm.kl.correction=weight, or "
+            "kl.estimator=k1 or k3"
         )
     if kl.correction != KLConfig().correction and kl.placement == "reward":
         yield f"algorithm.kl.correction: {kl.correction} is read only with placement=loss; leave it out"

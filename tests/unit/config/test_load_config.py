@@ -144,7 +144,7 @@ def test_an_unknown_preset_is_refused_with_all_presets(tmp_path: Path) -> None:
         ("algorithm.kl={coefficient: 0.1, placement: loss}", "expected k2, k3 or abs with placement=loss, got k1"),
         (
             "algorithm.kl={coefficient: 0.1, placement: loss, estimator: k2, correction: gradient}",
-            "algorithm.kl.estimator: expected k1 or k3 with correction=gradient, got k2",
+            "algorithm.kl.correction: expected weight or none with estimator=k2, got gradient",
         ),
         (
             "algorithm.kl.correction=none",
@@ -375,3 +375,10 @@ def test_the_resolved_config_is_complete(tmp_path: Path) -> None:
 def test_the_tiny_model_warm_starts_if_the_task_may_have_sums(task: str, warms: bool) -> None:
     assert load_config("quickstart.yaml", [f"data.train.task={task}"]).warm_starts == warms
     assert not load_config("quickstart.yaml", [f"data.train.task={task}", "model.tiny.warm_start=null"]).warm_starts
+
+
+def test_a_correction_that_the_preset_s_estimator_lacks_is_named() -> None:
+    arguments = ("algorithm.preset=reinforce_plus_plus_baseline", "algorithm.kl.correction=gradient")
+    assert refusal("quickstart.yaml", *arguments).startswith("override 'algorithm.kl.correction=gradient': ")
+    config = load_config("quickstart.yaml", [*arguments, "algorithm.kl.coefficient=0"])
+    assert config.algorithm.kl.coefficient == 0, "nothing reads the correction"
