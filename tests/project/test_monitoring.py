@@ -11,7 +11,8 @@ import pytest
 import yaml
 from support.metric_names import all_metrics, metric_names
 
-from areal_rloo.telemetry.metric import PREFIX
+from areal_rloo.telemetry.metric import PREFIX, declared_metrics
+from areal_rloo.telemetry.records import TrainRecord
 
 MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
 RULES = MONITORING / "prometheus" / "alerts.yml"
@@ -96,3 +97,14 @@ def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
     config = MONITORING / "prometheus" / "prometheus.yml"
     ended = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("field", ["ratio_mean", "behaviour_weight_mean"])
+def test_a_panel_of_a_ratio_has_the_title_of_its_chart(field: str) -> None:
+    """With `decoupled: false`, the ratio is to the behaviour policy: the title must hold for this, too."""
+    chart = next(declared.metric.chart for declared in declared_metrics(TrainRecord) if declared.field == field)
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    title = next(p["title"] for p in panels if any(t["expr"] == f"{PREFIX}{field}" for t in p["targets"]))
+    assert chart is not None
+    assert title == chart.title
+    assert field != "ratio_mean" or "proximal" not in title

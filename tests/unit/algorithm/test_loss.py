@@ -210,6 +210,23 @@ def test_an_ignored_behaviour_weight_is_one() -> None:
     assert math.isnan(output.tokens.behaviour_weight[0])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossConfig(decoupled=False),
+        LossConfig(kind="reinforce", behaviour_weight=BehaviourWeightConfig(rule="ignore")),
+    ],
+)
+def test_without_a_weight_its_mean_is_absent_and_its_shares_are_zero(config: LossConfig) -> None:
+    """The alert of the shares adds both up, so none may be NaN."""
+    numbers = diagnose([[_loss([-1.0, -2.0], [-1.1, -2.0], [-4.0, -2.0], [1.0, 1.0], config=config)[2].tokens]])
+    assert math.isnan(numbers["behaviour_weight_mean"])
+    assert math.isnan(numbers["behaviour_weight_max"])
+    assert numbers["behaviour_weight_clamped_share"] == numbers["behaviour_weight_masked_share"] == 0
+    assert math.isnan(numbers["ratio_mean"]) == (config.kind == "reinforce")
+    assert numbers["ratio_clipped_share"] == (0 if config.kind == "reinforce" else 0.5)
+
+
 def test_masked_tokens_do_not_change_the_sequence_ratio() -> None:
     config = LossConfig(ratio_level="sequence_mean", eps_high=10.0)
     loss, _, _ = _loss([-1.0, -9.0], [-1.5, -1.0], [-1.5, -1.0], [1.0, 1.0], [1.0, 0.0], config)
