@@ -5,10 +5,11 @@
 A completion is 5 tokens of a vocabulary of 3. After each prefix the policy has a separate softmax, and each completion
 has a random reward. The current policy is a random step away from the behaviour policy, which sampled the tokens. The
 expected gradient is the gradient of `policy_loss` over all 243 completions, weighted by probability. The true gradient
-is the gradient of the expected reward. Three tables, means of 20 random problems each:
+is the gradient of the expected reward. Four tables, means of 20 random problems each:
 
     corrections  the expected gradient of a loss against the true gradient, by distance in nats a token
     kl           the expected gradient of a KL term against the gradient of a KL, by distance
+    placements   a KL of fresh tokens in the reward and in the loss against the gradient of the KL of completions
     lost         the expected gradient if some completions are never answered, without any staleness
 """
 
@@ -166,6 +167,22 @@ def compare_kl(problem: Problem, config: LossConfig, estimator: str, correction:
     return _compared(*(torch.autograd.grad(value, theta)[0] for value in (loss, divergence)))
 
 
+def compare_placements(problem: Problem) -> dict[str, dict[str, float]]:
+    """Compare the KLs of `kl.placement` on fresh tokens with the gradient of KL(current, reference) of completions."""
+    theta = problem.current.clone().requires_grad_()
+    fresh = Problem(problem.current, problem.current, problem.reference, problem.rewards)
+    k1 = (logprobs(problem.current) - logprobs(problem.reference)).sum(1)
+    no_reward = torch.zeros(len(SEQUENCES), dtype=torch.float64)
+    losses = {
+        "k1 in the reward": expected_loss(fresh, theta, LOSSES["token"], -k1)[0],
+        "k2 in the loss": expected_loss(
+            fresh, theta, LOSSES["token"], no_reward, KLConfig(estimator="k2", placement="loss")
+        )[0],
+    }
+    (true,) = torch.autograd.grad(_divergence(theta, problem.reference), theta)
+    return {name: _compared(torch.autograd.grad(loss, theta)[0], true) for name, loss in losses.items()}
+
+
 def compare_lost(problem: Problem, lost_share: Callable[[Problem], Tensor]) -> dict[str, float]:
     """Compare the gradient of the completions that arrive with the true gradient; lost_share of each never arrives."""
     theta = problem.behaviour.clone().requires_grad_()
@@ -230,7 +247,11 @@ def tables() -> dict[str, list[dict[str, Any]]]:
         {"lost": name} | _mean([compare_lost(problem, lost_share) for problem in problems[0.0]])
         for name, lost_share in LOST.items()
     ]
-    return {"corrections": corrections, "kl": kl, "lost": lost}
+    placed = [compare_placements(problem) for problem in problems[0.0]]
+    placements: list[dict[str, Any]] = [
+        {"placement": name} | _mean([compared[name] for compared in placed]) for name in placed[0]
+    ]
+    return {"corrections": corrections, "kl": kl, "placements": placements, "lost": lost}
 
 
 def main() -> None:

@@ -160,6 +160,12 @@ def test_the_table_of_a_kl_on_stale_tokens_equals_the_result_file() -> None:
     assert len(table) == len({(estimator, correction) for _, estimator, correction, _ in rows})
 
 
+def test_the_words_about_the_kl_of_completions_equal_the_file() -> None:
+    errors = {row["placement"]: row["error"] for row in _result("bias.json")["placements"]}
+    assert f"of fresh tokens is {_percent(errors['k2 in the loss'])} away from the gradient of" in ALGORITHMS
+    assert _percent(errors["k1 in the reward"]) == "exact"
+
+
 def test_the_table_of_lost_samples_equals_the_result_file() -> None:
     assert _table("Samples that are lost", ALGORITHMS) == [
         [row["lost"], _percent(row["error"]), f"{row['size']:.2f}"] for row in _result("bias.json")["lost"]
@@ -186,7 +192,7 @@ def test_the_table_of_late_tokens_equals_the_result_file() -> None:
     assert _table("Completions with late tokens", ALGORITHMS) == expected
 
 
-def test_the_words_about_late_tokens_follow_from_the_result_file() -> None:
+def test_the_words_about_late_tokens_equal_the_result_file() -> None:
     table = _result("length_bias.json")["table"]
     shares = {(r["eta"], r["slots"]): r["late_share_longest"] for r in table if r["stale_tokens"] == "mask"}
     factors = [r["late_share_longest"] / r["late_share_others"] for r in table if r["stale_tokens"] == "mask"]

@@ -41,6 +41,12 @@ def test_a_corrected_kl_is_exact_if_the_prefix_is_corrected(bias: ModuleType, te
     assert errors["token"]["error"] < bias.compare_kl(problem, bias.LOSSES["token"], term[0], "none")["error"]
 
 
+def test_a_kl_in_the_loss_ignores_what_a_token_does_to_later_ones(bias: ModuleType) -> None:
+    compared = bias.compare_placements(bias.Problem.random(0, 0.0))
+    assert compared["k1 in the reward"]["error"] < 1e-12
+    assert compared["k2 in the loss"]["error"] > 0.3
+
+
 def test_samples_lost_at_random_bias_nothing_and_others_do(bias: ModuleType) -> None:
     problem = bias.Problem.random(0, 0.0)
     errors = {name: bias.compare_lost(problem, lost)["error"] for name, lost in bias.LOST.items()}

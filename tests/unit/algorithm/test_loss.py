@@ -217,7 +217,7 @@ def test_an_ignored_behaviour_weight_is_one() -> None:
         LossConfig(kind="reinforce", behaviour_weight=BehaviourWeightConfig(rule="ignore")),
     ],
 )
-def test_without_a_weight_its_mean_is_absent_and_its_shares_are_zero(config: LossConfig) -> None:
+def test_without_a_weight_the_mean_is_absent_and_the_shares_are_0(config: LossConfig) -> None:
     """The alert of the shares adds both up, so none may be NaN."""
     numbers = diagnose([[_loss([-1.0, -2.0], [-1.1, -2.0], [-4.0, -2.0], [1.0, 1.0], config=config)[2].tokens]])
     assert math.isnan(numbers["behaviour_weight_mean"])
