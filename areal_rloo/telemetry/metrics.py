@@ -149,7 +149,9 @@ class _Served(Collector):
     def __init__(self, struct: type[Measured], read: Callable[[], Measured] | None = None) -> None:
         self._declared = declared_metrics(struct)
         self._read = read
-        self._values: Samples = {declared.name: {} if declared.labels else {(): 0.0} for declared in self._declared}
+        self._values: Samples = {
+            declared.name: {} if declared.labels or declared.metric.keeps else {(): 0.0} for declared in self._declared
+        }
 
     def take(self, instance: Measured) -> None:
         """Serve these values from now on. Scrapes on other threads see all of them or none."""

@@ -376,12 +376,12 @@ def test_a_null_among_numbers_by_label_is_nan(tmp_path: Path, make_train_record:
     assert math.isnan(read.reward_parts["score"]) and read.reward_parts["length"] == 1.0
 
 
-def test_mismatch_keeps_its_last_value_and_a_nan_loss_is_shown(
-    make_train_record: Callable[..., TrainRecord],
-) -> None:
-    """Alerts average over minutes, and one NaN would silence them."""
+def test_mismatch_keeps_its_last_value_and_a_nan_loss_is_shown(make_train_record: MakeTrainRecord) -> None:
+    """Alerts average over minutes, and one NaN would silence them. A mismatch of 0 would be a measurement."""
     registry = CollectorRegistry()
     metrics = LearnerMetrics(registry)
+    metrics.train_step(make_train_record(mismatch_abs_mean=math.nan))
+    assert registry.get_sample_value(f"{PREFIX}mismatch_abs_mean") is None
     metrics.train_step(make_train_record(mismatch_abs_mean=0.25, loss=1.0))
     metrics.train_step(make_train_record(mismatch_abs_mean=math.nan, loss=math.nan))
     assert registry.get_sample_value(f"{PREFIX}mismatch_abs_mean") == 0.25
