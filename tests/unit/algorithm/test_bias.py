@@ -8,6 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+from areal_rloo.algorithm.loss import policy_loss
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -31,6 +34,30 @@ def test_only_the_product_over_a_sequence_corrects_stale_tokens_exactly(bias: Mo
         assert bias.compare_correction(fresh, config)["error"] < 1e-12
         error = bias.compare_correction(stale, config)["error"]
         assert error < 1e-12 if name == "sequence, product" else error > 0.1
+
+
+@pytest.mark.parametrize("num_trajectories", [1, 5])
+def test_the_product_is_exact_for_samples_of_one_trajectory(bias: ModuleType, num_trajectories: int) -> None:
+    """The reward depends on all trajectories of a sample, and the product is of each."""
+    problem = bias.Problem.random(0, 0.05)
+    theta = problem.current.clone().requires_grad_()
+    behaviour, current = bias.logprobs(problem.behaviour), bias.logprobs(theta)
+    samples, place = torch.arange(len(current))[:, None], torch.arange(bias.LENGTH)
+    loss = policy_loss(
+        behaviour_logprobs=behaviour.flatten(),
+        proximal_logprobs=current.detach().flatten(),
+        current_logprobs=current.flatten(),
+        entropy=torch.zeros(current.numel()),
+        advantages=problem.rewards[bias.OF_TOKENS],
+        token_weights=behaviour.sum(1).exp()[bias.OF_TOKENS],
+        staleness=torch.zeros_like(bias.OF_TOKENS),
+        sequence_index=(samples * num_trajectories + place % num_trajectories).flatten(),
+        config=bias.LOSSES["sequence, product"],
+    ).loss
+    (got,) = torch.autograd.grad(-loss, theta)
+    (true,) = torch.autograd.grad((bias.logprobs(theta).sum(1).exp() * problem.rewards).sum(), theta)
+    error = float((got - true).norm() / true.norm())
+    assert error < 1e-12 if num_trajectories == 1 else error > 0.1
 
 
 @pytest.mark.parametrize("term", [("k2", "weight"), ("k3", "weight"), ("k1", "gradient"), ("k3", "gradient")])
