@@ -86,8 +86,10 @@ def check_policy(key: str, path: str, config: Mapping[str, Any]) -> None:
             f"{key}: {path} has sliding-window attention (use_sliding_window in config.json); expected full attention "
             "in every layer: a packed row has no window; take another model"
         )
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers reads the same of two
     kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
+    if isinstance(rotary, dict) and any(isinstance(value, dict) for value in rotary.values()):
+        kind = rotary  # by type of layer
     if kind not in _ROTARY:
         raise ModelError(
             f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "

@@ -158,6 +158,24 @@ def test_length_dependent_rope_is_refused_by_engine_learner_and_dry_run(rope_typ
     _assert_refused(tmp_path, f"rotary positions of type {rope_type} ")
 
 
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_rope_parameters_by_type_of_layer_are_refused(rope_type: str, tmp_path: Path) -> None:
+    make_model("qwen3", {"head_dim": 12}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"full_attention": {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="rotary positions of type .*full_attention"):
+        check_trainable("model.path", tmp_path)
+
+
+def test_rope_scaling_decides_if_rope_parameters_differ(tmp_path: Path) -> None:
+    make_model("qwen3", {"head_dim": 12}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _assert_refused(tmp_path, "rotary positions of type dynamic ")
+
+
 def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> None:
     make_model("mistral", {}).save_pretrained(tmp_path)
     with (
