@@ -1,7 +1,10 @@
 """Compare the tables of docs/measured.md and docs/algorithms.md with the result files of the benchmarks."""
 
+import itertools
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,29 @@ def test_the_leads_equal_the_paired_differences_of_the_curves(title: str, file: 
             ]
             mean = sum(ours - theirs for ours, theirs in ends) / len(ends)
             assert row["final_mean"] == pytest.approx(mean, abs=1e-4)
+
+
+def _fall(curve: list[float]) -> float:
+    return max(max(curve[: index + 1]) - accuracy for index, accuracy in enumerate(curve))
+
+
+def test_the_falls_of_accuracy_equal_those_of_the_curves() -> None:
+    result = _result("staleness.json")
+    for eta, *cells in _table("Falls of accuracy during a run"):
+        for loss, cell in zip(("decoupled", "naive_ppo", "no_correction"), cells, strict=True):
+            falls = [_fall(result["curves"][f"{loss}/eta_{eta}/seed_{seed}"]) for seed in result["seeds"]]
+            assert cell == f"{min(falls):.3f} to {max(falls):.3f}"
+
+
+def test_the_lead_of_grpo_in_area_is_of_the_curves_seed_by_seed() -> None:
+    curves = _result("algorithms.json")["curves"]
+    leads = [_area(curves[f"grpo/seed_{seed}"]) - _area(curves[f"reinforce/seed_{seed}"]) for seed in range(3)]
+    half = 4.303 * statistics.stdev(leads) / math.sqrt(3)
+    assert f"this lead is {statistics.mean(leads):.3f} ± {half:.3f}" in MEASURED
+
+
+def _area(curve: list[float]) -> float:
+    return sum(first + second for first, second in itertools.pairwise(curve)) / 2 / (len(curve) - 1)
 
 
 def test_the_table_of_the_wire_equals_the_result_file() -> None:
