@@ -103,3 +103,27 @@ def test_without_a_correction_stale_tokens_bias_the_gradient(estimator: str) -> 
 def test_a_masked_token_has_no_divergence_either() -> None:
     mask = LossConfig(behaviour_weight=BehaviourWeightConfig(rule="mask", upper=1e-9))
     assert _expected(0.1, mask, _kl_config("k2", "weight"))["term"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("correction", ["weight", "gradient"])
+def test_the_kl_of_a_token_has_the_ratio_of_the_token(correction: str) -> None:
+    """Also where the ratio of the objective is of the whole sequence."""
+    behaviour, proximal, current, reference = (values.log_softmax(0) for values in _policies(0.1))
+
+    def gradient(ratio_level: Literal["token", "sequence_sum"]) -> Tensor:
+        leaf = current.clone().requires_grad_()
+        output = policy_loss(
+            behaviour_logprobs=behaviour,
+            proximal_logprobs=proximal,
+            current_logprobs=leaf,
+            entropy=torch.zeros(len(leaf)),
+            advantages=torch.zeros(len(leaf)),
+            token_weights=torch.ones(len(leaf)),
+            staleness=torch.zeros(len(leaf), dtype=torch.int64),
+            sequence_index=torch.zeros(len(leaf), dtype=torch.int64),
+            config=LossConfig(ratio_level=ratio_level),
+            kl=KLTerm(reference, 1.0, _kl_config("k3", correction)),
+        )
+        return torch.autograd.grad(output.loss, leaf)[0]
+
+    torch.testing.assert_close(gradient("sequence_sum"), gradient("token"))

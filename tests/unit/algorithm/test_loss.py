@@ -293,6 +293,9 @@ def test_a_ratio_beyond_the_limit_is_counted_without_gradient() -> None:
     assert output.tokens.ratio_limited.tolist() == [True, False]
     _, _, output = _loss([-0.5], [-0.5], [-80.5], [1.0])
     assert output.tokens.ratio_limited.tolist() == [True], "a behaviour_weight beyond all measure is counted as well"
+    product = LossConfig(behaviour_weight=BehaviourWeightConfig(level="sequence", aggregate="sum", rule="none"))
+    _, _, output = _loss([-0.5] * 2, [-0.5] * 2, [-15.5] * 2, [1.0] * 2, config=product)
+    assert output.tokens.ratio_limited.tolist() == [True, True], "so is the product of a sequence"
 
 
 def test_token_weights_equal_hand_computed_values() -> None:

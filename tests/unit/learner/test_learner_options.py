@@ -81,17 +81,17 @@ def test_schedules_warm_up_and_reach_their_final_rate() -> None:
 
 
 def test_a_set_schedule_equals_a_stepped_schedule() -> None:
-    config = OptimizerConfig(schedule="cosine", warmup_steps=3, learning_rate=1e-3)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    (one, stepped), (other, placed) = (
-        make_optimizer(torch.nn.ParameterList([weight]), config, num_optimizer_steps=20) for _ in range(2)
-    )
+    config = OptimizerConfig(schedule="cosine", warmup_steps=3, learning_rate=1e-3, weight_decay=0.1)
+    weights = torch.nn.ParameterList([torch.zeros(1), torch.zeros(2, 2)])  # one group each
+    (one, stepped), (other, placed) = (make_optimizer(weights, config, num_optimizer_steps=20) for _ in range(2))
     for _ in range(7):
         one.step()
         stepped.step()
     set_schedule(placed, 7)
     for _ in range(3):
-        assert other.param_groups[0]["lr"] == one.param_groups[0]["lr"]
+        rates, expected = ([group["lr"] for group in optimizer.param_groups] for optimizer in (other, one))
+        assert rates == expected
+        assert len(rates) == 2
         assert placed.get_last_lr() == stepped.get_last_lr()
         for optimizer, schedule in ((one, stepped), (other, placed)):
             optimizer.step()

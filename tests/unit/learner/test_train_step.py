@@ -22,6 +22,7 @@ from support.train_steps import (
 )
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from areal_rloo.algorithm.behaviour_weight import interpolated_proximal
 from areal_rloo.config import PRESETS
 from areal_rloo.errors import ModelError
 from areal_rloo.learner.train_step import StepResult
@@ -171,6 +172,26 @@ def test_interpolated_proximal_logprobs_lie_between_behaviour_and_current(tiny_f
     )
     stale = _real_step(folder, "algorithm.loss.proximal=interpolate", weight).numbers
     assert 1.0 < stale["ratio_max"] < _real_step(folder, "algorithm.loss.decoupled=false").numbers["ratio_max"]
+
+
+@pytest.mark.parametrize("skips_second", [False, True])
+def test_a_minibatch_interpolates_by_the_optimizer_steps_before(
+    skips_second: bool, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = one_rank(
+        tiny_folders["qwen2"], step_config("learner.num_minibatches=4", "algorithm.loss.proximal=interpolate")
+    )
+    shares: list[float] = []
+
+    def seen(*logprobs: torch.Tensor, progress: float) -> torch.Tensor:
+        broken = skips_second and not shares  # a loss that is not finite has no optimizer step
+        if progress not in shares:
+            shares.append(progress)
+        return interpolated_proximal(*logprobs, progress=progress) * (math.nan if broken else 1)
+
+    monkeypatch.setattr("areal_rloo.learner.packing.interpolated_proximal", seen)
+    step.step(ragged_groups(), policy_version=VERSION)
+    assert shares == ([0.25, 0.5] if skips_second else [0.25, 0.5, 0.75])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

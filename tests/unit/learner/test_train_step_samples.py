@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from support.train_steps import (
     assert_same_gradient,
     ragged_groups,
@@ -12,7 +14,8 @@ from support.train_steps import (
     step_config,
 )
 
-from areal_rloo.trajectory import Completion, Group, Trajectory
+from areal_rloo.learner.advantages import compute_advantages
+from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 
 
 def _doubled(groups: list[Group]) -> list[Group]:
@@ -65,6 +68,34 @@ def test_a_sample_is_truncated_if_one_of_its_trajectories_is(tiny_folders: dict[
     expected_of = replaced(_split(ragged_groups(), "stop"), fined)
     (expected,), _ = spied_step(tiny_folders["qwen2"], expected_of, config)
     assert_same_gradient(gradient, expected)
+
+
+@pytest.mark.parametrize("penalty", ["truncated_penalty=1.0", "missing_eos_penalty=1.0", "overlong_tokens=90"])
+def test_penalties_do_not_depend_on_the_order_of_trajectories(penalty: str) -> None:
+    trajectories = [t for group in replaced(_split(ragged_groups(), "length"), _ended_by_7) for t in group.trajectories]
+    got = _of_samples(trajectories, f"algorithm.rewards.{penalty}")
+    assert got == pytest.approx(_of_samples(trajectories[::-1], f"algorithm.rewards.{penalty}"))
+    assert got != pytest.approx(_of_samples(trajectories))
+
+
+def _ended_by_7(trajectory: Trajectory) -> Trajectory:
+    """Only the short trajectories of `_split` do not end."""
+    tokens = np.full_like(trajectory.completion.tokens, 3)
+    tokens[-1] = 7 if trajectory.completion.finish_reason == "stop" else 3
+    return msgspec.structs.replace(trajectory, completion=msgspec.structs.replace(trajectory.completion, tokens=tokens))
+
+
+def _of_samples(trajectories: list[Trajectory], *overrides: str) -> dict[SampleId, float]:
+    """Return the advantage of each sample."""
+    advantages = compute_advantages(
+        trajectories,
+        [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories],
+        [],
+        config=step_config(*overrides),
+        kl_coefficient=0.0,
+        stop_token_ids=frozenset([7]),
+    )
+    return {t.sample_id: float(values[0]) for t, values in zip(trajectories, advantages.of_tokens, strict=True)}
 
 
 def test_a_masked_sample_has_no_token_in_the_loss(tiny_folders: dict[str, Path]) -> None:

@@ -164,7 +164,7 @@ def test_rope_parameters_by_type_of_layer_are_refused(rope_type: str, tmp_path: 
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"full_attention": {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1000.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="rotary positions of type .*full_attention"):
+    with pytest.raises(ModelError, match=r"rotary positions of type .*full_attention"):
         check_trainable("model.path", tmp_path)
 
 
