@@ -77,6 +77,11 @@ def learner_mistakes(learner: LearnerConfig) -> Iterator[str]:
             f"learner.num_replicas: expected a divisor of learner.num_ranks={learner.num_ranks}, got "
             f"{learner.num_replicas}; every copy needs the same number of ranks"
         )
+    if learner.optimizer.schedule == "constant" and learner.optimizer.final_share != 0:
+        yield (
+            f"learner.optimizer.final_share: expected 0 with schedule=constant, got {learner.optimizer.final_share}, "
+            "which a constant rate does not read; set learner.optimizer.schedule=linear or cosine"
+        )
     if learner.optimizer.state_dtype == "bfloat16" and learner.optimizer.betas[1] > _MOST_BETA:
         yield (
             f"learner.optimizer.betas: expected a second beta of at most {_MOST_BETA} with state_dtype=bfloat16, got "

@@ -147,6 +147,10 @@ def test_an_unknown_preset_is_refused_with_all_presets(tmp_path: Path) -> None:
             "algorithm.kl.correction: expected weight or none with estimator=k2, got gradient",
         ),
         (
+            "learner.optimizer={schedule: constant, final_share: 0.1}",
+            "learner.optimizer.final_share: expected 0 with schedule=constant, got 0.1",
+        ),
+        (
             "algorithm.kl.correction=none",
             "algorithm.kl.correction: none is read only with placement=loss; leave it out",
         ),
