@@ -125,6 +125,8 @@ def test_a_sliding_window_is_refused_by_engine_learner_and_dry_run(family: str, 
     del config["layer_types"]  # as older versions of transformers write it
     (tmp_path / "config.json").write_text(json.dumps(config))
     _assert_refused(tmp_path, "sliding-window attention")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))  # of no width
+    check_trainable("model.path", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_window_layers": 2}))
     check_trainable("model.path", tmp_path)
     assert_served_like_the_learner(tmp_path)

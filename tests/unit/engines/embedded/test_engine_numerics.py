@@ -20,7 +20,7 @@ from support.requests_to_serve import (
 )
 
 from areal_rloo.config import TinyModelConfig
-from areal_rloo.engines.embedded.sampling import choose, inverted, rising
+from areal_rloo.engines.embedded.sampling import choose, inverted, rising, uniforms
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
 NAMES = ["qwen2", "qwen3", "llama"]
@@ -133,3 +133,10 @@ def test_the_tail_of_a_large_vocabulary_can_be_chosen() -> None:
     tokens, _ = choose(logits.expand(len(asked), -1), middle[asked], None)
     assert float((middle[tokens] - middle[asked]).abs().max()) < 1e-6
     assert len(set(tokens.tolist())) == len(asked)
+
+
+def test_uniform_numbers_are_finer_than_float32() -> None:
+    """In steps of 2^-24, they would skip tokens with smaller probabilities."""
+    numbers = uniforms(0, 100)
+    assert numbers.dtype == torch.float64
+    assert bool((numbers * 2**24 != (numbers * 2**24).floor()).any())
