@@ -14,7 +14,7 @@ from areal_rloo.config import Config, dump_config, load_config
 RELATED = {
     *("group_size", "mean_level", "mean_leave1out", "over", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
-    *("num_ranks", "num_replicas", "betas", "state_dtype"),
+    *("num_ranks", "num_replicas", "betas", "state_dtype", "schedule", "final_share"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *("kind", "decoupled", "proximal", "dual_clip", "ratio_level", "aggregate", "level", "overlong_penalty"),
     *("estimator", "correction", "placement", "train", "eval", "episode"),
