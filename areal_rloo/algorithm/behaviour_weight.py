@@ -83,7 +83,8 @@ def interpolated_proximal(
 def of_sequences(values: Tensor, in_loss: Tensor, sequence_index: Tensor, how: str) -> Tensor:
     """Replace each value by the `sum`, `mean` or `max` over the tokens in the loss of the same sequence.
 
-    `values` must be 0 outside the loss. A sequence without a token in the loss gives 0.
+    All are [num_tokens]: values and result float, in_loss bool, sequence_index int64. `values` must be 0 outside the
+    loss. A sequence without a token in the loss gives 0.
     """
     zeros = values.new_zeros(int(sequence_index.max()) + 1)
     if how == "max":

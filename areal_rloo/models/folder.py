@@ -83,8 +83,8 @@ def check_policy(key: str, path: str, config: Mapping[str, Any]) -> None:
         )
     if family != "llama" and _has_windows(config):
         raise ModelError(
-            f"{key}: {path} has sliding-window attention (use_sliding_window in config.json); expected full attention "
-            "in every layer: a packed row has no window; take another model"
+            f"{key}: {path} has sliding-window attention (use_sliding_window or layer_types in config.json); expected "
+            "full attention in every layer: a packed row has no window; take another model"
         )
     rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers reads the same of two
     kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
