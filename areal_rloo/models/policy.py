@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from areal_rloo.models.attention import PackedLayout
 
+_HEAD_ROWS = 512  # converted to float32 at once on a CPU, small enough for the cache
 CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
 
 Entropy = Literal["none", "value", "gradient"]
@@ -126,7 +127,11 @@ def head_product(hidden: Tensor, head: Tensor) -> Tensor:
         return hidden @ head.t()
     if hidden.is_cuda:
         return torch.mm(hidden, head.t(), out_dtype=torch.float32)
-    return hidden.float() @ head.float().t()
+    wide = hidden.float()
+    product = wide.new_empty(len(hidden), len(head))
+    for rows, part in zip(head.split(_HEAD_ROWS), product.split(_HEAD_ROWS, 1), strict=True):
+        torch.mm(wide, rows.float().t(), out=part)
+    return product
 
 
 class _HeadProduct(torch.autograd.Function):
