@@ -27,6 +27,46 @@ from areal_rloo.config import AlgorithmConfig, Config
 from areal_rloo.trajectory import SampleId, Trajectory
 
 
+class Samples:
+    """The trajectories of a batch, and maps between them and their samples.
+
+    Attributes:
+        trajectories: in any order.
+        number: the sample of each trajectory, from 0, [num_trajectories] int64.
+        truncated: [num_samples] bool, the engine stopped a trajectory of the sample at the token limit.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        numbers: dict[SampleId, int] = {}
+        self.trajectories = trajectories
+        self.number = torch.tensor([numbers.setdefault(t.sample_id, len(numbers)) for t in trajectories])
+        self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
+        self.truncated = self.has_any(torch.tensor([t.completion.finish_reason == "length" for t in trajectories]))
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def last(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
+        return values[self._last]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples]: sums."""
+        return torch.zeros(len(self), dtype=values.dtype).index_add(0, self.number, values)
+
+    def has_any(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] bool to [num_samples] bool."""
+        return self.total(values.long()) > 0
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Map [num_trajectories] to [num_samples], of values that are not negative."""
+        return torch.zeros(len(self), dtype=values.dtype).scatter_reduce(0, self.number, values, "amax")
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Map [num_samples] to [num_trajectories]."""
+        return values[self.number]
+
+
 @dataclass(frozen=True, slots=True)
 class Masks:
     """The loss masks of a batch."""
@@ -57,18 +97,18 @@ class Masks:
         }
 
 
-def loss_masks(trajectories: Sequence[Trajectory], *, policy_version: int, config: AlgorithmConfig) -> Masks:
+def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig) -> Masks:
     """Mask every token that another party wrote, that is past the staleness bound, or whose sample is truncated."""
     masks, stale_tokens, num_truncated = [], [], 0
-    truncated = {t.sample_id for t in trajectories if t.completion.finish_reason == "length"}
+    truncated = samples.spread(samples.truncated).tolist()
     staleness_tokens: Counter[int] = Counter()
-    for trajectory in trajectories:
+    for index, trajectory in enumerate(samples.trajectories):
         versions = trajectory.completion.versions
         written = written_by_policy(trajectory.completion.spans, len(versions))
         fresh = within_bound(versions, policy_version=policy_version, max_staleness=config.max_staleness)
         stale_tokens.append(int((written & ~fresh).sum()))
         mask = written & fresh
-        if config.rewards.mask_truncated and trajectory.sample_id in truncated:
+        if config.rewards.mask_truncated and truncated[index]:
             num_truncated += int(mask.sum())
             mask = np.zeros_like(mask)
         values, counts = np.unique(policy_version - versions[mask], return_counts=True)
@@ -85,40 +125,8 @@ class Advantages:
     numbers: Mapping[str, float]  # by field of TrainRecord; over tokens in the loss, NaN if there are none
 
 
-class Samples:
-    """Maps between the trajectories of a batch and their samples.
-
-    Attributes:
-        number: the sample of each trajectory, from 0, [num_trajectories] int64.
-    """
-
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        numbers: dict[SampleId, int] = {}
-        self.number = torch.tensor([numbers.setdefault(t.sample_id, len(numbers)) for t in trajectories])
-        self._last = torch.tensor(list({t.sample_id: index for index, t in enumerate(trajectories)}.values()))
-
-    def __len__(self) -> int:
-        return len(self._last)
-
-    def last(self, values: Tensor) -> Tensor:
-        """Map [num_trajectories] to [num_samples]: the value of each sample's last trajectory."""
-        return values[self._last]
-
-    def total(self, values: Tensor) -> Tensor:
-        """Map [num_trajectories] to [num_samples]: sums."""
-        return torch.zeros(len(self), dtype=values.dtype).index_add(0, self.number, values)
-
-    def largest(self, values: Tensor) -> Tensor:
-        """Map [num_trajectories] to [num_samples], of values that are not negative."""
-        return torch.zeros(len(self), dtype=values.dtype).scatter_reduce(0, self.number, values, "amax")
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Map [num_samples] to [num_trajectories]."""
-        return values[self.number]
-
-
 def compute_advantages(
-    trajectories: Sequence[Trajectory],
+    samples: Samples,
     masks: Sequence[Tensor],
     reference_logprobs: Sequence[Tensor],
     *,
@@ -131,9 +139,8 @@ def compute_advantages(
     `masks` are, of each trajectory, [num_completion_tokens] bool, True where the token is in the loss.
     `reference_logprobs` are likewise float, and empty without a KL in the reward.
     """
-    algorithm = config.algorithm
-    samples = Samples(trajectories)
-    rewards = _shaped(trajectories, samples, config, stop_token_ids)
+    algorithm, trajectories = config.algorithm, samples.trajectories
+    rewards = _shaped(samples, config, stop_token_ids)
     num_limited = int((rewards.abs() >= REWARD_LIMIT).sum())
     group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
     of_samples, lengths = samples.last(group_ids), torch.tensor([len(mask) for mask in masks])
@@ -181,18 +188,15 @@ def _divergence(trajectory: Trajectory, reference_logprobs: Tensor, estimator: E
     return torch.where(policy_tokens(trajectory), divergence, 0.0)
 
 
-def _shaped(
-    trajectories: Sequence[Trajectory], samples: Samples, config: Config, stop_token_ids: frozenset[int]
-) -> Tensor:
+def _shaped(samples: Samples, config: Config, stop_token_ids: frozenset[int]) -> Tensor:
     """Give [num_samples] float64."""
-    completions = [trajectory.completion for trajectory in trajectories]
-    truncated = torch.tensor([completion.finish_reason == "length" for completion in completions])
+    completions = [trajectory.completion for trajectory in samples.trajectories]
     open_ended = torch.tensor([int(completion.tokens[-1]) not in stop_token_ids for completion in completions])
     return shape_rewards(
-        samples.last(torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)),
+        samples.last(torch.tensor([trajectory.reward for trajectory in samples.trajectories], dtype=torch.float64)),
         num_tokens=samples.largest(torch.tensor([len(completion.tokens) for completion in completions])),
-        truncated=samples.total(truncated.long()) > 0,
-        has_eos=samples.total(open_ended.long()) == 0,
+        truncated=samples.truncated,
+        has_eos=~samples.has_any(open_ended),
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         config=config.algorithm.rewards,
     )

@@ -67,9 +67,7 @@ class LearnerRank:
         self.manifest = build_manifest(named_weights(policy.causal), bucket_bytes=bucket_bytes, dtype=dtype)
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
-            policy,
-            learner.optimizer,
-            num_optimizer_steps=learner.num_train_steps * learner.num_minibatches,
+            policy, learner.optimizer, num_optimizer_steps=learner.num_train_steps * learner.num_minibatches
         )
         self._config = config
         self._device = device

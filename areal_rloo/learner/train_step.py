@@ -108,25 +108,25 @@ class TrainStep:
         """Train once on a batch at this version."""
         started_s = time.perf_counter()
         settings = {"learning_rate": self.team.learning_rate, "kl_coefficient": self.kl_coefficient}
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        masks = loss_masks(trajectories, policy_version=policy_version, config=self._config.algorithm)
-        reference = self._reference(trajectories, policy_version)
+        samples = Samples([trajectory for group in groups for trajectory in group.trajectories])
+        masks = loss_masks(samples, policy_version=policy_version, config=self._config.algorithm)
+        reference = self._reference(samples.trajectories, policy_version)
         advantages = compute_advantages(
-            trajectories,
+            samples,
             masks.of_tokens,
             () if self._kl_in_loss else reference.logprobs,
             config=self._config,
             kl_coefficient=self.kl_coefficient,
             stop_token_ids=self._stop_token_ids,
         )
-        minibatches = self._minibatches(trajectories, masks, reference, advantages, policy_version)
+        minibatches = self._minibatches(samples, masks, reference, advantages, policy_version)
         updates = self._train(minibatches)
         adaptive = self._config.algorithm.kl.adaptive
         if updates.num_optimizer_steps > 0 and adaptive is not None:
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient,
                 divergence=reference.divergence,
-                num_trajectories=len(trajectories),
+                num_trajectories=len(samples.trajectories),
                 config=adaptive,
             )
         numbers = {
@@ -165,15 +165,9 @@ class TrainStep:
         return ReferenceScores(by_trajectory, divergence(self._config.algorithm.kl.estimator), numbers, times)
 
     def _minibatches(
-        self,
-        trajectories: Sequence[Trajectory],
-        masks: Masks,
-        reference: ReferenceScores,
-        advantages: Advantages,
-        policy_version: int,
+        self, samples: Samples, masks: Masks, reference: ReferenceScores, advantages: Advantages, policy_version: int
     ) -> list[PackedBatch]:
         """Deal the samples with a gradient to minibatches, in an order drawn from seed and version."""
-        samples = Samples(trajectories)
         order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(samples))
         all_live = self._kl_in_loss or self._config.algorithm.loss.entropy_coefficient != 0
         minibatches = []
@@ -183,7 +177,7 @@ class TrainStep:
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
             live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
-            kept = [trajectories[i] for i in live]
+            kept = [samples.trajectories[i] for i in live]
             columns = {
                 "behaviour": [behaviour_logprobs(trajectory) for trajectory in kept],
                 "advantages": [advantages.of_tokens[i] for i in live],

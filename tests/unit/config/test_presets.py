@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_rloo.config import PRESETS, Config, load_config
-from areal_rloo.learner.advantages import compute_advantages
+from areal_rloo.learner.advantages import Samples, compute_advantages
 from areal_rloo.trajectory import Completion, Trajectory
 
 EOS = 1
@@ -40,7 +40,7 @@ def _advantages(
 ) -> list[Tensor]:
     config = config or load_config("quickstart.yaml", overrides)
     return compute_advantages(
-        trajectories,
+        Samples(trajectories),
         masks or [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories],
         reference or (),
         config=config,

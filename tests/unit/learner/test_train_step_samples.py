@@ -14,7 +14,7 @@ from support.train_steps import (
     step_config,
 )
 
-from areal_rloo.learner.advantages import compute_advantages
+from areal_rloo.learner.advantages import Samples, compute_advantages
 from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 
 
@@ -88,7 +88,7 @@ def _ended_by_7(trajectory: Trajectory) -> Trajectory:
 def _of_samples(trajectories: list[Trajectory], *overrides: str) -> dict[SampleId, float]:
     """Return the advantage of each sample."""
     advantages = compute_advantages(
-        trajectories,
+        Samples(trajectories),
         [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories],
         [],
         config=step_config(*overrides),
