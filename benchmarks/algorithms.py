@@ -11,15 +11,12 @@ seeds).
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import hardware
-from learning import EVALUATE_EVERY, Job, Outcome, interval, run_all
+from learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
 
-SEEDS = (0, 1, 2)
-NUM_STEPS = 60
 NO_KL = "algorithm.kl.coefficient=0"
 SETUPS: dict[str, tuple[str, ...]] = {
     "rloo": ("algorithm.preset=rloo",),
@@ -37,8 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    common = ("learner.groups_per_step=24",)
-    jobs = [Job(name, common + overrides, seed, 1, NUM_STEPS) for name, overrides in SETUPS.items() for seed in SEEDS]
+    jobs = [Job(name, overrides, seed, 1) for name, overrides in SETUPS.items() for seed in SEEDS]
     outcomes = list(run_all(jobs))
     table = [_row(name, [o for o in outcomes if o.job.name == name]) for name in SETUPS]
     print("algorithm                          final accuracy     area under the curve")
@@ -51,10 +47,7 @@ def main() -> None:
         arguments.output,
         {
             "eta": 1,
-            "num_steps": NUM_STEPS,
-            "groups_per_step": 24,
-            "evaluate_every_versions": EVALUATE_EVERY,
-            "seeds": list(SEEDS),
+            **SETUP,
             "table": table,
             "curves": {f"{o.job.name}/seed_{o.job.seed}": list(o.accuracies) for o in outcomes},
         },
@@ -62,11 +55,7 @@ def main() -> None:
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    row: dict[str, Any] = {"algorithm": name}
-    for measure, values in (("final", [o.final for o in outcomes]), ("area", [o.area for o in outcomes])):
-        row[f"{measure}_mean"] = round(statistics.fmean(values), 4)
-        row[f"{measure}_interval"] = round(interval(values), 4)
-    return row
+    return {"algorithm": name, **over_seeds(final=[o.final for o in outcomes], area=[o.area for o in outcomes])}
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ import statistics
 from collections.abc import Mapping
 
 import hardware
-from learning import EVALUATE_EVERY, Job, interval, run_all
+from learning import SEEDS, SETUP, Job, over_seeds, run_all
 
-ETA, NUM_STEPS, SEEDS = 16, 60, (0, 1, 2)
-COMMON = ("learner.groups_per_step=24",)
+ETA = 16
 SETUPS: Mapping[str, tuple[str, ...]] = {
     "decoupled": (),
     "decoupled, half the rate": ("learner.optimizer.learning_rate=5e-5",),
@@ -30,28 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    jobs = [Job(name, COMMON + overrides, seed, ETA, NUM_STEPS) for name, overrides in SETUPS.items() for seed in SEEDS]
+    jobs = [Job(name, overrides, seed, ETA) for name, overrides in SETUPS.items() for seed in SEEDS]
     outcomes = list(run_all(jobs))
     table = []
     for name in SETUPS:
         of_seeds = [outcome for outcome in outcomes if outcome.job.name == name]
-        finals, areas = [outcome.final for outcome in of_seeds], [outcome.area for outcome in of_seeds]
-        swings = [max(max(o.accuracies[:i]) - a for i, a in enumerate(o.accuracies) if i) for o in of_seeds]
-        row: dict[str, object] = {"setup": name}
-        for measure, values in (("final", finals), ("area", areas), ("largest_fall", swings)):
-            row[f"{measure}_mean"] = round(statistics.fmean(values), 4)
-            row[f"{measure}_interval"] = round(interval(values), 4)
-        row["behaviour_kl"] = statistics.fmean(outcome.behaviour_kl for outcome in of_seeds)
+        falls = [max(max(o.accuracies[:i]) - a for i, a in enumerate(o.accuracies) if i) for o in of_seeds]
+        row = {
+            "setup": name,
+            **over_seeds(final=[o.final for o in of_seeds], area=[o.area for o in of_seeds], largest_fall=falls),
+            "behaviour_kl": statistics.fmean(outcome.behaviour_kl for outcome in of_seeds),
+        }
         table.append(row)
         print(*(f"{key}={value}" for key, value in row.items()))
     hardware.write(
         arguments.output,
         {
             "eta": ETA,
-            "num_steps": NUM_STEPS,
-            "groups_per_step": 24,
-            "evaluate_every_versions": EVALUATE_EVERY,
-            "seeds": list(SEEDS),
+            **SETUP,
             "table": table,
             "curves": {f"{o.job.name}/seed_{o.job.seed}": list(o.accuracies) for o in outcomes},
         },

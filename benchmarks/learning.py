@@ -39,14 +39,16 @@ from areal_rloo.trajectory import Completion, Group, Trajectory
 
 CPU = torch.device("cpu")
 EVALUATE_EVERY = 5
-_T = {
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    7: 2.447,
-    8: 2.365,
-}  # 97.5 % quantiles of Student's t, by number of values
+SEEDS = (0, 1, 2)
+NUM_STEPS = 60
+GROUPS_PER_STEP = 24
+T_OF_TWO_DEGREES = 4.303  # 97.5 % quantile of Student's t for three seeds
+SETUP = {  # of every experiment, for the result file
+    "num_steps": NUM_STEPS,
+    "groups_per_step": GROUPS_PER_STEP,
+    "evaluate_every_versions": EVALUATE_EVERY,
+    "seeds": list(SEEDS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,6 @@ class Job:
     overrides: tuple[str, ...]
     seed: int
     eta: int
-    num_steps: int
     schedule: Literal["fixed", "mixed"] = "fixed"
 
 
@@ -89,9 +90,14 @@ class Outcome:
         return sum((a + b) / 2 for a, b in pairs) / (len(self.accuracies) - 1)
 
 
-def interval(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % interval of a mean (Student's t), of the values of a few seeds."""
-    return _T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+def over_seeds(**measures: Sequence[float]) -> dict[str, float]:
+    """Return mean and half the width of the 95 % interval (Student's t) of each measure, of a value for each seed."""
+    row: dict[str, float] = {}
+    for name, values in measures.items():
+        assert len(values) == len(SEEDS) == 3, "the quantile is for three seeds"
+        row[f"{name}_mean"] = round(statistics.fmean(values), 4)
+        row[f"{name}_interval"] = round(T_OF_TWO_DEGREES * statistics.stdev(values) / math.sqrt(len(values)), 4)
+    return row
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
@@ -112,7 +118,8 @@ def run(job: Job) -> Outcome:
         [
             f"run.seed={job.seed}",
             f"algorithm.max_staleness={job.eta}",
-            f"learner.num_train_steps={job.num_steps}",
+            f"learner.num_train_steps={NUM_STEPS}",
+            f"learner.groups_per_step={GROUPS_PER_STEP}",
             *job.overrides,
         ],
     )
@@ -142,14 +149,14 @@ class _Loop:
         draw = np.random.default_rng([self._config.run.seed, 1])
         accuracies = [self._rollout.accuracy(published[-1])]
         kls, shares = [], []
-        for version in range(self._job.num_steps):
+        for version in range(NUM_STEPS):
             staleness = self._job.eta if self._job.schedule == "fixed" else int(draw.integers(0, self._job.eta + 1))
             staleness = min(staleness, version)
             prompts = [self._take() for _ in range(self._config.learner.groups_per_step)]
             batch = self._rollout.batch(prompts, published[-1 - staleness], version - staleness, step=version)
             result = self._step.step(batch, policy_version=version)
             published.append(self._weights())
-            if version >= self._job.num_steps // 2:
+            if version >= NUM_STEPS // 2:
                 kls.append(result.numbers["behaviour_kl_k3"])
                 shares.append(result.numbers["effective_sample_share"])
             if (version + 1) % EVALUATE_EVERY == 0:

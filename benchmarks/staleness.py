@@ -19,12 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hardware
-from learning import EVALUATE_EVERY, Job, Outcome, interval, run_all
+from learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
 
 ETAS = (0, 1, 2, 4, 8, 16)
-SEEDS = (0, 1, 2)
-NUM_STEPS = 60
-COMMON = ("learner.groups_per_step=24",)
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "decoupled": (),
     "naive_ppo": ("algorithm.loss.decoupled=false",),
@@ -39,7 +36,7 @@ def main() -> None:
     parser.add_argument("--plot")
     arguments = parser.parse_args()
     jobs = [
-        Job(name, COMMON + overrides, seed, eta, NUM_STEPS, arguments.schedule)
+        Job(name, overrides, seed, eta, arguments.schedule)
         for eta in ETAS
         for name, overrides in CORRECTIONS.items()
         for seed in SEEDS
@@ -64,10 +61,7 @@ def main() -> None:
         arguments.output,
         {
             "schedule": arguments.schedule,
-            "num_steps": NUM_STEPS,
-            "groups_per_step": 24,
-            "evaluate_every_versions": EVALUATE_EVERY,
-            "seeds": list(SEEDS),
+            **SETUP,
             "table": table,
             "leads": leads,
             "curves": {f"{o.job.name}/eta_{o.job.eta}/seed_{o.job.seed}": list(o.accuracies) for o in outcomes},
@@ -77,14 +71,10 @@ def main() -> None:
 
 def _row(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     of_seeds = [outcome for outcome in outcomes if outcome.job.name == name and outcome.job.eta == eta]
-    finals, areas = [outcome.final for outcome in of_seeds], [outcome.area for outcome in of_seeds]
     return {
         "correction": name,
         "eta": eta,
-        "final_mean": round(statistics.fmean(finals), 4),
-        "final_interval": round(interval(finals), 4),
-        "area_mean": round(statistics.fmean(areas), 4),
-        "area_interval": round(interval(areas), 4),
+        **over_seeds(final=[o.final for o in of_seeds], area=[o.area for o in of_seeds]),
         "behaviour_kl": statistics.fmean(outcome.behaviour_kl for outcome in of_seeds),
         "effective_sample_share": round(statistics.fmean(o.effective_sample_share for o in of_seeds), 4),
     }
@@ -92,13 +82,13 @@ def _row(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _lead(name: str, eta: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Compare the default with another loss, seed by seed."""
-    row: dict[str, Any] = {"over": name, "eta": eta}
     of = {(o.job.name, o.job.seed): o for o in outcomes if o.job.eta == eta}
-    for measure in ("final", "area"):
-        values = [getattr(of["decoupled", seed], measure) - getattr(of[name, seed], measure) for seed in SEEDS]
-        row[f"{measure}_mean"] = round(statistics.fmean(values), 4)
-        row[f"{measure}_interval"] = round(interval(values), 4)
-    return row
+    pairs = [(of["decoupled", seed], of[name, seed]) for seed in SEEDS]
+    differences = over_seeds(
+        final=[ours.final - theirs.final for ours, theirs in pairs],
+        area=[ours.area - theirs.area for ours, theirs in pairs],
+    )
+    return {"over": name, "eta": eta, **differences}
 
 
 def plot(table: Sequence[Mapping[str, Any]], path: str, schedule: str) -> None:
