@@ -88,7 +88,8 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     assert summary["failed_checkpoints"] > 0
     ledger = summary["ledger"]
     assert ledger["dropped"].keys() <= {"stale"}, "a slow machine; the prompts come again"
-    assert ledger["admitted"] == ledger["trained"] + ledger["buffered"] + ledger["in_flight"]
+    num_dropped = sum(ledger["dropped"].values())
+    assert ledger["admitted"] == ledger["trained"] + num_dropped + ledger["buffered"] + ledger["in_flight"]
 
 
 def _num_failed(port: int) -> float:
