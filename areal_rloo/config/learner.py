@@ -37,7 +37,10 @@ class OptimizerConfig(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """Train low-rank adapters instead of the weights (arXiv:2106.09685). Engines receive merged weights."""
+    """Train low-rank adapters instead of the weights (arXiv:2106.09685).
+
+    The embedded engine gets the adapters apart; an SGLang server gets merged weights, rounded to `model.dtype`.
+    """
 
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' product is scaled by alpha / rank

@@ -169,6 +169,11 @@ class Config(Section, frozen=True):
         return self.evaluation.max_new_tokens or self.rollout.sampling.max_new_tokens
 
     @property
+    def publishes_adapters(self) -> bool:
+        """True if the engine gets adapters apart, so that no rounding changes them; SGLang gets merged weights."""
+        return self.learner.lora is not None and self.rollout.engine == "embedded"
+
+    @property
     def lease_ahead_samples(self) -> int:
         """Samples that a worker may hold in addition to the samples in the slots."""
         if self.rollout.lease_ahead_samples is not None:

@@ -1,19 +1,36 @@
-"""Add low-rank adapters (LoRA, with peft) to a policy, and read the weights with adapters merged in."""
+"""Add low-rank adapters (LoRA, with peft) to a policy; read the weights with adapters apart or merged in.
+
+Adapters *apart* are two more tensors of a layer, LAYER.lora_A.weight [rank, in] and LAYER.lora_B.weight [out, rank],
+already scaled: the layer's output grows by x A^T B^T. *Merged in*, the layer's weight is W + B A. In bfloat16 this sum
+is rounded to steps of 2^-8 of a weight, and a change smaller than half a step is lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_rloo.config import LoraConfig
 from areal_rloo.errors import ModelError
-from areal_rloo.learner.parallel.sharding import with_product
+from areal_rloo.files import use_umask
+from areal_rloo.learner.parallel.sharding import local, with_product
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
 
 _ADAPTER = "default"  # the adapter name in peft
+
+
+class Rounding(NamedTuple):
+    """What rounding leaves of the change that adapters make to the weights of a rank."""
+
+    kept: float  # product of the rounded change with the change, summed over all adapted weights
+    change: float  # square of the change, summed
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
@@ -41,18 +58,77 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
     peft.inject_adapter_in_model(settings, causal, adapter_name=_ADAPTER)
 
 
-def named_weights(causal: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def named_weights(causal: PreTrainedModel, *, apart: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield weights by Hugging Face name, each storage once: tied embeddings appear under the first name.
 
-    Adapters are merged in. Sharded weights stay sharded; every rank must then iterate over all of them.
+    Adapters are merged in, or follow `apart`. Sharded weights stay sharded; every rank must then iterate over all.
     """
-    parameters = {name: parameter.detach() for name, parameter in causal.named_parameters()}
-    for name, parameter in parameters.items():
-        layer, inside, kind = name.partition(".base_layer.")
-        down = parameters.get(f"{layer}.lora_A.{_ADAPTER}.weight")
-        if inside and kind == "weight" and down is not None:
-            adapted: Any = causal.get_submodule(layer)
-            up = parameters[f"{layer}.lora_B.{_ADAPTER}.weight"]
-            yield f"{layer}.{kind}", with_product(parameter, up, down, float(adapted.scaling[_ADAPTER]))
-        elif f".lora_A.{_ADAPTER}" not in name and f".lora_B.{_ADAPTER}" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+    adapters = {name: (up, down, scaling) for name, up, down, scaling in _adapters(causal)}
+    for name, parameter in _frozen(causal):
+        if name in adapters and not apart:
+            yield name, with_product(parameter, *adapters[name])
+        else:
+            yield name, parameter
+    for name, (up, down, scaling) in adapters.items() if apart else ():
+        yield name.removesuffix(".weight") + ADAPTER_DOWN, down
+        yield name.removesuffix(".weight") + ADAPTER_UP, scaling * up
+
+
+def rounding(causal: PreTrainedModel, dtype: torch.dtype) -> Rounding:
+    """Measure what rounding merged weights to the dtype leaves of the adapters' change; every rank calls this."""
+    weights, kept, change = dict(_frozen(causal)), 0.0, 0.0
+    for name, up, down, scaling in _adapters(causal):
+        merged, weight = local(with_product(weights[name], up, down, scaling)), local(weights[name])
+        exact, rounded = (merged - weight).double(), merged.to(dtype).double() - weight.to(dtype).double()
+        kept, change = kept + float((rounded * exact).sum()), change + float(exact.square().sum())
+    return Rounding(kept, change)
+
+
+def lost_share(roundings: Iterable[Rounding]) -> float:
+    """Return the share of the adapters' change, along its direction, that rounding removes; NaN without a change."""
+    kept, change = (math.fsum(values) for values in zip((0.0, 0.0), *roundings, strict=True))
+    return 1 - kept / change if change > 0 else math.nan
+
+
+def merge(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Merge the adapters of whole weights (by name, adapters apart) in place, and return them removed."""
+    adapters = {name: weights.pop(name) for name in list(weights) if name.endswith((ADAPTER_DOWN, ADAPTER_UP))}
+    for name in filter(lambda name: name.endswith(ADAPTER_DOWN), adapters):
+        layer = name.removesuffix(ADAPTER_DOWN)
+        weight, up, down = weights[f"{layer}.weight"], adapters[layer + ADAPTER_UP], adapters[name]
+        weight.copy_(torch.addmm(weight.float(), up.float(), down.float()))
+    return adapters
+
+
+def write_adapters(folder: Path, adapters: dict[str, Tensor], lora: LoraConfig, *, base: str) -> None:
+    """Write a folder that peft's `PeftModel.from_pretrained` loads on top of the model `base`."""
+    import peft  # noqa: PLC0415 - an extra
+
+    settings: Any = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.rank,  # the tensors are scaled already
+        target_modules=list(lora.targets),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    settings.save_pretrained(str(folder))
+    path = folder / "adapter_model.safetensors"
+    save_file({f"base_model.model.{name}": tensor for name, tensor in adapters.items()}, path)
+    use_umask(path)
+
+
+def _frozen(causal: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights but the adapters', by Hugging Face name."""
+    for name, parameter in causal.named_parameters():
+        if f".lora_A.{_ADAPTER}" not in name and f".lora_B.{_ADAPTER}" not in name:
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def _adapters(causal: PreTrainedModel) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Yield of each adapter: the name of the adapted weight, B [out, rank], A [rank, in], and the scale of B A."""
+    for layer, module in causal.named_modules():
+        if hasattr(module, "lora_A") and _ADAPTER in module.lora_A:
+            adapted: Any = module
+            up, down = adapted.lora_B[_ADAPTER].weight, adapted.lora_A[_ADAPTER].weight
+            yield f"{layer}.weight", up.detach(), down.detach(), float(adapted.scaling[_ADAPTER])

@@ -1,7 +1,8 @@
 """Write and read checkpoints: the full state of a learner, complete or absent.
 
     checkpoints/step-000025/    shards/ (weights, optimizer and random states, of all ranks)   state.msgpack
-                                model/ (Hugging Face format)   config.yaml   checksums.json
+                                model/ (Hugging Face format)   adapters/ (with LoRA, peft format)
+                                config.yaml   checksums.json
 
 A checkpoint is written into a hidden folder, flushed to disk, and renamed (`checkpoint_folder` has all names).
 Ledger, prompt stream, buffered trajectories and partial rollouts are included, so no prompt is skipped or trained
@@ -31,6 +32,7 @@ from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelEr
 from areal_rloo.files import flush_to_disk, open_regular, use_umask
 from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
+from areal_rloo.learner.adapters import merge, write_adapters
 from areal_rloo.learner.checkpoint_folder import (
     UNWRITTEN,
     checkpoint_path,
@@ -55,7 +57,7 @@ from areal_rloo.wire.turns import decode_turns
 logger = get_logger(__name__)
 
 _FORMAT = 8
-_SUMS, _SHARDS, _MODEL = "checksums.json", "shards", "model"
+_SUMS, _SHARDS, _MODEL, _ADAPTERS = "checksums.json", "shards", "model", "adapters"
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 _Sum = Annotated[float, Meta(ge=-1e12, le=1e12)]  # rounding may make a small sum negative
 
@@ -142,6 +144,8 @@ class Checkpoints:
         def write() -> None:
             try:
                 shards.result()
+                if (lora := config.learner.lora) is not None:
+                    write_adapters(unfinished / _ADAPTERS, merge(weights), lora, base=config.model.path)
                 write_model(unfinished / _MODEL, team.own.policy.causal, weights, tokenizer=tokenizer)
                 (unfinished / STATE_NAME).write_bytes(msgspec.msgpack.encode(state))
                 (unfinished / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")

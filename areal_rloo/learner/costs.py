@@ -23,6 +23,7 @@ from areal_rloo.errors import UserError
 from areal_rloo.models.attention import head_dim
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.models.policy import CHUNK_LOGITS, Policy
+from areal_rloo.trajectory import Trajectory
 
 _GIB = 2**30
 _WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # in error texts
@@ -50,6 +51,20 @@ def train_flops(
     head = config.vocab_size * config.hidden_size * sum(num_targets)
     weights = config.num_hidden_layers * layer * sum(lengths) + head
     return float((4 if frozen else 6) * weights + 6 * config.num_hidden_layers * attention)
+
+
+def speed(
+    policy: Policy, trajectories: Sequence[Trajectory], train_step_s: float, *, peak_flops: float, config: Config
+) -> dict[str, float]:
+    """Give the seconds of a train step and the speed of its passes; `peak_flops` are of all ranks."""
+    lengths = [trajectory.num_tokens - 1 for trajectory in trajectories]
+    num_targets = [len(trajectory.completion.tokens) for trajectory in trajectories]
+    flops = train_flops(policy.causal.config, lengths, num_targets, frozen=config.learner.lora is not None)
+    return {
+        "train_step_s": train_step_s,
+        "learner_tokens_per_s": sum(lengths) / max(1e-9, train_step_s),
+        "model_flops_share": flops / (peak_flops * train_step_s),
+    }
 
 
 def peak_flops(device: torch.device, *, configured: float | None, dtype: str) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
 from areal_rloo.config import Config
-from areal_rloo.learner.adapters import named_weights
+from areal_rloo.learner.adapters import Rounding, named_weights, rounding
 from areal_rloo.learner.costs import memory_explained, peak_flops
 from areal_rloo.learner.optimizer import make_optimizer, set_schedule, states_on
 from areal_rloo.learner.packing import Microbatch, Row, RowLoss
@@ -29,7 +29,7 @@ from areal_rloo.learner.parallel.sharding import Sharding, clip_to_norm, gather_
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.models.loading import Reference
 from areal_rloo.models.policy import Entropy, Policy, TokenLogprobs
-from areal_rloo.weights.manifest import build_manifest
+from areal_rloo.weights.manifest import Manifest, build_manifest
 
 Times = dict[str, float]
 """Seconds by part of a step: reference, proximal, forward, backward, optimizer."""
@@ -43,6 +43,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     losses: list[float]  # the sum over the rows of this rank
     outcomes: list[TokenOutcomes]  # of the tokens of this rank, in CPU memory
     times: Times
+    roundings: list[Rounding] = []  # of merged adapters after the step; empty if none are merged
 
 
 class LearnerRank:
@@ -63,8 +64,9 @@ class LearnerRank:
         self.policy = policy
         self.reference = reference
         self.ranks = ranks or Ranks()
-        dtype, bucket_bytes = computation_dtype(config.model), config.weights.bucket_bytes
-        self.manifest = build_manifest(named_weights(policy.causal), bucket_bytes=bucket_bytes, dtype=dtype)
+        self.apart_manifest = self._manifest(config, apart=True)
+        self._merges = config.learner.lora is not None and not config.publishes_adapters
+        self.manifest = self._manifest(config, apart=False) if self._merges else self.apart_manifest
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
             policy, learner.optimizer, num_optimizer_steps=learner.num_train_steps * learner.num_minibatches
@@ -98,6 +100,8 @@ class LearnerRank:
             for minibatch, anchors in zip(minibatches, proximal, strict=True):
                 progress = sum(trained.stepped) / len(minibatches)
                 self._optimize(minibatch, anchors, progress, kl_coefficient, trained)
+            if self._merges:
+                trained.roundings.append(rounding(self.policy.causal, computation_dtype(self._config.model)))
         return trained
 
     def refresh_reference(self) -> None:
@@ -106,10 +110,15 @@ class LearnerRank:
         with self._memory_explained():
             self.reference.refresh(named_weights(self.policy.causal))
 
-    def weights(self, buckets: Sequence[Tensor] | None = None) -> None:
-        """Gather the whole weights into rank 0's buckets, laid out as in `manifest`; every rank calls this."""
+    def weights(self, buckets: Sequence[Tensor] | None = None, *, apart: bool) -> None:
+        """Gather the whole weights into rank 0's buckets; every rank calls this.
+
+        `apart`: lay them out as in `apart_manifest`, with adapters apart; else as in `manifest`, as the engines get.
+        """
+        manifest = self.apart_manifest if apart else self.manifest
+        named = named_weights(self.policy.causal, apart=apart or not self._merges)
         with self._memory_explained():
-            gather_weights(self.manifest, named_weights(self.policy.causal), buckets, self._sharding)
+            gather_weights(manifest, named, buckets, self._sharding)
 
     def state(self) -> dict[str, Tensor]:
         """Return all changing tensors of this rank by name; not copies."""
@@ -130,6 +139,11 @@ class LearnerRank:
         """Restore the state that `save` wrote, with any number of ranks; raises CheckpointError if it does not fit."""
         load_shards(folder, self.ranks, self.policy, self.optimizer, self._refreshed)
         set_schedule(self.schedule, num_optimizer_steps)
+
+    def _manifest(self, config: Config, *, apart: bool) -> Manifest:
+        named = named_weights(self.policy.causal, apart=apart)
+        dtype = computation_dtype(config.model)
+        return build_manifest(named, bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
 
     def _memory_explained(self) -> AbstractContextManager[None]:
         return memory_explained(self.policy, self._config, self._device)

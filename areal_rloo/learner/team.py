@@ -40,7 +40,9 @@ class RefreshReference(msgspec.Struct, frozen=True, tag="refresh_reference"):
 
 
 class GatherWeights(msgspec.Struct, frozen=True, tag="gather_weights"):
-    """Send this rank's part of the weights to rank 0."""
+    """Send this rank's part of the weights to rank 0, with adapters apart or as the engines get them."""
+
+    apart: bool
 
 
 class SaveShards(msgspec.Struct, frozen=True, tag="save_shards"):
@@ -109,15 +111,14 @@ class Team:
 
     def gather_weights(self, buckets: Sequence[Tensor]) -> None:
         """Copy the current whole weights into buckets, laid out as in the manifest of the rank."""
-        self._tell_others(GatherWeights())
-        self.own.weights(buckets)
-        self.own.ranks.answers()
+        self._gather(buckets, apart=False)
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Copy the current weights to CPU memory, by Hugging Face name, with adapters merged in."""
-        buckets = empty_buckets(self.own.manifest, torch.device("cpu"))
-        self.gather_weights(buckets)
-        return {name: _own_storage(tensor) for name, tensor in views(self.own.manifest, buckets)}
+        """Copy the current weights to CPU memory, by Hugging Face name, with adapters apart."""
+        manifest = self.own.apart_manifest
+        buckets = empty_buckets(manifest, torch.device("cpu"))
+        self._gather(buckets, apart=True)
+        return {name: _own_storage(tensor) for name, tensor in views(manifest, buckets)}
 
     def save_shards(self, folder: Path) -> Future[Any]:
         """Start writing the current state of all ranks; the future completes when all files are on disk."""
@@ -129,6 +130,11 @@ class Team:
     def stop(self) -> None:
         """End `follow` on the other ranks."""
         self._tell_others(Stop())
+
+    def _gather(self, buckets: Sequence[Tensor], *, apart: bool) -> None:
+        self._tell_others(GatherWeights(apart))
+        self.own.weights(buckets, apart=apart)
+        self.own.ranks.answers()
 
     def _tell(self, commands: Sequence[Command]) -> list[Answer]:
         """Send a command to each rank, all of the same kind, and return the answers by rank."""
@@ -157,7 +163,7 @@ def _obey(rank: LearnerRank, command: Command) -> Answer:
         case RefreshReference():
             rank.refresh_reference()
         case GatherWeights():
-            rank.weights()
+            rank.weights(apart=command.apart)
         case SaveShards():
             rank.save(Path(command.folder))
         case Stop():

@@ -27,6 +27,7 @@ from areal_rloo.algorithm.diagnostics import diagnose
 from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import token_weights
 from areal_rloo.config import Config
+from areal_rloo.learner.adapters import lost_share
 from areal_rloo.learner.advantages import (
     Advantages,
     Masks,
@@ -36,7 +37,7 @@ from areal_rloo.learner.advantages import (
     loss_masks,
     policy_tokens,
 )
-from areal_rloo.learner.costs import train_flops
+from areal_rloo.learner.costs import speed
 from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
 from areal_rloo.learner.team import Team
@@ -137,7 +138,9 @@ class TrainStep:
             **updates.numbers,
         }
         times = {"times_s": reference.times | updates.times}
-        measured = times | self._speed(minibatches, time.perf_counter() - started_s)
+        kept = [trajectory for minibatch in minibatches for trajectory in minibatch.trajectories]
+        possible, all_s = self.team.num_ranks * self.team.own.peak_flops, time.perf_counter() - started_s
+        measured = times | speed(self.team.own.policy, kept, all_s, peak_flops=possible, config=self._config)
         return StepResult(masks, reference, advantages, updates, numbers, measured)
 
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
@@ -212,20 +215,7 @@ class TrainStep:
             "loss": sum(sum(answer.losses) for answer in trained) / len(minibatches),
             "gradient_norm": float(np.max(first.gradient_norms)),  # unlike max, NaN stays
             **diagnose(list(zip(*(answer.outcomes for answer in trained), strict=True))),
+            "lora_lost_share": lost_share(rounding for answer in trained for rounding in answer.roundings),
         }
         times["exchange"] = max(0.0, all_s - sum(times.values()))
         return Updates(sum(first.stepped), first.stepped.count(False), numbers, times)
-
-    def _speed(self, minibatches: Sequence[PackedBatch], train_step_s: float) -> dict[str, float]:
-        """Give the seconds of the step, and the speed of forward and backward passes."""
-        kept = [trajectory for minibatch in minibatches for trajectory in minibatch.trajectories]
-        lengths = [trajectory.num_tokens - 1 for trajectory in kept]
-        num_targets = [len(trajectory.completion.tokens) for trajectory in kept]
-        frozen = self._config.learner.lora is not None
-        flops = train_flops(self.team.own.policy.causal.config, lengths, num_targets, frozen=frozen)
-        possible = self.team.num_ranks * self.team.own.peak_flops * train_step_s
-        return {
-            "train_step_s": train_step_s,
-            "learner_tokens_per_s": sum(lengths) / max(1e-9, train_step_s),
-            "model_flops_share": flops / possible,
-        }

@@ -19,6 +19,8 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
 from areal_rloo.files import open_regular, read_regular
 
+ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
+
 _FAMILIES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
 _ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -85,6 +85,7 @@ async def running_engine(
             num_slots=rollout.num_slots,
             context_tokens=config.context_tokens,
             options=rollout.embedded,
+            lora=config.learner.lora if config.publishes_adapters else None,
         )
         with closing(embedded):
             yield WorkerEngine(embedded, device)

@@ -12,7 +12,9 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
-MEASURED, ALGORITHMS = ((REPO / "docs" / name).read_text(encoding="utf-8") for name in ("measured.md", "algorithms.md"))
+MEASURED, ALGORITHMS, LEARNER = (
+    (REPO / "docs" / name).read_text(encoding="utf-8") for name in ("measured.md", "algorithms.md", "learner.md")
+)
 
 
 def _table(title: str, document: str = MEASURED) -> list[list[str]]:
@@ -229,3 +231,20 @@ def test_the_words_about_late_tokens_equal_the_result_file() -> None:
         assert shares[2, slots] == pytest.approx(shares[1, slots], rel=0.1)  # not less with the larger eta
         assert shares[8, slots] < shares[4, slots] < shares[2, slots]
     assert all(shares[eta, 64] < shares[eta, 512] for eta in (4, 8))
+
+
+def test_the_table_of_adapters_equals_the_result_file() -> None:
+    result = _result("lora.json")
+    expected = []
+    for row in result["table"]:
+        of_ways = (
+            f"{row[f'{way}_mean']:.4f} ± {row[f'{way}_interval']:.4f}" for way in ("apart", "nearest", "stochastic")
+        )
+        lost = "" if row["lost"] is None else f"{100 * row['lost']:.2f} %"
+        expected.append([f"{row['size']:g}", lost, *of_ways])
+        if row["size"]:
+            assert row["apart_mean"] + row["apart_interval"] < row["nearest_mean"] - row["nearest_interval"]
+            assert row["nearest_mean"] < row["stochastic_mean"]
+    assert _table("Adapters and rounding", ALGORITHMS) == expected
+    ratio = f"{result['speed_apart_over_merged']['median']:.2f}"
+    assert f"at {ratio} of the speed of merged weights" in " ".join(LEARNER.split())

@@ -65,8 +65,8 @@ def trained(folder: Path, *overrides: str) -> Team:
     return Team(rank)
 
 
-def save(checkpoints: Checkpoints, folder: Path, version: int) -> Path | None:
+def save(checkpoints: Checkpoints, folder: Path, version: int, *overrides: str) -> Path | None:
     """Return the folder, or None if the disk refused the write."""
-    config, tokenizer = load_config("quickstart.yaml"), load_tokenizer(str(folder))
-    checkpoints.save(checkpoint_state(version), config=config, team=trained(folder), tokenizer=tokenizer)
+    config, tokenizer = load_config("quickstart.yaml", overrides), load_tokenizer(str(folder))
+    checkpoints.save(checkpoint_state(version), config=config, team=trained(folder, *overrides), tokenizer=tokenizer)
     return checkpoints.folder / f"step-{version:06d}" if checkpoints.wait() else None

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal_rloo.config import EmbeddedConfig
+from areal_rloo.config import EmbeddedConfig, LoraConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
 from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
@@ -51,17 +51,21 @@ class EmbeddedEngine:
         context_tokens: int,
         policy_version: int = 0,
         options: EmbeddedConfig | None = None,
+        lora: LoraConfig | None = None,
         steps_ahead: int | None = None,
     ) -> None:
         """Load the weights of `policy_version` from a Hugging Face folder.
 
-        Matrices and cache have the dtype; everything else is float32. `steps_ahead` steps are launched before the host
-        reads the tokens of the last step. None: 1 on a GPU, where the launch overlaps the computation; 0 on a CPU.
+        Matrices and cache have the dtype; everything else is float32. `lora`: new weights come with these adapters
+        apart. `steps_ahead` steps are launched before the host reads the tokens of the last step. None: 1 on a GPU,
+        where the launch overlaps the computation; 0 on a CPU.
         """
         options = options or EmbeddedConfig()
         self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
         table_tokens = context_tokens + self._steps_ahead  # an ended row is decoded a few steps more
-        parameters, self._rope = load_checkpoint(model_path, context_tokens=table_tokens, device=device, dtype=dtype)
+        parameters, self._rope = load_checkpoint(
+            model_path, context_tokens=table_tokens, device=device, dtype=dtype, lora=lora
+        )
         architecture = parameters.architecture
         self._vocab_size = architecture.vocab_size
         self._context_tokens = context_tokens

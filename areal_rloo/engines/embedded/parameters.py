@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from areal_rloo.config import LoraConfig
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.attention import head_dim
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import check_policy, check_weights, weight_files
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy, check_weights, weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +70,43 @@ class Architecture:
 
 
 @dataclass(slots=True)
+class Adapter:
+    """Low-rank adapters (LoRA) of the parts of a fused matrix: the product with x grows by x down^T up^T."""
+
+    down: Tensor  # [rank * number of adapted parts, in]
+    up: Tensor  # [out, rank * number of adapted parts]; 0 outside the block of each part
+
+
+@dataclass(slots=True)
 class Layer:
     """One decoder layer; weight matrices are [out, in]."""
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    qkv_adapter: Adapter | None
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
     output: Tensor
     output_bias: Tensor | None
+    output_adapter: Adapter | None
     mlp_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
+    gate_up_adapter: Adapter | None
     down: Tensor
     down_bias: Tensor | None
+    down_adapter: Adapter | None
 
 
 class Parameters:
     """All weights of a model, and a view for each Hugging Face parameter."""
 
-    def __init__(self, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, architecture: Architecture, *, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
+    ) -> None:
+        """`lora`: keep adapters apart from the weights, 0 at first; None if weights have none, or come merged."""
         a = self.architecture = architecture
+        self._lora = lora
         heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         hidden, mlp = a.hidden_size, a.intermediate_size
         qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -105,6 +123,19 @@ class Parameters:
             self._places |= zip(names, tensor.split(list(sizes.values())), strict=True)
             return tensor
 
+        def adapter(prefix: str, sizes: dict[str, int], inputs: int) -> Adapter | None:
+            parts = [name for name in sizes if lora is not None and name.rpartition(".")[2] in lora.targets]
+            if lora is None or not parts:
+                return None
+            down = torch.zeros(lora.rank * len(parts), inputs, device=device, dtype=dtype)
+            up = torch.zeros(sum(sizes.values()), lora.rank * len(parts), device=device, dtype=dtype)
+            rows = dict(zip(sizes, up.split(list(sizes.values())), strict=True))
+            for index, name in enumerate(parts):
+                block = slice(index * lora.rank, (index + 1) * lora.rank)
+                self._places[f"{prefix}{name}{ADAPTER_DOWN}"] = down[block]
+                self._places[f"{prefix}{name}{ADAPTER_UP}"] = rows[name][:, block]
+            return Adapter(down, up)
+
         def layer(prefix: str) -> Layer:
             heads_of = {"self_attn.q_norm": a.num_heads, "self_attn.k_norm": a.num_kv_heads}
             return Layer(
@@ -112,13 +143,17 @@ class Parameters:
                 qkv=fused(prefix, qkv, hidden),
                 qkv_bias=fused(prefix, qkv) if a.qkv_bias else None,
                 qk_norm=fused(prefix, heads_of, a.head_dim, norm=True) if a.qk_norm else None,
+                qkv_adapter=adapter(prefix, qkv, hidden),
                 output=fused(prefix, output, heads),
                 output_bias=fused(prefix, output) if a.output_bias else None,
+                output_adapter=adapter(prefix, output, heads),
                 mlp_norm=fused(prefix, {"post_attention_layernorm": hidden}, norm=True),
                 gate_up=fused(prefix, gate_up, hidden),
                 gate_up_bias=fused(prefix, gate_up) if a.mlp_bias else None,
+                gate_up_adapter=adapter(prefix, gate_up, hidden),
                 down=fused(prefix, down, mlp),
                 down_bias=fused(prefix, down) if a.mlp_bias else None,
+                down_adapter=adapter(prefix, down, mlp),
             )
 
         self.norm_eps = torch.tensor(a.norm_eps, device=device)
@@ -144,18 +179,23 @@ class Parameters:
                 raise EngineError(f"weights: {name}: expected shape {tuple(expected)}, got {tuple(tensor.shape)}")
         return given
 
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters by name."""
+        return ((name, place) for name, place in self._places.items() if name.endswith((ADAPTER_DOWN, ADAPTER_UP)))
+
     def copy_from(self, fitting: dict[str, Tensor]) -> None:
         for name, tensor in fitting.items():
             self._places[name].copy_(tensor)
 
     def clone(self) -> Parameters:
-        copy = Parameters(self.architecture, device=self.embedding.device, dtype=self.embedding.dtype)
+        device, dtype = self.embedding.device, self.embedding.dtype
+        copy = Parameters(self.architecture, device=device, dtype=dtype, lora=self._lora)
         copy.copy_from(self._places)
         return copy
 
 
 def load_checkpoint(
-    path: Path, *, context_tokens: int, device: torch.device, dtype: torch.dtype
+    path: Path, *, context_tokens: int, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
 ) -> tuple[Parameters, Tensor]:
     """Load the weights; compute the rotary tables cos and signed sin, [2, context_tokens, head_dim] float32.
 
@@ -166,9 +206,9 @@ def load_checkpoint(
     with reading_model(str(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     architecture = Architecture.of_config(config, path)
-    parameters = Parameters(architecture, device=device, dtype=dtype)
+    parameters = Parameters(architecture, device=device, dtype=dtype, lora=lora)
     try:
-        parameters.copy_from(parameters.fitting(_stored_tensors(path)))
+        parameters.copy_from(parameters.fitting(chain(_stored_tensors(path), parameters.adapters())))
     except (OSError, DecodeError, EngineError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
     return parameters, _rotary_tables(config, architecture, context_tokens).to(device)

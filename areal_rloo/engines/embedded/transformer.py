@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_rloo.engines.embedded.cache import Block, Cache, CacheRow
-from areal_rloo.engines.embedded.parameters import Architecture, Layer, Parameters
+from areal_rloo.engines.embedded.parameters import Adapter, Architecture, Layer, Parameters
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.policy import head_product
 
@@ -216,7 +216,7 @@ def fused_heads(hidden: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Return queries, keys and values, with the architecture's norms: [..., num_heads + 2 num_kv_heads, head_dim]."""
     a = parameters.architecture
     x = normed(hidden, layer.input_norm, parameters.norm_eps).to(layer.qkv.dtype)
-    heads: Tensor = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, a.head_dim))
+    heads: Tensor = _product(x, layer.qkv, layer.qkv_bias, layer.qkv_adapter).unflatten(-1, (-1, a.head_dim))
     if layer.qk_norm is None:
         return heads
     num_normed = a.num_heads + a.num_kv_heads
@@ -226,14 +226,22 @@ def fused_heads(hidden: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
 
 def after_attention(hidden: Tensor, attended: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Compute the rest of a layer: [num_tokens, hidden_size] float32 to the same shape."""
-    hidden = _added(hidden, attended, layer.output, layer.output_bias)
+    hidden = _added(hidden, attended, layer.output, layer.output_bias, layer.output_adapter)
     x = normed(hidden, layer.mlp_norm, parameters.norm_eps).to(layer.gate_up.dtype)
-    gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-    return _added(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+    gate, up = _product(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_adapter).chunk(2, dim=-1)
+    return _added(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias, layer.down_adapter)
 
 
-def _added(hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if weight.dtype == torch.float32:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Tensor:
+    """Map [num_tokens, in] to [num_tokens, out]."""
+    product: Tensor = F.linear(x, weight, bias)
+    if adapter is not None:
+        product.addmm_(F.linear(x, adapter.down), adapter.up.t())
+    return product
+
+
+def _added(hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Tensor:
+    if weight.dtype == torch.float32 and adapter is None:
         hidden = torch.addmm(hidden, x, weight.t())
         return hidden if bias is None else hidden + bias
-    return hidden + F.linear(x, weight, bias)
+    return hidden + _product(x, weight, bias, adapter)

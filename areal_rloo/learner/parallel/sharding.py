@@ -109,6 +109,11 @@ def clip_to_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> f
     return float(norm)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def with_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
     """Compute weight + scaling up down, sharded like the weight; all three are sharded along rows, or none."""
     if not isinstance(weight, DTensor):

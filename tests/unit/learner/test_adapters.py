@@ -1,20 +1,26 @@
-"""Test low-rank adapters: trained and frozen weights, and the merged weights for engines and exports."""
+"""Test low-rank adapters: what is trained, the weights for engines (adapters apart, or merged), and the exports."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from support.requests_to_serve import learner_logprobs, mixed_requests, request, results, serving
 from transformers import AutoModelForCausalLM
 
-from areal_rloo.config import load_config
-from areal_rloo.errors import ModelError
-from areal_rloo.learner.adapters import named_weights
+from areal_rloo.config import LoraConfig, load_config
+from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.learner.adapters import lost_share, merge, named_weights, rounding, write_adapters
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.team import Team
+from areal_rloo.weights.manifest import empty_buckets, views
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
 CPU = torch.device("cpu")
+LORA = LoraConfig(rank=4, alpha=8)
 
 
 def _team(folder: Path, *overrides: str) -> Team:
@@ -23,10 +29,28 @@ def _team(folder: Path, *overrides: str) -> Team:
     return Team(build_rank(config, model_path=str(folder), device=CPU))
 
 
+def _changed(team: Team, size: float) -> Team:
+    """Draw adapters that change the weights by about this size."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in team.own.policy.causal.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(std=1.0 if "lora_A" in key else size)
+    return team
+
+
+def _published(team: Team) -> dict[str, torch.Tensor]:
+    """Return the weights as the engine gets them."""
+    buckets = empty_buckets(team.own.manifest, CPU)
+    team.gather_weights(buckets)
+    return dict(views(team.own.manifest, buckets))
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_new_adapters_change_no_weight_and_no_name(tiny_folders: dict[str, Path], name: str) -> None:
     original = dict(AutoModelForCausalLM.from_pretrained(tiny_folders[name], dtype=torch.float32).named_parameters())
     weights = _team(tiny_folders[name]).whole_weights()
+    merge(weights)
     assert list(weights) == list(original)
     assert all(torch.equal(weights[key], original[key].detach()) for key in original)
 
@@ -42,11 +66,7 @@ def test_only_adapters_are_trained(tiny_folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_merged_weights_equal_the_model_with_adapters(tiny_folders: dict[str, Path], name: str) -> None:
     """Compare names, values (biases included) and the logits of a text."""
-    causal = _team(tiny_folders[name]).own.policy.causal
-    with torch.no_grad():
-        for key, parameter in causal.named_parameters():
-            if "lora_" in key:
-                parameter.normal_(std=0.1)
+    causal = _changed(_team(tiny_folders[name]), 0.1).own.policy.causal
     plain = AutoModelForCausalLM.from_pretrained(tiny_folders[name], dtype=torch.float32)
     before = plain.state_dict()
     missing, unexpected = plain.load_state_dict(dict(named_weights(causal)), strict=False)
@@ -63,3 +83,92 @@ def test_unknown_target_layers_are_refused_with_the_known_names(tiny_folders: di
         _team(tiny_folders["qwen2"], "learner.lora.targets=[q_proj, lm_head]")
     with pytest.raises(ModelError, match=r"learner.lora.targets: expected names .*q_proj.*, got query_key_value"):
         _team(tiny_folders["qwen2"], "learner.lora.targets=[query_key_value]")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("targets", [LORA.targets, ("k_proj", "v_proj", "up_proj", "down_proj")])
+def test_the_embedded_engine_serves_adapters_apart(
+    tiny_folders: dict[str, Path], name: str, targets: tuple[str, ...]
+) -> None:
+    """Compare with the learner's logprobs in float32, also of a pinned request, which gets a copy of the weights."""
+    team = _changed(_team(tiny_folders[name], f"learner.lora.targets=[{', '.join(targets)}]"), 0.05)
+    requests = [*mixed_requests(8), request("pinned", pinned=True)]
+    with serving(tiny_folders[name], lora=msgspec.structs.replace(LORA, targets=targets)) as engine:
+        before = results(engine.submit(requests[:8]))
+        engine.load_weights(1, _published(team).items()).result(timeout=60)
+        completions = results(engine.submit(requests))
+    expected = learner_logprobs(team.own.policy.causal, requests, completions)
+    for completion, logprobs in zip(completions, expected, strict=True):
+        np.testing.assert_allclose(completion.behaviour_logprobs, logprobs, rtol=0, atol=1e-4)
+    assert any(one.tokens.tolist() != other.tokens.tolist() for one, other in zip(before, completions, strict=False))
+
+
+@pytest.fixture
+def rounded_folder(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A model whose weights are bfloat16 numbers, as those of most models are: nothing below half a step moves them."""
+    AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    return tmp_path / "bf16"
+
+
+def test_adapters_apart_lower_the_mismatch_of_a_bfloat16_engine(rounded_folder: Path) -> None:
+    """Compare the learner's logprobs, in bfloat16 too, with those of an engine with adapters apart, or merged."""
+    causal, requests = _changed(_team(rounded_folder), 2e-4).own.policy.causal, mixed_requests(64, longest=100)
+    mismatch = {}
+    for apart in (True, False):
+        with serving(rounded_folder, dtype=torch.bfloat16, lora=LORA if apart else None) as engine:
+            engine.load_weights(1, list(named_weights(causal, apart=apart))).result(timeout=60)
+            completions = results(engine.submit(requests))
+        expected = np.concatenate(learner_logprobs(causal, requests, completions, torch.bfloat16))
+        found = np.concatenate([completion.behaviour_logprobs for completion in completions])
+        mismatch[apart] = float(np.abs(found - expected).mean())
+    assert mismatch[True] < 0.8 * mismatch[False]
+
+
+def test_an_engine_without_the_adapters_refuses_them(tiny_folders: dict[str, Path]) -> None:
+    team = _team(tiny_folders["qwen2"])
+    with serving(tiny_folders["qwen2"]) as engine, pytest.raises(EngineError, match=r"unknown .*lora_A"):
+        engine.load_weights(1, _published(team).items()).result(timeout=60)
+
+
+def test_an_sglang_server_gets_merged_weights(tiny_folders: dict[str, Path]) -> None:
+    team = _changed(_team(tiny_folders["qwen2"], "rollout.engine=sglang", "model.dtype=float32"), 0.1)
+    published, apart = _published(team), team.whole_weights()
+    merge(apart)
+    assert published.keys() == apart.keys()
+    for name, weight in apart.items():
+        torch.testing.assert_close(published[name], weight)
+
+
+@pytest.mark.parametrize(("size", "least", "most"), [(1e-7, 0.9, 1.0), (1e-5, 0.1, 0.9), (1e-1, -0.01, 0.01)])
+def test_the_lost_share_is_that_of_the_rounded_weights(
+    rounded_folder: Path, size: float, least: float, most: float
+) -> None:
+    """Compare with the change that the published weights have, along the change of the adapters."""
+    team = _changed(_team(rounded_folder, "rollout.engine=sglang", "model.dtype=bfloat16"), size)
+    causal = team.own.policy.causal
+    share = lost_share([rounding(causal, torch.bfloat16)])
+    before = AutoModelForCausalLM.from_pretrained(rounded_folder, dtype=torch.float32).state_dict()
+    made = kept = 0.0
+    published = _published(team)
+    for name, weight in named_weights(causal):
+        exact = (weight - before[name]).double()
+        made += float((exact * exact).sum())
+        kept += float((exact * (published[name].double() - before[name].bfloat16().double())).sum())
+    assert share == pytest.approx(1 - kept / made, abs=1e-9)
+    assert least < share < most
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft and newer transformers
+def test_peft_loads_the_exported_adapters(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    import peft
+
+    team = _changed(_team(tiny_folders["qwen2"], "learner.lora.targets=[q_proj, up_proj]"), 0.1)
+    lora = msgspec.structs.replace(LORA, targets=("q_proj", "up_proj"))
+    write_adapters(tmp_path, merge(team.whole_weights()), lora, base="name/of-model")
+    base = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.float32)
+    loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path))
+    assert loaded.active_peft_config.base_model_name_or_path == "name/of-model"
+    ids = torch.arange(3, 40)[None]
+    causal = team.own.policy.causal
+    causal.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded(ids).logits, causal(ids).logits, rtol=1e-4, atol=1e-4)

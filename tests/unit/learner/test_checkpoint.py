@@ -1,5 +1,6 @@
 """Test checkpoints: complete or absent, and everything in them is restored."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpoints import save, stream, trained
 
 from areal_rloo.config import load_config
@@ -95,6 +97,22 @@ def test_a_restored_rank_continues_bit_for_bit(
         assert again.reference is not None
         pairs = zip(team.own.reference.policy.parameters(), again.reference.policy.parameters(), strict=True)
         assert all(torch.equal(own, theirs) for own, theirs in pairs)
+
+
+def test_a_checkpoint_has_the_adapters_apart_and_merged(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3, "learner.lora={rank: 4}")
+    folder = tmp_path / "step-000003"
+    base, merged = (
+        load_policy(str(path), device=CPU).state_dict() for path in (tiny_folders["qwen2"], folder / "model")
+    )
+    adapters = load_file(folder / "adapters" / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    up, down = (adapters[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "BA")
+    assert (up @ down).abs().max() > 0
+    torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + up @ down)
+    assert json.loads((folder / "adapters" / "adapter_config.json").read_text())["r"] == 4
+    assert "adapters/adapter_model.safetensors" in json.loads((folder / "checksums.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from support.ranks_to_run import COMPILERS, Job, on_one, on_ranks
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.learner.adapters import merge
 from areal_rloo.learner.parallel.files import ShardsError, opened_shards
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from areal_rloo.weights.manifest import empty_buckets
 
@@ -130,6 +132,39 @@ def test_several_ranks_match_float64_on_one_process(tiny_folders: dict[str, Path
 def test_several_ranks_train_adapters_like_one_process(tiny_folders: dict[str, Path], tmp_path: Path, num: int) -> None:
     pytest.importorskip("peft", reason="the extra peft is not installed")
     _assert_ranks_train_as_one_process(tiny_folders["qwen2" if num == 2 else "llama"], tmp_path, num, [ADAPTERS])
+
+
+def _lost(team: Team, config: Config) -> list[float]:
+    """Return the lost share of a step's record, and of the whole weights after the step."""
+    result = TrainStep(team, config).step(_groups(), policy_version=2)
+    weights = team.whole_weights()
+    base = {name: weight.double() for name, weight in weights.items()}
+    adapters = merge(weights)
+    made = kept = 0.0
+    for name, up in adapters.items():
+        if name.endswith(ADAPTER_UP):
+            layer = name.removesuffix(ADAPTER_UP)
+            change = up.double() @ adapters[layer + ADAPTER_DOWN].double()
+            rounded = weights[f"{layer}.weight"].double() - base[f"{layer}.weight"]
+            made, kept = made + float((change * change).sum()), kept + float((change * rounded).sum())
+    return [result.numbers["lora_lost_share"], 1 - kept / made]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_the_share_that_rounding_takes_from_adapters_is_over_all_ranks(
+    tiny_folders: dict[str, Path], tmp_path: Path, num: int
+) -> None:
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    rounded = AutoModelForCausalLM.from_pretrained(tiny_folders["qwen2"], dtype=torch.bfloat16)
+    rounded.save_pretrained(tmp_path / "model")
+    config = _config(
+        *("learner.lora={rank: 4}", "rollout.engine=sglang", "rollout.device=cpu", "model.dtype=bfloat16"),
+        *(f"learner.num_ranks={num}", f"learner.num_replicas={-(-num // 2)}", "learner.optimizer.learning_rate=1e-5"),
+    )
+    ((found, expected),) = on_ranks(num, [Job(tmp_path / "model", config, _lost)], tmp_path / "given")
+    assert 0.05 < expected < 0.95
+    assert found == pytest.approx(expected, abs=0.01)
 
 
 def _assert_ranks_train_as_one_process(
