@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -133,7 +133,9 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
-        self.leasing.drop(duty.sample_id, self._reasons.label(failed.reason), detail=failed.detail + completion)
+        reason = self._reasons.label(failed.reason)
+        num_tokens = min(failed.num_tokens, self.leasing.config.partial_tokens)
+        self.leasing.drop(duty.sample_id, reason, detail=failed.detail + completion, num_tokens=num_tokens)
 
     def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:
         """Return the sample of a duty without an outcome, and the lease; None for a repeat, and for a lie."""
@@ -163,7 +165,7 @@ class Answers:
         worker.release(duty)
         return [(worker, duty)]
 
-    def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Iterable[Trajectory]) -> bool:
+    def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Sequence[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
         longest = longest_row(trajectories)
         if longest <= self.max_row_tokens:
@@ -172,5 +174,6 @@ class Answers:
             f"sample {sample_id} has {longest + 1} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
             "raise that option, or shorten prompts and completions"
         )
-        self.leasing.drop(sample_id, "too_long", detail=detail)
+        num_tokens = sum(len(trajectory.completion.tokens) for trajectory in trajectories)
+        self.leasing.drop(sample_id, "too_long", detail=detail, num_tokens=num_tokens)
         return True

@@ -48,6 +48,7 @@ class _Result:
     answer: str | None = None
     num_tokens: int = 0
     versions: Sequence[int] = ()  # lowest and highest of each trajectory
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -137,9 +138,9 @@ class Evaluation:
         versions = [int(version) for c in completions for version in (c.versions.min(), c.versions.max())]
         self._settle(first.sample_id, _Result(first.reward, first.answer, num_tokens, versions))
 
-    def fail(self, sample_id: SampleId) -> None:
+    def fail(self, sample_id: SampleId, num_tokens: int) -> None:
         """Count a missing sample without a reward as wrong."""
-        self._settle(sample_id, _Result(0.0))
+        self._settle(sample_id, _Result(0.0, num_tokens=num_tokens, failed=True))
 
     def _progress_of(self, group_id: int) -> _Progress:
         return next(p for p in self._under_way if 0 <= p.number(group_id) < len(p.chosen.prompts))
@@ -173,6 +174,7 @@ class Evaluation:
             accuracy=_mean([result.reward for result in results]),
             num_prompts=len(by_prompt),
             num_samples=progress.chosen.num_samples,
+            num_failed=sum(result.failed for result in results),
             pass_share=_mean([any(map(_is_right, samples)) for samples in by_prompt.values()]) if many else math.nan,
             majority_share=_mean([_majority(samples) for samples in by_prompt.values()]) if voted else math.nan,
             completion_tokens_mean=_mean([result.num_tokens for result in results]),

@@ -119,13 +119,13 @@ class Leasing:
             else:
                 self.ledger.wait_again(duty.group_id)
 
-    def drop(self, sample_id: SampleId, reason: str, *, detail: str = "") -> None:
+    def drop(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> None:
         """Drop a sample without an outcome, and the group if too few samples are left; an evaluation counts it 0."""
         logger.warning("drop sample %s: %s: %s", sample_id, reason, detail.partition("\n")[0])
         if purpose_of(sample_id[0]) == "eval":
-            self.evaluation.fail(sample_id)
+            self.evaluation.fail(sample_id, num_tokens)
         else:
-            self.buffer.settle(self.ledger.drop_sample(sample_id, reason, detail=detail))
+            self.buffer.settle(self.ledger.drop_sample(sample_id, reason, detail=detail, num_tokens=num_tokens))
 
     def _lease(
         self, worker: Worker, group_id: int, indices: tuple[int, ...], prompt: Prompt, min_version: int, seed: int

@@ -166,6 +166,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     admitted: Count
     trained: Count
     dropped: Annotated[dict[Reason, Count], Meta(max_length=_MOST_REASONS)]
+    dropped_tokens: Annotated[dict[Reason, Count], Meta(max_length=_MOST_REASONS)]
     groups: list[SavedGroup]
 
 
@@ -180,6 +181,7 @@ class Ledger:
         self._admitted = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
+        self._dropped_tokens: Counter[str] = Counter()
         self._drops: deque[Drop] = deque(maxlen=_MOST_DROPS)
 
     def admit(self, prompt: Prompt, *, group_size: int, admission_version: int, deadline: int) -> LedgerGroup:
@@ -197,11 +199,14 @@ class Ledger:
         group = self.groups.get(sample_id[0])
         return None if group is None else group.samples.get(sample_id[1])
 
-    def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "") -> LedgerGroup:
-        """Drop a sample outside training; returns the rest of the group."""
+    def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> LedgerGroup:
+        """Drop a sample outside training; returns the rest of the group.
+
+        `num_tokens`: the completion tokens of a sample whose trajectories never arrived, as far as known.
+        """
         group = self.groups[sample_id[0]]
         assert not group.in_training, f"sample {sample_id} is being trained on"
-        self._drop(group, sample_id[1], reason, detail)
+        self._drop(group, sample_id[1], reason, detail, num_tokens)
         return group
 
     def drop_group(self, group_id: int, reason: str, *, in_training: bool = False) -> None:
@@ -254,6 +259,7 @@ class Ledger:
             admitted=self._admitted,
             trained=self._trained,
             dropped=dict(self._dropped),
+            dropped_tokens=dict(self._dropped_tokens),
             buffered=is_here.count(True),
             in_flight=is_here.count(False),
         )
@@ -270,8 +276,15 @@ class Ledger:
             )
             for group in self.groups.values()
         ]
-        dropped = dict(self._dropped)
-        return LedgerState(self.admitted_groups, self.dropped_groups, self._admitted, self._trained, dropped, groups)
+        return LedgerState(
+            self.admitted_groups,
+            self.dropped_groups,
+            self._admitted,
+            self._trained,
+            dict(self._dropped),
+            dict(self._dropped_tokens),
+            groups,
+        )
 
     @classmethod
     def restored(
@@ -284,7 +297,7 @@ class Ledger:
         ledger = cls()
         ledger.admitted_groups, ledger.dropped_groups = state.admitted_groups, state.dropped_groups
         ledger._admitted, ledger._trained = state.admitted, state.trained
-        ledger._dropped = Counter(state.dropped)
+        ledger._dropped, ledger._dropped_tokens = Counter(state.dropped), Counter(state.dropped_tokens)
         for saved in state.groups:
             name = saved.group_id
             ledger._to_lease.add(name)
@@ -294,10 +307,12 @@ class Ledger:
                 group.samples[sample.sample_index] = Sample(None, (), sample.num_attempts, done, sample.partial)
         return ledger
 
-    def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "") -> None:
+    def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "", num_tokens: int = 0) -> None:
         sample = group.samples.pop(sample_index)
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
         self._dropped[reason] += 1
+        arrived = sum(len(trajectory.completion.tokens) for trajectory in sample.trajectories)
+        self._dropped_tokens[reason] += arrived or num_tokens
 
 
 def _saved(sample_index: int, sample: Sample) -> SavedSample:

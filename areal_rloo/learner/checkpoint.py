@@ -56,7 +56,7 @@ from areal_rloo.wire.turns import decode_turns
 
 logger = get_logger(__name__)
 
-_FORMAT = 8
+_FORMAT = 9
 _SUMS, _SHARDS, _MODEL, _ADAPTERS = "checksums.json", "shards", "model", "adapters"
 _FILE_BYTES = 5 * 10**9  # of a safetensors file; larger models are split into several files with an index
 _Sum = Annotated[float, Meta(ge=-1e12, le=1e12)]  # rounding may make a small sum negative

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.head import head_product
 
-_HEAD_ROWS = 512  # converted to float32 at once on a CPU, small enough for the cache
 CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
 
 Entropy = Literal["none", "value", "gradient"]
@@ -118,38 +118,8 @@ def chosen_logprobs(
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def head_product(hidden: Tensor, head: Tensor) -> Tensor:
-    """Compute hidden head^T, [num_targets, vocabulary]; of bfloat16 factors in float32, without a gradient.
-
-    A logit of 8 rounded to bfloat16 is wrong by up to 0.03 nats, and by ten times as much at temperature 0.1.
-    """
-    if hidden.dtype != torch.bfloat16:
-        return hidden @ head.t()
-    if hidden.is_cuda:
-        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
-    wide = hidden.float()
-    product = wide.new_empty(len(hidden), len(head))
-    for rows, part in zip(head.split(_HEAD_ROWS), product.split(_HEAD_ROWS, 1), strict=True):
-        torch.mm(wide, rows.float().t(), out=part)
-    return product
-
-
-class _HeadProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, head)
-        return head_product(hidden, head)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by_logits: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, head = ctx.saved_tensors
-        by_logits = by_logits.to(hidden.dtype)
-        return by_logits @ head, by_logits.t() @ hidden
-
-
 def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> TokenLogprobs:
-    logits = _HeadProduct.apply(hidden, head) / temperature  # type: ignore[no-untyped-call]
+    logits = head_product(hidden, head) / temperature
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     if entropy == "none":
         return TokenLogprobs(logprobs, torch.zeros_like(logprobs))

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -211,8 +212,8 @@ class Submitter:
         self._loop = asyncio.get_running_loop()
         self._collected: list[tuple[GenerationRequest, asyncio.Future[Future[Completion]]]] = []
 
-    async def complete(self, request: GenerationRequest) -> Completion:
-        """Generate one completion. Cancelling this wait aborts the request.
+    async def complete(self, aborted: list[asyncio.Future[Completion]], request: GenerationRequest) -> Completion:
+        """Generate one completion. Cancelling this wait aborts the request: `aborted` gets the future of its tokens.
 
         Raises:
             EngineError: the engine is gone.
@@ -222,12 +223,14 @@ class Submitter:
             self._loop.call_soon(self._submit)
         submitted: asyncio.Future[Future[Completion]] = self._loop.create_future()
         self._collected.append((request, submitted))
+        made: asyncio.Future[Completion] | None = None
         try:
             made = asyncio.wrap_future(await submitted)
             made.add_done_callback(lambda done: done.cancelled() or done.exception())  # an aborted wait reads no error
             return await asyncio.shield(made)  # the engine ends its future itself
         except asyncio.CancelledError:
             self._engine.abort([request.request_id])
+            aborted += [made] if made is not None else []
             raise
         except SampleError:
             raise
@@ -282,7 +285,7 @@ class SampleEngine:
             min_version=self.min_version,
             pinned=self.pinned,
         )
-        return await self.journal.continued(request, self.submitter.complete)
+        return await self.journal.continued(request, partial(self.submitter.complete, self.journal.aborted))
 
 
 def _check_length(name: str, num: int, expected: int, noun: str) -> None:

@@ -11,6 +11,7 @@ agent too. Tools and agents run again; where these differ from before, the promp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from areal_rloo.wire.turns import RecordedTurn, decode_turns
 logger = get_logger(__name__)
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_ABORT_S = 2.0  # for the engine to tell the tokens of an aborted request
 _NOTHING = Completion(np.zeros(0, _INT32), np.zeros(0, _FLOAT32), np.zeros(0, _INT32), "abort")
 
 
@@ -45,6 +47,7 @@ class Journal:
     """
 
     def __init__(self, turns: Sequence[RecordedTurn] = ()) -> None:
+        self.aborted: list[asyncio.Future[Completion]] = []  # of the engine, of cancelled calls
         self._earlier = list(turns)  # not asked for again yet
         self._calls: list[_Call] = []
         # Versions never decrease along a trajectory: no turn begins under earlier weights than a turn before.
@@ -79,6 +82,14 @@ class Journal:
         for call in self._calls:
             call.completion = so_far.get(call.request_id, call.completion)
         return [*(RecordedTurn(call.prompt, call.completion) for call in self._calls), *self._earlier]
+
+    async def num_tokens(self) -> int:
+        """Count the tokens so far, in all calls of this lease; wait some seconds for those of cancelled calls."""
+        if self.aborted:
+            await asyncio.wait(self.aborted, timeout=_ABORT_S)
+        ended = (future for future in self.aborted if future.done() and not future.cancelled())
+        told = [future.result() for future in ended if future.exception() is None]
+        return sum(len(made.tokens) for made in (*told, *(call.completion for call in self._calls)))
 
     def _recall(self, prompt: bytes) -> Completion:
         """Take the earlier turn after this prompt out of the journal."""

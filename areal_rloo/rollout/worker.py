@@ -244,7 +244,7 @@ class RolloutWorker:
         detail, completion = shortened(failure.detail), failure.completion[-_MOST_CHARACTERS:]
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)
         reason = failure.reason if _REASON.fullmatch(failure.reason) else "episode_error"  # a user may write any
-        failed = wire.Failed(*duty, reason, detail, completion)
+        failed = wire.Failed(*duty, reason, detail, completion, await journal.num_tokens())
         self._protocol.fail(failed, _BYTES_PER_CHARACTER * (len(detail) + len(completion)))
 
     def _ended(self, duty: Duty, task: asyncio.Task[None]) -> None:

@@ -46,6 +46,10 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     admitted: Annotated[int, Metric("Samples admitted", "samples", "counter")]
     trained: Annotated[int, Metric("Samples trained on", "samples", "counter")]
     dropped: Annotated[dict[str, int], Metric("Samples dropped, by reason", "samples", "counter", label="reason")]
+    dropped_tokens: Annotated[
+        dict[str, int],
+        Metric("Completion tokens of dropped samples, as far as known, by reason", "tokens", "counter", label="reason"),
+    ]
     buffered: Annotated[int, Metric("Samples that wait in the buffer", "samples")]
     in_flight: Annotated[int, Metric("Samples leased and not finished", "samples")]
 
@@ -167,6 +171,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     accuracy: Annotated[float, Metric("Mean reward on a held-out set", chart=_ACCURACY)]
     num_prompts: Annotated[int, Metric("Prompts of the held-out set")]
     num_samples: Annotated[int, Metric("Samples of each prompt", "samples")]
+    num_failed: Annotated[int, Metric("Samples without a reward, counted as wrong", "samples", healthy=(0, 0))]
     pass_share: Annotated[float, Metric("Prompts with a right sample: pass@k", "share", chart=_PASS)]
     majority_share: Annotated[float, Metric("Prompts whose majority answer is right: maj@k", "share", chart=_MAJORITY)]
     completion_tokens_mean: Annotated[float, Metric("Mean completion length", "tokens")]

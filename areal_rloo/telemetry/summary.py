@@ -132,7 +132,7 @@ def _untrained(evaluations: Sequence[EvalRecord], warm_start_s: float) -> Summar
         exit_reason="nothing_trained",
         policy_version=0,
         evaluations=evaluations,
-        ledger=LedgerCounts(admitted=0, trained=0, dropped={}, buffered=0, in_flight=0),
+        ledger=LedgerCounts(admitted=0, trained=0, dropped={}, dropped_tokens={}, buffered=0, in_flight=0),
         staleness_tokens={},
         trained_tokens=0,
         masked_tokens=0,

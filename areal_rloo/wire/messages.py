@@ -42,7 +42,7 @@ from msgspec import Meta
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 from areal_rloo.wire.columns import MOST_TOKENS, Extremes
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 # The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
 MOST_COUNT, MOST_SECONDS = 2**53, 1e12
@@ -170,7 +170,8 @@ class Finished(NamedTuple):
 class Failed(msgspec.Struct, frozen=True, array_like=True):
     """The worker gives up this duty (a reward raised, an episode failed).
 
-    The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far.
+    The first line of `detail` names the failure; a traceback may follow. `completion` is the text so far. `num_tokens`
+    are the policy's in all turns, also in the turn that a timeout ended: what is lost depends on the length.
     """
 
     lease_id: Count
@@ -179,6 +180,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     reason: Reason
     detail: Text
     completion: Text
+    num_tokens: Count
 
 
 class Results(msgspec.Struct, frozen=True):

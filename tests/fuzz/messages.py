@@ -85,7 +85,7 @@ def _worker_messages() -> list[bytes]:
     prompt = np.array([5, 6], np.int32)
     plain = Trajectory(3, 1, prompt, _completion(4), 0.5)
     rich = Trajectory(3, 2, prompt, _completion(5, (2, 1, 2)), -1.0, {"math": 1.0}, np.ones(5, np.float32), "42")
-    failed = wire.Failed(*duty, "reward_timeout", "no result", "some text")
+    failed = wire.Failed(*duty, "reward_timeout", "no result", "some text", 7)
     messages: list[wire.WorkerMessage] = [
         wire.Hello("rollout-0", "1", 64, 3, "learner", 1, 7, (duty,), work),
         wire.Heartbeat("learner", 2, 7, wire.digest([duty]), 3, 1, False, work),

@@ -119,7 +119,7 @@ def test_neither_end_sends_a_message_above_the_limit(ends: Ends) -> None:
 
     async def scenario(learner: LearnerChannel, address: Address) -> None:
         worker = await connected_channel(address, limits=LIMITS)
-        assert not worker.send(Results("learner", 1, (), (Failed(1, 0, 0, "reward_error", text, ""),)))
+        assert not worker.send(Results("learner", 1, (), (Failed(1, 0, 0, "reward_error", text, "", 3),)))
         assert worker.send(GOODBYE)
         peer, message = await learner.receive()
         assert message == GOODBYE

@@ -150,7 +150,7 @@ def test_rewards_that_all_fail_end_the_wait_with_the_reason(tmp_path: Path) -> N
             raised.append(error)
 
     def fail(protocol: WorkerProtocol, lease: Lease, duty: Duty) -> None:
-        protocol.fail(Failed(*duty, "reward_error", "ValueError: no", ""), 100)
+        protocol.fail(Failed(*duty, "reward_error", "ValueError: no", "", 3), 100)
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()

@@ -122,8 +122,35 @@ def test_a_failing_episode_drops_only_its_sample(tiny_folders: dict[str, Path]) 
             (failure,) = learner.failed
             assert (failure.sample_index, failure.reason) == (0, "episode_error")
             assert words in failure.detail
+            assert failure.num_tokens > 0
 
         assert play(tiny_folders["qwen2"], _Odd(wrong), scenario) is None
+
+
+class _Hanging(SingleTurn):
+    """Sample 0 hangs after its completion; sample 1 ends."""
+
+    num_tokens = 0
+
+    async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
+        trajectories = await super().run(sample, engine, rewards, chat)
+        if sample.sample_id[1] == 0:
+            self.num_tokens = len(trajectories[0].completion.tokens)
+            await asyncio.sleep(1000)
+        return trajectories
+
+
+def test_a_timeout_tells_the_tokens_that_are_lost(tiny_folders: dict[str, Path]) -> None:
+    config, hanging = load_config("quickstart.yaml", ["rollout.episode.timeout_s=2"]), _Hanging()
+
+    async def scenario(learner: DrivenLearner) -> None:
+        learner.lease(1)
+        await learner.until(lambda: len(learner.finished) == len(learner.failed) == 1)
+        (failure,) = learner.failed
+        assert (failure.reason, failure.num_tokens) == ("episode_timeout", hanging.num_tokens)
+        assert hanging.num_tokens > 0
+
+    assert play(tiny_folders["qwen2"], hanging, scenario, config=config) is None
 
 
 def test_a_protocol_that_breaks_ends_the_worker_with_the_reason(tiny_folders: dict[str, Path]) -> None:

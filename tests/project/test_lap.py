@@ -20,6 +20,7 @@ BESIDE = (
         "algorithm/behaviour_weight.py",
         "learner/costs.py",
         "learner/adapters.py",
+        "models/head.py",
         "config/",
         "decoding.py",
     ),

@@ -183,7 +183,7 @@ class SimulatedWorker:
             return
         del self._left[duty], self._made[duty]
         if self.simulation.fails(self, self._draw):
-            self.protocol.fail(wire.Failed(*duty, "reward_error", "no", ""), _RESULT_BYTES)
+            self.protocol.fail(wire.Failed(*duty, "reward_error", "no", "", 3), _RESULT_BYTES)
         else:
             self.protocol.finish(duty, [_trajectory(lease, duty, versions, contents)], _RESULT_BYTES)
         self.poll()

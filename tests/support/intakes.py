@@ -72,5 +72,5 @@ def fail(
     intake: Intake, worker: str, duties: Sequence[Duty], reason: str = "reward_error", *, now_s: float = 0.0
 ) -> list[Outgoing]:
     """Let a worker give these duties up; return the messages of the intake."""
-    failed = tuple(Failed(*duty, reason, "no", "") for duty in duties)
+    failed = tuple(Failed(*duty, reason, "no", "", 3) for duty in duties)
     return intake.handle(worker, Results(LEARNER, 7, (), failed), now_s)

@@ -35,7 +35,7 @@ _OF_THE_LOOP = (  # fields that no replay compares
     *("wall_s", "skipped_steps", "failed_checkpoints", "wait_s", "learner_idle_s", "rollout_idle_s", "num_workers"),
     *("generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s", "filtered_prompts", "truncated_prompts"),
 )
-_LEDGER = LedgerCounts(admitted=0, trained=0, dropped={}, buffered=0, in_flight=0)
+_LEDGER = LedgerCounts(admitted=0, trained=0, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)
 
 
 def batch_of(step: int) -> list[Group]:

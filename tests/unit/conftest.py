@@ -54,6 +54,7 @@ STEP_NUMBERS: dict[str, Any] = {
     "proximal_kl_k3": 0.002,
     "mismatch_abs_mean": 1e-6,
     "mismatch_max": 1e-5,
+    "lora_lost_share": 0.25,
     "kl_coefficient": 0.0,
     "staleness_mean": 0.75,
     "staleness_max": 2,
@@ -85,7 +86,8 @@ STEP_NUMBERS: dict[str, Any] = {
 
 @pytest.fixture
 def ledger_counts() -> LedgerCounts:
-    return LedgerCounts(admitted=64, trained=32, dropped={"stale": 3, "reward_failed": 1}, buffered=12, in_flight=16)
+    dropped, tokens = {"stale": 3, "reward_failed": 1}, {"stale": 90, "reward_failed": 7}
+    return LedgerCounts(admitted=64, trained=32, dropped=dropped, dropped_tokens=tokens, buffered=12, in_flight=16)
 
 
 @pytest.fixture
@@ -97,6 +99,7 @@ def eval_record() -> EvalRecord:
         accuracy=0.625,
         num_prompts=200,
         num_samples=1,
+        num_failed=0,
         pass_share=math.nan,
         majority_share=math.nan,
         completion_tokens_mean=44.5,

@@ -22,7 +22,7 @@ from torch import Tensor
 from areal_rloo.engines.embedded.cache import Block, Cache, CacheRow
 from areal_rloo.engines.embedded.parameters import Adapter, Architecture, Layer, Parameters
 from areal_rloo.models.attention import PackedLayout
-from areal_rloo.models.policy import head_product
+from areal_rloo.models.head import head_product
 
 _SHORT_TOKENS = 128  # shorter segments attend together, padded to the longest
 

@@ -95,10 +95,13 @@ def test_evaluation_handles_lost_and_failed_samples() -> None:
     leases = _leases(evaluation)
     _lose(evaluation, leases[0])
     assert _leases(evaluation)[0].group_id == leases[0].group_id
-    evaluation.fail((leases[0].group_id, 0))
+    evaluation.fail((leases[0].group_id, 0), 37)
     for lease in leases[1:]:
         evaluation.finish([_finished(lease, 1.0, 0)])
-    assert [record.accuracy for record in records] == [0.75]
+    (record,) = records
+    finished = len(_finished(leases[1], 1.0, 0).completion.tokens)
+    assert (record.accuracy, record.num_failed) == (0.75, 1)
+    assert record.completion_tokens_mean == (37 + 3 * finished) / 4
 
 
 def test_a_lost_sample_that_arrives_late_is_not_leased_again() -> None:
@@ -201,7 +204,7 @@ def test_several_sets_are_evaluated_together_with_a_record_each() -> None:
     assert [record.name for record in records] == ["b"]
     assert not evaluation.finished
     evaluation.finish([_sampled(leases[0], 0, 1.0, None), _sampled(leases[0], 0, 1.0, None)])
-    evaluation.fail((leases[0].group_id, 1))
+    evaluation.fail((leases[0].group_id, 1), 0)
     assert [(record.name, record.accuracy, record.num_prompts) for record in records] == [("b", 1.0, 3), ("a", 0.5, 1)]
     assert {lease.min_version for lease in _leases(evaluation)} == {3}
 

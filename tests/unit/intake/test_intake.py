@@ -47,7 +47,7 @@ def _results(*duties: Duty, number: int = 7, learner_id: str = LEARNER) -> Resul
 
 
 def _failure(duty: Duty) -> Results:
-    return Results(LEARNER, 8, (), (Failed(*duty, "reward_error", "no", ""),))
+    return Results(LEARNER, 8, (), (Failed(*duty, "reward_error", "no", "", 3),))
 
 
 def _leased(messages: list[Outgoing]) -> list[Lease]:
@@ -93,7 +93,8 @@ def test_a_refused_batch_is_dropped_with_its_reason(intake: Intake) -> None:
     intake.handle("peer", _results(*duties), 0.0)
     intake.take_batch()
     assert [lease.group_id for lease in _leased(intake.refuse_batch("non_finite"))] == [1]
-    assert intake.statistics().ledger.dropped == {"non_finite": 2}
+    ledger = intake.statistics().ledger
+    assert (ledger.dropped, ledger.dropped_tokens) == ({"non_finite": 2}, {"non_finite": 2})  # of one token each
 
 
 # -- workers that are silent, return, or start again -------------------------------------------------------------------
@@ -313,7 +314,8 @@ def test_results_of_leases_never_granted_change_nothing(intake: Intake) -> None:
 def test_a_failure_is_acknowledged_and_drops_the_sample(intake: Intake) -> None:
     first, _ = duties_of(intake.handle("peer", _hello(), 0.0))
     assert intake.handle("peer", _failure(first), 0.0) == [Outgoing("peer", Ack(8))]
-    assert intake.statistics().ledger.dropped == {"reward_error": 1}
+    ledger = intake.statistics().ledger
+    assert (ledger.dropped, ledger.dropped_tokens) == ({"reward_error": 1}, {"reward_error": 3})
 
 
 def test_a_late_failure_does_not_drop_a_sample_that_another_holds(intake: Intake) -> None:

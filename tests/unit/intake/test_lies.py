@@ -127,7 +127,7 @@ def test_another_worker_s_sample_is_refused_and_stays_with_its_holder(intake: In
     duties = duties_of(intake.handle("w", _hello(), 0.0))
     intake.handle("liar", _hello("liar"), 0.0)
     intake.handle("liar", _results(_honest(duties[0])), 0.0)
-    intake.handle("liar", _results(failed=[Failed(*duties[1], "reward_error", "no", "")]), 0.0)
+    intake.handle("liar", _results(failed=[Failed(*duties[1], "reward_error", "no", "", 3)]), 0.0)
     assert _refused(intake) == {"not_the_holder": 2}
     assert _counts_as_nothing(intake)
     intake.handle("w", _results(*map(_honest, duties)), 0.0)
@@ -150,7 +150,7 @@ def test_another_worker_s_sample_is_refused_and_stays_with_its_holder(intake: In
 def test_failures_of_samples_that_never_were_end_no_run(intake: Intake, duty: Duty) -> None:
     intake.handle("w", _hello(), 0.0)
     for _ in range(400):
-        intake.handle("w", _results(failed=[Failed(*duty, "reward_error", "no", "")]), 0.0)
+        intake.handle("w", _results(failed=[Failed(*duty, "reward_error", "no", "", 3)]), 0.0)
     assert _refused(intake) == {"no_such_lease": 8}  # then the process is cut off
     assert _counts_as_nothing(intake)
 
@@ -364,7 +364,7 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
         intake = make_intake(make_offers(), *options, ledger=ledger)
         duties = duties_of(intake.handle("w", _hello(), 0.0))
         for word in letters:
-            failed = Failed(*duties[0], f"{run}_{word}", "no", "")
+            failed = Failed(*duties[0], f"{run}_{word}", "no", "", 3)
             duties = duties_of(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
         groups = intake.ledger.groups
         ledger = Ledger.restored(intake.ledger.state(), {name: group.prompt for name, group in groups.items()}, {})
@@ -372,7 +372,7 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
     assert counts.balanced
     assert counts.dropped["first_aa"] == 1
     assert (counts.dropped["group_too_small"], counts.dropped["other"], len(counts.dropped)) == (200, 142, 60)
-    failed = Failed(*duties[0], "reward_error", "no", "")
+    failed = Failed(*duties[0], "reward_error", "no", "", 3)
     intake.handle("w", _results(failed=[failed]), 0.0)
     assert intake.ledger.counts().dropped["reward_error"] == 1, "a crowd of words leaves the usual reasons their labels"
 
@@ -380,4 +380,4 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
 def test_a_reason_with_a_line_break_is_unreadable() -> None:
     for reason in ("bad\n", "bad\nworse", ""):
         with pytest.raises(DecodeError, match="regex"):
-            _results(failed=[Failed(1, 0, 0, reason, "no", "")])
+            _results(failed=[Failed(1, 0, 0, reason, "no", "", 3)])

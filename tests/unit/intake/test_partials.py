@@ -201,20 +201,21 @@ def _continued(intake: Intake) -> Lease:
 
 def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake) -> None:
     first = _continued(intake)
-    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "episode_error", "no", ""),))
+    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "episode_error", "no", "", 3),))
     (again,) = _leased(intake.handle("other peer", failed, 0.0))
     assert (first.partial, again.partial) == (TURNS, b"")
     assert intake.ledger.groups[0].samples[again.sample_indices[0]].num_attempts == 1
     assert again.sample_indices == first.sample_indices
     assert intake.statistics().ledger.dropped == {}
-    failed = Results(LEARNER, 3, (), (Failed(*again.duties[0], "episode_error", "no", ""),))
+    failed = Results(LEARNER, 3, (), (Failed(*again.duties[0], "episode_error", "no", "", 3),))
     intake.handle("other peer", failed, 0.0)
-    assert intake.statistics().ledger.dropped == {"episode_error": 1}
+    ledger = intake.statistics().ledger
+    assert (ledger.dropped, ledger.dropped_tokens) == ({"episode_error": 1}, {"episode_error": 3})
 
 
 def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) -> None:
     first = _continued(intake)
-    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "reward_error", "no", ""),))
+    failed = Results(LEARNER, 2, (), (Failed(*first.duties[0], "reward_error", "no", "", 3),))
     assert _leased(intake.handle("other peer", failed, 0.0)) == []
     assert intake.statistics().ledger.dropped == {"reward_error": 1}
 

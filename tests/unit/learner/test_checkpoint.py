@@ -257,7 +257,7 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
     (folder / "checksums.json").unlink()
     _seal(folder)
     with pytest.raises(
-        CheckpointError, match="format 2, this version reads 8; resume with the version that wrote the checkpoint"
+        CheckpointError, match="format 2, this version reads 9; resume with the version that wrote the checkpoint"
     ):
         Checkpoints(tmp_path, keep=2).load_newest()
 

@@ -30,7 +30,7 @@ def test_results_and_failures_that_are_ready_share_a_message() -> None:
     protocol.handle(make_leases(1, 2), ENGINE)
     first, second, third, fourth = [*make_lease(1, 1).duties, *make_lease(2, 2).duties]
     finish(protocol, first, third)
-    protocol.fail(Failed(*second, "reward_error", "no", ""), 100)
+    protocol.fail(Failed(*second, "reward_error", "no", "", 3), 100)
     (results,) = of_kind(protocol.poll(0.1, ENGINE), Results)
     assert isinstance(results, Results)
     assert [each.lease_id for each in results.finished] == [1, 2]
@@ -75,7 +75,7 @@ def test_a_lost_result_is_sent_again_after_the_next_heartbeat(busy: bool) -> Non
     protocol = welcomed(capacity_samples=100)
     lease = make_lease(1, 1, num=10)
     protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
-    protocol.fail(Failed(*lease.duties[0], "reward_error", "no", ""), 100)
+    protocol.fail(Failed(*lease.duties[0], "reward_error", "no", "", 3), 100)
     (lost,) = of_kind(protocol.poll(0.1, ENGINE), Results)
     beat = next_beat(protocol, 1.0)
     if busy:

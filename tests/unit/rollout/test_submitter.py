@@ -15,6 +15,7 @@ from support.patience import PATIENCE_S
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.errors import EngineError, EpisodeError, SampleError
+from areal_rloo.rollout import partial
 from areal_rloo.rollout.episode import SampleEngine, Submitter
 from areal_rloo.trajectory import Completion
 
@@ -182,3 +183,40 @@ def test_tokens_of_numpy_are_submitted_as_integers(folder: Path) -> None:
     engine.close()
     ((request, _),) = engine.calls
     assert [type(token) for token in request.prompt_tokens] == [int, int]
+
+
+def test_the_journal_counts_the_tokens_of_a_turn_that_was_cut_short(folder: Path) -> None:
+    """The engine tells the tokens of an aborted request after the episode has ended."""
+    engine, config = watched_engine(folder), episode_config()
+
+    async def scenario() -> int:
+        sample = engine_of(Submitter(engine, context_tokens=256), 3, config)
+        await sample.generate((5, 6), max_new_tokens=7)
+        before = engine.statistics().generated_tokens
+        cut = asyncio.create_task(sample.generate((5, 6)))
+        while engine.statistics().generated_tokens <= before + 2:  # noqa: ASYNC110 - the engine is a thread
+            await asyncio.sleep(0)
+        cut.cancel()
+        await asyncio.gather(cut, return_exceptions=True)
+        return await sample.journal.num_tokens()
+
+    counted = asyncio.run(scenario())
+    engine.close()
+    first, second = (future.result(timeout=PATIENCE_S) for _, future in engine.calls)
+    assert len(second.tokens) > 0
+    assert counted == len(first.tokens) + len(second.tokens)
+
+
+def test_a_count_of_tokens_does_not_wait_for_an_engine_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "_ABORT_S", 0.05)
+    journal = partial.Journal()
+
+    async def scenario() -> int:
+        loop = asyncio.get_running_loop()
+        journal.aborted += [loop.create_future() for _ in range(3)]
+        journal.aborted[1].set_exception(EngineError("gone"))
+        made = Completion(*(np.zeros(5, dtype) for dtype in (np.int32, np.float32, np.int32)), "abort")
+        loop.call_later(0.01, journal.aborted[2].set_result, made)
+        return await journal.num_tokens()
+
+    assert asyncio.run(scenario()) == 5

@@ -285,11 +285,10 @@ def test_a_killed_writer_loses_at_most_its_last_record(data: st.DataObject) -> N
             name="arithmetic",
             policy_version=n,
             policy_version_max=n,
-            accuracy=0.5,
             num_prompts=1,
             num_samples=1,
-            pass_share=0.5,
-            majority_share=0.5,
+            num_failed=0,
+            **dict.fromkeys(("accuracy", "pass_share", "majority_share"), 0.5),
             completion_tokens_mean=1.0,
             wall_s=float(n),
         )

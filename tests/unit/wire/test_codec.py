@@ -78,7 +78,7 @@ def spans(draw: st.DrawFn, num: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-FAILED = (Failed(2, 5, 1, "reward_error", "ValueError: no", "3+5=9"),)
+FAILED = (Failed(2, 5, 1, "reward_error", "ValueError: no", "3+5=9", 7),)
 
 
 def _finished(batch: Sequence[Trajectory]) -> tuple[Finished, ...]:
@@ -176,7 +176,7 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
             decode(frames, LIMITS)
 
 
-@pytest.mark.parametrize("header", [b"\x92\x08" + b"\x91" * 100_000, b"\x92\x08\xa1\xff"])
+@pytest.mark.parametrize("header", [b"\x92\x09" + b"\x91" * 100_000, b"\x92\x09\xa1\xff"])
 def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> None:
     for decode in (decode_worker, decode_learner):
         with pytest.raises(DecodeError):
@@ -347,7 +347,7 @@ def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 8; run the same"):
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 9; run the same"):
         decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
@@ -364,7 +364,7 @@ HEARTBEAT = {
     "type": "heartbeat", "learner_id": "l", "number": 1, "newest_lease": 0, "duties": b"", "policy_version": 0,
     "newest_offer": 0, "receiving": False, "work": [0.0, 0],
 }  # fmt: skip
-FAILURE = [1, 0, 0, "reward_error", "no", ""]
+FAILURE = [1, 0, 0, "reward_error", "no", "", 3]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_the_words_of_a_failure_are_those_of_an_honest_worker_at_most() -> None:
     """A record of each of many drops is kept."""
     detail = shortened("x" * 10_000 + "\n" + "y" * 10_000)
     for words, is_refused in ((detail, False), ("x" * 10_000, True)):
-        frames = encode(Results("learner", 1, (), (Failed(1, 0, 0, "episode_error", words, ""),)))
+        frames = encode(Results("learner", 1, (), (Failed(1, 0, 0, "episode_error", words, "", 3),)))
         with pytest.raises(DecodeError, match="length <= 5000") if is_refused else contextlib.nullcontext():
             decode_worker(frames, Limits())
 
