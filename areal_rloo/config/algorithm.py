@@ -212,6 +212,11 @@ def _loss_mistakes(loss: LossConfig) -> Iterator[str]:
         yield f"{key}.ratio_level: expected token with kind=reinforce, which has no ratio, got {loss.ratio_level}"
     if loss.kind != "ppo" and loss.dual_clip is not None:
         yield f"{key}.dual_clip: expected null with kind={loss.kind}, got {loss.dual_clip}; only ppo has it"
+    if loss.count_masked and loss.aggregation == "token_mean":
+        yield (
+            f"{key}.count_masked: expected false with aggregation=token_mean, which divides by tokens, got true; set "
+            f"false, or set {key}.aggregation to a mean over sequences"
+        )
     if loss.decoupled:
         return
     if loss.kind == "reinforce":

@@ -85,6 +85,11 @@ def learner_mistakes(learner: LearnerConfig) -> Iterator[str]:
             f"learner.optimizer.final_share: expected 0 with schedule=constant, got {learner.optimizer.final_share}, "
             "which a constant rate does not read; set learner.optimizer.schedule=linear or cosine"
         )
+    if learner.optimizer.decay_all and learner.optimizer.weight_decay == 0:
+        yield (
+            "learner.optimizer.decay_all: expected false with weight_decay=0, which shrinks nothing, got true; set "
+            "learner.optimizer.weight_decay"
+        )
     if learner.optimizer.state_dtype == "bfloat16" and learner.optimizer.betas[1] > _MOST_BETA:
         yield (
             f"learner.optimizer.betas: expected a second beta of at most {_MOST_BETA} with state_dtype=bfloat16, got "

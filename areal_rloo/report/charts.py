@@ -111,7 +111,7 @@ def _area(
 
 def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve]) -> str:
     title = html.escape(title, quote=True)
-    body = "<p class=soft>nothing measured yet</p>"
+    body = "<p class=soft>nothing measured</p>"
     if parts:
         body = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
     names = enumerate(html.escape(curve.name) for curve in curves)

@@ -151,4 +151,6 @@ def evaluation_line(record: EvalRecord) -> str:
     if record.num_samples > 1:
         line += f", pass@{record.num_samples} {record.pass_share:.3f}, maj@{record.num_samples} "
         line += "-" if math.isnan(record.majority_share) else f"{record.majority_share:.3f}"
+    if record.num_failed > 0:
+        line += f", {record.num_failed} without a reward"
     return line

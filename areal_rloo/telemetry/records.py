@@ -21,7 +21,7 @@ _PAST = Chart("Tokens past the bound, out of the loss (share)")
 _LENGTH = Chart("Completion length, in tokens")
 _SPEED = Chart("Tokens per second")
 _SHARES = Chart("Shares of groups and completions", whole=True)
-_RATIO = Chart("Ratio rho: current / the policy of the clip")
+_RATIO = Chart("Ratio rho, which the clip limits")
 _WEIGHT = Chart("behaviour_weight: proximal / behaviour")
 _LIMITED = Chart("Share of tokens clipped or limited")
 _KL = Chart("KL in nats a token (k3)")
@@ -104,7 +104,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     advantage_min: Annotated[float, Metric("Smallest advantage of a token in the loss")]
     advantage_max: Annotated[float, Metric("Largest advantage of a token in the loss")]
     advantage_abs_mean: Annotated[float, Metric("Mean absolute advantage of tokens in the loss")]
-    ratio_mean: Annotated[float, Metric("Mean of rho: current / the policy of the clip", chart=_RATIO)]
+    ratio_mean: Annotated[float, Metric("Mean of rho, the ratio that the clip limits", chart=_RATIO)]
     ratio_max: Annotated[float, Metric("Largest rho", chart=_RATIO)]
     behaviour_weight_mean: Annotated[float, Metric("Mean of proximal / behaviour, after its rule", chart=_WEIGHT)]
     behaviour_weight_max: Annotated[float, Metric("Largest proximal / behaviour, before its rule", chart=_WEIGHT)]

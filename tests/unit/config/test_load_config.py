@@ -151,6 +151,14 @@ def test_an_unknown_preset_is_refused_with_all_presets(tmp_path: Path) -> None:
             "learner.optimizer.final_share: expected 0 with schedule=constant, got 0.1",
         ),
         (
+            "learner.optimizer={decay_all: true}",
+            "learner.optimizer.decay_all: expected false with weight_decay=0, which shrinks nothing",
+        ),
+        (
+            "algorithm.loss.count_masked=true",
+            "algorithm.loss.count_masked: expected false with aggregation=token_mean, which divides by tokens, got",
+        ),
+        (
             "algorithm.kl.correction=none",
             "algorithm.kl.correction: none is read only with placement=loss; leave it out",
         ),
