@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_rloo.config.section import (
     AutoInt,
+    AutoTokens,
     Count,
     CountOrNone,
     ManyCount,
@@ -17,7 +18,6 @@ from areal_rloo.config.section import (
     Seconds,
     Section,
     Share,
-    Tokens,
 )
 
 _MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of a number has no effect
@@ -56,8 +56,10 @@ class LearnerConfig(Section, frozen=True):
     num_train_steps: PositiveInt = 100
     groups_per_step: ManyCount = 32
     num_minibatches: PositiveInt = 1
-    microbatch_tokens: Tokens = 8192  # of a forward and backward pass on a rank
-    gradient_checkpointing: bool = False  # keep only the input of each layer, and compute the layer twice
+    # auto, for both: the fastest that the estimate fits into the memory of a rank's device.
+    microbatch_tokens: AutoTokens = 8192  # of a forward and backward pass on a rank
+    # Keep only the input of each layer, and compute the layer twice.
+    gradient_checkpointing: bool | Literal["auto"] = False
     offload: Literal["none", "optimizer", "parameters"] = "none"  # kept in CPU memory between uses
     compile: bool = False  # torch.compile of each layer
     kernels: Literal["torch", "liger"] = "torch"  # of norms, rotations and activations; liger needs a GPU

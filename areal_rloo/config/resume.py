@@ -129,7 +129,7 @@ _RULES: dict[str, Rule] = {
     **_refused("data", "deduplicate", "the position in the stream of prompts is of all prompts that were kept"),
     **_refused("data", "max_prompt_tokens overlong_prompts system_prompt chat_template", _LIVE_PROMPTS),
     **_allowed("rollout", "engine tensor_parallel", "behaviour logprobs are of this engine; watch behaviour_weight"),
-    **_allowed("rollout", "num_workers num_slots lease_ahead_samples num_threads", _ARRIVAL),
+    **_allowed("rollout", "num_workers share_devices num_slots lease_ahead_samples num_threads", _ARRIVAL),
     **_allowed("rollout", "num_reward_workers num_async_rewards", _ARRIVAL),
     **_allowed("rollout", "device", _ROUNDING),
     **_exact("rollout", "max_reward_failure_share"),
@@ -191,7 +191,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("evaluation", "max_new_tokens", _EVALUATED),
     **_exact("telemetry", "metrics_port metrics_host log_level progress trajectories_per_step"),
     **_allowed("launcher", "num_hosts cores_per_host gpus_per_host", _ROUNDING),  # as the numbers of threads and GPUs
-    **_exact("launcher", "memory_per_host max_restarts max_learner_restarts"),
+    **_exact("launcher", "memory_per_host memory_per_gpu max_restarts max_learner_restarts"),
     **_exact("launcher", "drain_timeout_s hang_timeout_s place_timeout_s min_free_disk_bytes"),
     **_exact("launcher.slurm", "partition account time_limit warn_before_s requeue num_seeds arguments setup"),
     **_exact("launcher.container", "runtime image mounts"),

@@ -148,6 +148,8 @@ class RolloutConfig(Section, frozen=True):
     max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
     tensor_parallel: Count = 1  # devices that share a copy of the model
+    # Put each worker on the GPU of a learner rank, and split the memory by the estimate. auto: if there is one GPU.
+    share_devices: bool | Literal["auto"] = "auto"
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -162,6 +164,12 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
     yield from _episode_mistakes(rollout.episode)
     yield from _sampling_mistakes(rollout.sampling)
     yield from path_mistakes("rollout.sglang.python", rollout.sglang.python)
+    if rollout.share_devices is True and (rollout.tensor_parallel != 1 or transport == "collective"):
+        yield (
+            f"rollout.share_devices: expected false with rollout.tensor_parallel={rollout.tensor_parallel} and "
+            f"weights.transport={transport}, got true; sharing a GPU needs tensor_parallel=1, and NCCL connects no two "
+            "processes on a GPU; set weights.transport=shared_memory"
+        )
     if rollout.engine == "sglang":
         yield from owned_mistakes("rollout.sglang.arguments", rollout.sglang.arguments, _OWNED)
         yield from _urls_mistakes(rollout, wire_host=wire_host, transport=transport)

@@ -207,7 +207,8 @@ class Config(Section, frozen=True):
         """
         if self.weights.transport != "auto":
             return self.weights.transport
-        return "shared_memory" if same_host and self.rollout.engine == "embedded" else "collective"
+        files = self.rollout.engine == "embedded" or self.rollout.share_devices is True
+        return "shared_memory" if same_host and files else "collective"
 
     @property
     def warm_starts(self) -> bool:
@@ -248,7 +249,7 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"{config.algorithm.kl.coefficient}, got null; set model.reference.path=initial, or the coefficient to 0"
         )
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    if config.learner.microbatch_tokens < longest:
+    if 0 < config.learner.microbatch_tokens < longest:
         yield (
             f"learner.microbatch_tokens: expected at least data.max_prompt_tokens + rollout.sampling.max_new_tokens "
             f"= {longest}, got {config.learner.microbatch_tokens}; a microbatch must hold the longest trajectory"

@@ -26,6 +26,7 @@ LeaseCount = Annotated[int, msgspec.Meta(ge=1, le=MOST_LEASED)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completion or a row
 # The word `auto` is read as 0; the launcher decides.
 AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]
+AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True})]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST_FLOAT)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400)]  # up to 30 days

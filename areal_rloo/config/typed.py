@@ -17,7 +17,7 @@ import msgspec
 
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
-from areal_rloo.config.section import AutoInt
+from areal_rloo.config.section import AutoInt, AutoTokens
 from areal_rloo.errors import ConfigError, shown
 
 # A subset of the texts in quotes of `dump_config`, so a text stays a text.
@@ -79,7 +79,7 @@ class _Cleaner:
         return clean
 
     def value(self, node: Any, hint: Any, path: str) -> Any:
-        """Read null as `none` for a Literal with this word, and `auto` as 0 for an `AutoInt`."""
+        """Read null as `none` for a Literal with this word, and `auto` as 0 for an `AutoInt` or `AutoTokens`."""
         struct = _struct_in(hint)
         if isinstance(node, dict):
             if struct is not None:
@@ -89,7 +89,7 @@ class _Cleaner:
         if isinstance(node, list):
             inner = struct or _values_of(hint, tuple)
             return [self.value(child, inner, f"{path}.{index}") for index, child in enumerate(node)]
-        if node == "auto" and hint == AutoInt:
+        if node == "auto" and hint in (AutoInt, AutoTokens):
             return 0
         if node is None:
             return "none" if "none" in _words(hint) else None

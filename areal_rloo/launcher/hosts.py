@@ -37,7 +37,8 @@ def this_host(launcher: LauncherConfig) -> Host:
     Raises:
         PreflightError: the driver does not answer, or there are fewer GPUs than the config asks for.
     """
-    found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), psutil.virtual_memory().total)
+    memory_bytes = psutil.virtual_memory().total
+    found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), memory_bytes, _gpu_bytes())
     return capped(found, launcher)
 
 
@@ -50,7 +51,8 @@ def described_hosts(launcher: LauncherConfig) -> list[Host]:
     """Make hosts from the numbers of the config, for a run whose real hosts are not known yet."""
     gpu_ids = tuple(str(gpu) for gpu in range(launcher.gpus_per_host or 0))
     names = [f"host-{index}" for index in range(launcher.num_hosts)]
-    return [Host(name, name, launcher.cores_per_host or 1, gpu_ids, launcher.memory_per_host) for name in names]
+    cores, memory_bytes = launcher.cores_per_host or 1, launcher.memory_per_host
+    return [Host(name, name, cores, gpu_ids, memory_bytes, launcher.memory_per_gpu) for name in names]
 
 
 def capped(host: Host, launcher: LauncherConfig) -> Host:
@@ -70,6 +72,7 @@ def capped(host: Host, launcher: LauncherConfig) -> Host:
         num_cores=min(host.num_cores, launcher.cores_per_host or host.num_cores),
         gpu_ids=gpu_ids,
         memory_bytes=min(host.memory_bytes, launcher.memory_per_host or host.memory_bytes),
+        gpu_bytes=launcher.memory_per_gpu or host.gpu_bytes,
     )
 
 
@@ -84,6 +87,14 @@ def _gpu_ids() -> tuple[str, ...]:
         raise PreflightError(
             f"gpus: {error}; see `dmesg`, reload the NVIDIA driver or reboot, or set CUDA_VISIBLE_DEVICES"
         ) from error
+
+
+def _gpu_bytes() -> int:
+    """Give the memory of the smallest GPU that the driver lists; 0 if it is unknown."""
+    try:
+        return min((gpu.total_bytes for gpu in list_gpus() or ()), default=0)
+    except DriverError:
+        return 0  # `_gpu_ids` and the doctor report the error
 
 
 @dataclass(frozen=True, slots=True)

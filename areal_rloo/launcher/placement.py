@@ -23,13 +23,14 @@ _LEARNER_SHARE = 4  # with `auto` counts, a quarter of the GPUs learns: generati
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The resources of a host for this run. `memory_bytes` is 0 if unknown."""
+    """The resources of a host for this run. Bytes are 0 if unknown; `gpu_bytes` are of the smallest GPU."""
 
     name: str
     address: str
     num_cores: int
     gpu_ids: tuple[str, ...] = ()
     memory_bytes: int = 0
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
     """Replace `auto` counts in the config by numbers.
 
     With GPUs, a quarter of them learn (a multiple of `learner.num_replicas`, at least 1) and the others generate,
-    `rollout.tensor_parallel` GPUs per worker. Without GPUs, a single rank learns and each host has a worker.
+    `rollout.tensor_parallel` GPUs per worker; if they are shared, all GPUs do both. Without GPUs, a single rank learns
+    and each host has a worker.
 
     Raises:
         ConfigError: the numbers do not fit the rest of the config.
@@ -80,14 +82,17 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
         return config
     num_gpus = sum(len(host.gpu_ids) for host in hosts)
     rank_gpus, worker_gpus = _gpus_each(config, hosts)
+    shared = shares_gpus(config, hosts)
     if not num_ranks:
         replicas = config.learner.num_replicas
-        taken = num_workers * worker_gpus
-        free = (num_gpus - taken) if num_workers else num_gpus // _LEARNER_SHARE
+        taken = 0 if shared else num_workers * worker_gpus
+        free = (num_gpus - taken) if num_workers or shared else num_gpus // _LEARNER_SHARE
         num_ranks = max(1, free // replicas) * replicas if rank_gpus else replicas
     if not num_workers:
         if config.rollout.server_urls:
             num_workers = len(config.rollout.server_urls)
+        elif shared:
+            num_workers = num_ranks
         elif worker_gpus:
             left = _left_by_learner(hosts, num_ranks * rank_gpus)
             num_workers = max(1, sum(gpus // worker_gpus for gpus in left))
@@ -131,7 +136,13 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
 
     for _ in range(config.learner.num_ranks):  # packed: on CPUs, fill the cores of a host before the next host
         take(rank_gpus, lambda host: 0 if rank_gpus else num_on(host) // max(1, host.num_cores))
-    for _ in range(config.rollout.num_workers):  # spread: most free GPUs first, or most cores per process
+    if shares_gpus(config, hosts):
+        if config.rollout.num_workers > config.learner.num_ranks:
+            raise PreflightError(_too_few(config, hosts, rank_gpus, worker_gpus))
+        places += places[: config.rollout.num_workers]
+        num_placed.update(host.name for host, _ in places[config.learner.num_ranks :])
+    while len(places) < config.learner.num_ranks + config.rollout.num_workers:
+        # Spread: most free GPUs first, or most cores per process.
         take(worker_gpus, lambda host: -len(free[host.name]) if worker_gpus else -host.num_cores / (1 + num_on(host)))
 
     def seat(host: Host, gpu_ids: tuple[str, ...], num_threads: int) -> Seat:
@@ -189,6 +200,19 @@ def _gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
 
     worker_gpus = 0 if config.rollout.server_urls else wants(config.rollout.device) * config.rollout.tensor_parallel
     return wants(config.learner.device), worker_gpus
+
+
+def shares_gpus(config: Config, hosts: Sequence[Host]) -> bool:
+    """Return True if each worker runs on the GPU of a learner rank."""
+    asked, (rank_gpus, worker_gpus) = config.rollout.share_devices, _gpus_each(config, hosts)
+    if asked == "auto":
+        asked = sum(len(host.gpu_ids) for host in hosts) == 1
+    return asked and rank_gpus == worker_gpus == 1
+
+
+def ranks_on_gpus(config: Config, hosts: Sequence[Host]) -> bool:
+    """Return True if each rank of the learner has a GPU."""
+    return _gpus_each(config, hosts)[0] > 0
 
 
 def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> str:

@@ -233,7 +233,7 @@ def as_table(plan: Plan, placement: Placement) -> str:
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     specs = (*plan.learner, *plan.workers)
     num_processes = Counter(spec.host for spec in specs)
-    num_gpus = Counter(spec.host for spec in specs for _ in spec.gpu_ids)
+    num_gpus = Counter(host for host, _ in {(spec.host, gpu_id) for spec in specs for gpu_id in spec.gpu_ids})
     hosts = [
         f"{host.name} ({host.address}): {num_processes[host.name]} processes, "
         f"{num_gpus[host.name]} of {len(host.gpu_ids)} GPUs, {host.num_cores} cores"

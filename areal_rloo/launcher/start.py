@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from areal_rloo.launcher.doctor.disk import check_run_folder
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.doctor.software import check_extras
+from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
-from areal_rloo.launcher.placement import Host, Placement, place, with_counts
+from areal_rloo.launcher.placement import Host, Placement, place
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
     has_results,
@@ -156,12 +158,12 @@ def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> N
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
-    """Replace `auto` counts in the config and place the processes on the hosts.
+    """Replace `auto` in the config and place the processes on the hosts.
 
     Raises:
-        UserError: the hosts have too few GPUs; the message says how many are missing.
+        UserError: the hosts have too few GPUs, or GPUs with too little memory; the message says what is missing.
     """
-    counted = with_counts(config, hosts)
+    counted = resolved(config, hosts, model_sizes(config, os.environ))
     placement = place(counted, hosts)
     return on_network(counted, placement), placement
 
@@ -177,7 +179,8 @@ def show_plan(
         _say(line)
     request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
-    whole = [dump_config(config), as_table(plan, placement), *([f"\n{script.rstrip()}"] if script else [])]
+    memory = memory_words(config, hosts, model_sizes(config, os.environ))
+    whole = [dump_config(config), as_table(plan, placement), memory, *([f"\n{script.rstrip()}"] if script else [])]
     try:
         print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does

@@ -75,7 +75,7 @@ def named_weights(causal: PreTrainedModel, *, apart: bool = False) -> Iterator[t
 
 
 def rounding(causal: PreTrainedModel, dtype: torch.dtype) -> Rounding:
-    """Measure what rounding merged weights to the dtype leaves of the adapters' change; every rank calls this."""
+    """Measure how much rounding merged weights to the dtype leaves of the adapters' change; every rank calls this."""
     weights, kept, change = dict(_frozen(causal)), 0.0, 0.0
     for name, up, down, scaling in _adapters(causal):
         merged, weight = local(with_product(weights[name], up, down, scaling)), local(weights[name])
@@ -101,7 +101,7 @@ def merge(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_adapters(folder: Path, adapters: dict[str, Tensor], lora: LoraConfig, *, base: str) -> None:
-    """Write a folder that peft's `PeftModel.from_pretrained` loads on top of the model `base`."""
+    """Write a folder for `PeftModel.from_pretrained` of peft, on top of the model `base`."""
     import peft  # noqa: PLC0415 - an extra
 
     settings: Any = peft.LoraConfig(

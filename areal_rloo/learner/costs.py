@@ -1,11 +1,7 @@
 """Count the arithmetic of a train step, and explain a lack of memory by an estimate and options that lower it.
 
 Arithmetic (for MFU, arXiv:2204.02311) is that of the forward and backward passes of trained tokens. Recomputation to
-save memory and the forward passes for proximal and reference logprobs are not counted.
-
-The memory estimate uses config and model dimensions. Activations are the tensors kept for the backward pass in the
-three supported architectures (norms, projections, attention and gated MLP of each layer). Memory lost by the allocator
-is not included.
+save memory and the forward passes for proximal and reference logprobs are not counted. The estimate is in `memory`.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from transformers import PreTrainedConfig
 
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError
+from areal_rloo.learner.memory import GIB, activation_bytes, estimate, in_words
 from areal_rloo.models.attention import head_dim
-from areal_rloo.models.files import computation_dtype
-from areal_rloo.models.policy import CHUNK_LOGITS, Policy
+from areal_rloo.models.policy import Policy
+from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Trajectory
 
-_GIB = 2**30
 _WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # in error texts
 
 # Dense bfloat16 FLOP/s from data sheets, by device name; the first match counts.
@@ -89,61 +85,14 @@ def memory_explained(policy: Policy, config: Config, device: torch.device) -> It
         raise UserError(_out_of_memory(policy, config, device)) from error
 
 
-def activation_bytes(model: PreTrainedConfig, config: Config) -> float:
-    """Estimate the bytes kept for the backward pass, per token of a microbatch."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q, kv = model.num_attention_heads * head_dim(model), model.num_key_value_heads * head_dim(model)
-    low = computation_dtype(config.model).itemsize
-    norm = hidden * (4 + 4 + low)  # input, scaled value, and input of the next product
-    layer = 2 * norm + low * (3 * q + 2 * kv + 4 * inner)
-    top = norm + 2 * 4 * hidden  # and the gradient from the head
-    if config.learner.gradient_checkpointing:
-        return float(model.num_hidden_layers * 4 * hidden + layer + top)
-    return float(model.num_hidden_layers * layer + top)
-
-
-def _logit_bytes(config: Config) -> int:
-    """Return the bytes for each logit of a chunk: the float32 buffers and products alive at the same time."""
-    loss = config.algorithm.loss
-    if not loss.of_tokens:  # autograd keeps more of a chunk, and more of an entropy with a gradient
-        return 4 * (4 if loss.entropy_coefficient == 0 else 6)
-    return 4 * 3 + (2 if computation_dtype(config.model) == torch.bfloat16 else 0)
-
-
-def estimate(model: PreTrainedConfig, config: Config, *, num_parameters: int, num_trained: int) -> dict[str, float]:
-    """Estimate the bytes of a rank by part, with full microbatches.
-
-    `num_parameters` counts the policy over all ranks, `num_trained` the parameters with a gradient.
-    """
-    learner = config.learner
-    ranks = learner.num_ranks // learner.num_replicas
-    low = computation_dtype(config.model).itemsize
-    moments = 2 * (4 if learner.optimizer.state_dtype == "float32" else 2)
-    reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
-    at_home = config.model.reference is not None and config.model.reference.offload
-    head = model.vocab_size * model.hidden_size
-    away = learner.offload == "parameters"
-    parts = {
-        "weights": 0 if away else 4 * num_parameters / ranks,
-        "gradients": 0 if away else 4 * num_trained / ranks,
-        "optimizer": 0 if learner.offload != "none" else moments * num_trained / ranks,
-        "reference": 4 * num_parameters / ranks if reference and not at_home and not away else 0,
-        "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
-        "whole layers": low * (num_parameters - head) / model.num_hidden_layers * 2 + low * head if ranks > 1 else 0,
-        "activations": activation_bytes(model, config) * learner.microbatch_tokens,
-        "logits": (4 * head if learner.lora is None else 0) + _logit_bytes(config) * CHUNK_LOGITS,
-    }
-    return {part: float(size) for part, size in parts.items() if size}
-
-
 def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
-    model, learner = policy.causal.config, config.learner
+    learner, sizes = config.learner, Sizes.of(policy.causal.config.to_dict())
+    assert sizes is not None, "the model has been loaded"
     num_parameters = sum(p.numel() for p in policy.parameters())
     num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    parts = estimate(model, config, num_parameters=num_parameters, num_trained=num_trained)
+    parts = estimate(sizes, config, num_parameters=num_parameters, num_trained=num_trained)
     host = psutil.virtual_memory()
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host.available, host.total)
-    shown = " + ".join(f"{part} {size / _GIB:.2f}" for part, size in sorted(parts.items(), key=lambda item: -item[1]))
     remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]
     if not learner.gradient_checkpointing:
         remedies.append("set learner.gradient_checkpointing=true")
@@ -154,7 +103,8 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     remedies.append("raise learner.num_ranks")
     return (
         f"out of memory: a step with learner.microbatch_tokens={learner.microbatch_tokens} needs about "
-        f"{sum(parts.values()) / _GIB:.2f} GiB on each rank ({shown}; {activation_bytes(model, config) / 1024:.0f} KiB "
-        f"a token), {free / _GIB:.2f} of {total / _GIB:.2f} GiB were free; "
+        f"{sum(parts.values()) / GIB:.2f} GiB on each rank ({in_words(parts)}; "
+        f"{activation_bytes(sizes, config) / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were "
+        "free; "
         f"{', '.join(remedies)}; then continue with --resume"
     )

@@ -1,5 +1,5 @@
-"""Policies as torch modules (`policy`, `attention`, `head`), model folders (`folder`, `files`, `loading`, `tiny`), and
-fingerprints of weights (`fingerprint`).
+"""Policies as torch modules (`policy`, `attention`, `head`), model folders (`folder`, `files`, `loading`, `tiny`),
+sizes of models (`sizes`), and fingerprints of weights (`fingerprint`).
 
-Import the modules, not this package: the launcher reads `folder` and must not wait for torch.
+Import the modules, not this package: the launcher reads `folder` and `sizes`, and must not wait for torch.
 """

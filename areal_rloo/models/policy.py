@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.head import head_product
-
-CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
+from areal_rloo.models.sizes import CHUNK_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether to compute the entropy, and whether it needs a gradient."""

@@ -26,8 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import areal_rloo
 from areal_rloo.config import Config, LauncherConfig
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.fit import model_sizes, resolved
 from areal_rloo.launcher.hosts import capped
-from areal_rloo.launcher.placement import Host, Placement, Seat, place, with_counts
+from areal_rloo.launcher.placement import Host, Placement, Seat, place
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, on_network
 from areal_rloo.launcher.processes import DRAIN_FIRST_S
 from areal_rloo.launcher.ray.owner import ANSWER_TIMEOUT_S, Keeper, OwnedCommand, OwnedProcess, Owner
@@ -108,7 +109,7 @@ class RayCluster:
             PreflightError: the cluster has too little room; the message says how much is missing.
         """
         hosts = self.hosts()
-        config = with_counts(config, hosts)
+        config = resolved(config, hosts, model_sizes(config, os.environ))
         wanted = place(config, hosts)
         bundles = [_bundle(seat, wanted, config.learner.num_threads) for seat in wanted.learner]
         learner = self._reserve(wanted.learner, bundles, "PACK", f"{name}/learner")

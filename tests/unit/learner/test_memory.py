@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.learner import costs
+from areal_rloo.learner import memory
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.costs import activation_bytes, estimate
+from areal_rloo.learner.memory import activation_bytes, estimate
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models import policy
 from areal_rloo.models.policy import TokenLogprobs
+from areal_rloo.models.sizes import Sizes
 
 CPU = torch.device("cpu")
 TESTS = Path(__file__).resolve().parents[2]  # a program that starts there finds support/
@@ -57,7 +58,9 @@ def test_estimated_activations_match_the_tensors_autograd_keeps(
     config = load_config("quickstart.yaml", [f"model.dtype={dtype}"])
     few, many = (_kept_bytes(tiny_folders[name], config, num) for num in (512, 1536))
     model = build_rank(config, model_path=str(tiny_folders[name]), device=CPU).policy.causal.config
-    assert activation_bytes(model, config) == pytest.approx((many - few) / 1024, rel=0.25)
+    sizes = Sizes.of(model.to_dict())
+    assert sizes is not None
+    assert activation_bytes(sizes, config) == pytest.approx((many - few) / 1024, rel=0.25)
 
 
 class _Live(TorchDispatchMode):
@@ -85,7 +88,7 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
     dtype: str, coefficient: float, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "CHUNK_LOGITS", 2**20)
-    monkeypatch.setattr(costs, "CHUNK_LOGITS", 2**20)
+    monkeypatch.setattr(memory, "CHUNK_LOGITS", 2**20)
     loss = f"algorithm.loss={{ratio_level: {level}, entropy_coefficient: {coefficient}}}"
     config = load_config("quickstart.yaml", [f"model.dtype={dtype}", loss])
     model = LlamaConfig(vocab_size=2**14, hidden_size=4, num_attention_heads=1, num_key_value_heads=1)
@@ -102,17 +105,20 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
         else:
             given = policy.chosen_logprobs(hidden, head, targets, 1.0, entropy=entropy)
             sum_of(given, slice(None)).backward()
-    expected = estimate(model, config, num_parameters=0, num_trained=0)["logits"]
+    sizes = Sizes.of(model.to_dict())
+    assert sizes is not None
+    expected = estimate(sizes, config, num_parameters=0, num_trained=0)["logits"]
     assert live.peak == pytest.approx(expected, rel=0.15)
 
 
 def test_every_memory_saving_option_lowers_the_estimate(tiny_folders: dict[str, Path]) -> None:
     model = build_rank(load_config("quickstart.yaml"), model_path=str(tiny_folders["llama"]), device=CPU)
-    dimensions = model.policy.causal.config
+    sizes = Sizes.of(model.policy.causal.config.to_dict())
+    assert sizes is not None
 
     def of(*overrides: str) -> float:
         config = load_config("quickstart.yaml", overrides)
-        return sum(estimate(dimensions, config, num_parameters=10**9, num_trained=10**9).values())
+        return sum(estimate(sizes, config, num_parameters=10**9, num_trained=10**9).values())
 
     for override in (
         "learner.microbatch_tokens=1024",

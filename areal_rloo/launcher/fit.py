@@ -1,0 +1,228 @@
+"""Fit the learner into the memory of its devices: choose values for `auto`, and refuse a learner too large.
+
+    config, hosts, sizes of the model ─► resolved ─► a config without `auto`, whose learner fits by the estimate
+
+Pure functions on the estimate of `learner/memory.py`, apart from `model_sizes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_rloo.config import Config
+from areal_rloo.config.section import argument_name
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError, PreflightError
+from areal_rloo.files import read_regular
+from areal_rloo.launcher.placement import Host, ranks_on_gpus, shares_gpus, with_counts
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words, number_bytes
+from areal_rloo.models.folder import cached_folder
+from areal_rloo.models.sizes import SHIPPED, Sizes
+
+_MOST_ROW = 32_768  # tokens; longer rows make a GPU no faster
+_GOOD_ROW = 8_192  # shorter rows leave a GPU waiting for memory
+_UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
+_MARGIN = 1.1  # of the estimate, for the choices of `auto`
+_MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the learner gets its part
+_CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
+_FRACTION = "mem-fraction-static"  # SGLang's share of a GPU for weights and cache
+
+
+def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
+    """Read the sizes of the policy; None if the model was never downloaded, or config.json lacks a size.
+
+    The models of the shipped configs need no download.
+    """
+    path = config.model.path
+    if path == "tiny":
+        return Sizes.of_tiny(config.model.tiny)
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path, environment)
+    if folder is None:
+        return SHIPPED.get(path)
+    try:
+        return Sizes.of(from_json(read_regular(folder / "config.json"), dict[str, Any]))
+    except (OSError, DecodeError):
+        return None  # the doctor's check of the model reports the error
+
+
+def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
+    """Replace every `auto`. With `learner.num_ranks: auto`, as many GPUs learn as the model needs.
+
+    Raises:
+        ConfigError: the numbers do not fit the rest of the config.
+        PreflightError: a rank of the learner does not fit into a GPU.
+    """
+    shared, on_gpu = shares_gpus(config, hosts), ranks_on_gpus(config, hosts)
+    if shared and len(hosts) > 1:
+        raise PreflightError(
+            f"rollout.share_devices: expected false on {len(hosts)} hosts, got true; weights reach a shared GPU by "
+            "memory of the host; set it to false, or launcher.num_hosts=1"
+        )
+    found = with_counts(_with_rollout(config, share_devices=shared), hosts)
+    grows = on_gpu and not shared and not config.learner.num_ranks
+    most = sum(len(host.gpu_ids) for host in hosts) // 2 if grows else 0
+    while True:
+        gpu_bytes = _device_bytes(found, hosts, on_gpu=on_gpu)
+        if model is None or not gpu_bytes:
+            return _unknown(found)
+        engine_bytes = _engine_bytes(found, model, gpu_bytes) if shared else 0
+        room = gpu_bytes - engine_bytes
+        fitted = _fitted(found, model, room)
+        if not on_gpu or _needed(fitted, model) * _MARGIN <= room:
+            break
+        num_ranks = found.learner.num_ranks + config.learner.num_replicas
+        if num_ranks <= most:
+            found = with_counts(_with(config, num_ranks=num_ranks), hosts)
+        elif _needed(fitted, model) - OVERHEAD_BYTES <= room:  # it may just fit: the estimate is not exact
+            break
+        else:
+            raise PreflightError(f"learner: {_too_large(fitted, model, gpu_bytes, engine_bytes)}")
+    return _split(fitted, model, gpu_bytes) if shared else fitted
+
+
+def _device_bytes(config: Config, hosts: Sequence[Host], *, on_gpu: bool) -> int:
+    """Return the memory for a rank of the learner; 0 if unknown. The ranks on a CPU get half of the host's."""
+    if on_gpu:
+        return min((host.gpu_bytes for host in hosts if host.gpu_ids), default=0)  # without a GPU, `place` says so
+    return min(host.memory_bytes for host in hosts) // 2 // -(-config.learner.num_ranks // len(hosts))
+
+
+def _engine_bytes(config: Config, model: Sizes, gpu_bytes: int) -> int:
+    """Return the least memory of an engine on a shared GPU: weights, a cache for half contexts, and the overhead."""
+    slots = config.rollout.num_slots * config.context_tokens // 2
+    cache = min(slots, int(_MOST_CACHE * gpu_bytes) // _cache_bytes(config, model))
+    return _engine_weights(config, model) + max(config.context_tokens, cache) * _cache_bytes(config, model)
+
+
+def _engine_weights(config: Config, model: Sizes) -> int:
+    """Return the bytes of the weights and of the overhead; the embedded engine copies the weights to evaluate them."""
+    copies = 2 if config.rollout.engine == "embedded" and config.evaluation.every_n_versions else 1
+    return copies * number_bytes(config) * model.num_parameters + OVERHEAD_BYTES
+
+
+def _cache_bytes(config: Config, model: Sizes) -> int:
+    return number_bytes(config) * model.cache_numbers
+
+
+def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
+    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did."""
+    left = gpu_bytes - _needed(config, model)
+    rollout = config.rollout
+    if rollout.engine == "sglang":
+        if _FRACTION in map(argument_name, rollout.sglang.arguments):
+            return config
+        arguments = {**rollout.sglang.arguments, _FRACTION: math.floor(100 * (left - OVERHEAD_BYTES) / gpu_bytes) / 100}
+        return _with_rollout(config, sglang=msgspec.structs.replace(rollout.sglang, arguments=arguments))
+    if rollout.embedded.cache_tokens is not None:
+        return config
+    most = math.ceil(_CACHE_FOR_SLOTS * rollout.num_slots * config.context_tokens)
+    cache = int(left - _engine_weights(config, model)) // _cache_bytes(config, model)
+    cache_tokens = max(config.context_tokens, min(most, cache))
+    return _with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=cache_tokens))
+
+
+def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
+    """Name the memory of a rank of the learner, by the estimate, for a config without `auto`."""
+    if model is None:
+        return "learner: the model is not here yet, so its memory is unknown"
+    parts = estimate(model, config)
+    num_bytes, on_gpu = sum(parts.values()), ranks_on_gpus(config, hosts)
+    there = _device_bytes(config, hosts, on_gpu=True) if on_gpu else 0
+    words = f"learner: a rank needs about {(num_bytes + on_gpu * OVERHEAD_BYTES) / GIB:.1f} GiB ({in_words(parts)})"
+    engine = "; its engine shares this GPU" if config.rollout.share_devices is True else ""
+    return f"{words}, of a GPU's {there / GIB:.1f} GiB{engine}" if there else words
+
+
+def _fitted(config: Config, model: Sizes, device_bytes: int) -> Config:
+    """Replace `auto` of rows and gradient checkpointing: the fastest choice within the memory, else the smallest."""
+    *faster, smallest = _choices(config)
+    return next((choice for choice in faster if _needed(choice, model) * _MARGIN <= device_bytes), smallest)
+
+
+def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: int) -> str:
+    """Name the memory of a rank, and the saving of each option."""
+    engine = f", {engine_bytes / GIB:.1f} of them for the engine" if engine_bytes else ""
+    needed, parts = _needed(config, model) / GIB, in_words(estimate(model, config))
+    has, advice = f"a GPU has {gpu_bytes / GIB:.1f}{engine}", _advice(config, model, gpu_bytes - engine_bytes)
+    return f"a rank needs about {needed:.1f} GiB ({parts}), and {has}; {advice}"
+
+
+def _choices(config: Config) -> list[Config]:
+    """List the choices of `auto`, the fastest first: long rows, then without checkpointing."""
+    learner = config.learner
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    rows = [row for row in (_MOST_ROW >> step for step in range(16)) if row > longest] + [longest]
+    if learner.microbatch_tokens:
+        rows = [learner.microbatch_tokens]
+    checkpointing = [False, True] if learner.gradient_checkpointing == "auto" else [learner.gradient_checkpointing]
+    choices = [(row, again) for row in rows for again in checkpointing]
+    choices.sort(key=lambda choice: (choice[0] < _GOOD_ROW, choice[1], -choice[0]))
+    return [_with(config, microbatch_tokens=row, gradient_checkpointing=again) for row, again in choices]
+
+
+def _unknown(config: Config) -> Config:
+    """Choose without knowing the memory: most GPUs can hold this."""
+    learner = config.learner
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    again = learner.gradient_checkpointing
+    return _with(
+        config,
+        microbatch_tokens=learner.microbatch_tokens or max(_UNKNOWN_ROW, longest),
+        gradient_checkpointing=True if again == "auto" else again,
+    )
+
+
+def _needed(config: Config, model: Sizes) -> float:
+    return sum(estimate(model, config).values()) + OVERHEAD_BYTES
+
+
+def _advice(config: Config, model: Sizes, device_bytes: int) -> str:
+    """Name the saving of each option alone: of each sufficient option, or of all."""
+    found, needed = [], _needed(config, model)
+    for words, changed in _remedies(config):
+        saved = needed - _needed(changed, model)
+        if saved > 0.01 * needed:
+            found.append((needed - saved > device_bytes, -saved, f"{words} ({saved / GIB:.1f} GiB less)"))
+    if not found:
+        return "take a smaller model, or GPUs with more memory"
+    enough = [text for is_short, _, text in sorted(found) if not is_short]
+    return f"set {' or '.join(enough)}" if enough else f"combine {', '.join(text for _, _, text in sorted(found))}"
+
+
+def _remedies(config: Config) -> Iterator[tuple[str, Config]]:
+    learner = config.learner
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    if not learner.gradient_checkpointing:
+        yield "learner.gradient_checkpointing=true", _with(config, gradient_checkpointing=True)
+    if (half := max(longest, learner.microbatch_tokens // 2)) < learner.microbatch_tokens:
+        yield f"learner.microbatch_tokens={half}", _with(config, microbatch_tokens=half)
+    if config.rollout.share_devices is not True:
+        num = learner.num_ranks + learner.num_replicas
+        yield f"learner.num_ranks={num}", _with(config, num_ranks=num)
+    if learner.offload == "none":
+        yield "learner.offload=optimizer", _with(config, offload="optimizer")
+    if learner.offload != "parameters":
+        yield "learner.offload=parameters", _with(config, offload="parameters")
+    if learner.optimizer.state_dtype == "float32":
+        optimizer = msgspec.structs.replace(learner.optimizer, state_dtype="bfloat16")
+        yield "learner.optimizer.state_dtype=bfloat16", _with(config, optimizer=optimizer)
+    reference = config.model.reference
+    if reference is not None and not reference.offload and config.algorithm.kl.coefficient > 0:
+        away = msgspec.structs.replace(reference, offload=True)
+        yield (
+            "model.reference.offload=true",
+            msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, reference=away)),
+        )
+
+
+def _with(config: Config, **learner: object) -> Config:
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, **learner))
+
+
+def _with_rollout(config: Config, **rollout: object) -> Config:
+    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, **rollout))

@@ -1,0 +1,78 @@
+"""Estimate the memory of a learner rank from the config and the sizes of the model; without torch.
+
+Activations are the tensors kept for the backward pass in a decoder layer (norms, projections, attention and gated MLP).
+Not included: memory lost by the allocator, the CUDA context, and buffers of NCCL (`OVERHEAD_BYTES` on a GPU).
+"""
+
+from __future__ import annotations
+
+from areal_rloo.config import Config
+from areal_rloo.models.sizes import CHUNK_LOGITS, Sizes
+
+GIB = 2**30
+OVERHEAD_BYTES = 2 * GIB  # of a process on a GPU
+
+
+def number_bytes(config: Config) -> int:
+    """Return the bytes of a number in computations, in a broadcast and in an engine."""
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def activation_bytes(model: Sizes, config: Config) -> float:
+    """Estimate the bytes kept for the backward pass, per token of a microbatch."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    low = number_bytes(config)
+    norm = hidden * (4 + 4 + low)  # input, scaled value, and input of the next product
+    layer = 2 * norm + low * (3 * q + 2 * kv + 4 * inner)
+    top = norm + 2 * 4 * hidden  # and the gradient from the head
+    if config.learner.gradient_checkpointing:
+        return float(model.num_layers * 4 * hidden + layer + top)
+    return float(model.num_layers * layer + top)
+
+
+def estimate(
+    model: Sizes, config: Config, *, num_parameters: int | None = None, num_trained: int | None = None
+) -> dict[str, float]:
+    """Estimate the bytes of a rank by part, with full microbatches.
+
+    `num_parameters` counts the policy over all ranks, `num_trained` the parameters with a gradient; None: as the sizes
+    of the model say.
+    """
+    learner = config.learner
+    if num_parameters is None:
+        num_parameters = model.num_parameters
+    if num_trained is None:
+        lora = learner.lora
+        num_trained = num_parameters if lora is None else model.num_adapted(lora.rank, lora.targets)
+    ranks = learner.num_ranks // learner.num_replicas
+    low = number_bytes(config)
+    moments = 2 * (4 if learner.optimizer.state_dtype == "float32" else 2)
+    reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
+    at_home = config.model.reference is not None and config.model.reference.offload
+    away = learner.offload == "parameters"
+    parts = {
+        "weights": 0 if away else 4 * num_parameters / ranks,
+        "gradients": 0 if away else 4 * num_trained / ranks,
+        "optimizer": 0 if learner.offload != "none" else moments * num_trained / ranks,
+        "reference": 4 * num_parameters / ranks if reference and not at_home and not away else 0,
+        "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
+        "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
+        "activations": activation_bytes(model, config) * learner.microbatch_tokens,
+        "logits": (4 * model.head if learner.lora is None else 0) + _logit_bytes(config) * CHUNK_LOGITS,
+    }
+    return {part: float(size) for part, size in parts.items() if size}
+
+
+def in_words(parts: dict[str, float]) -> str:
+    """Format an estimate, the largest part first."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return " + ".join(f"{part} {size / GIB:.2f}" for part, size in ordered)
+
+
+def _logit_bytes(config: Config) -> int:
+    """Return the bytes for each logit of a chunk: the float32 buffers and products alive at the same time."""
+    loss = config.algorithm.loss
+    if not loss.of_tokens:  # autograd keeps more of a chunk, and more of an entropy with a gradient
+        return 4 * (4 if loss.entropy_coefficient == 0 else 6)
+    return 4 * 3 + (2 if number_bytes(config) == 2 else 0)

@@ -1,0 +1,214 @@
+"""The learner's memory against that of the GPUs: what `auto` chooses, what is refused, and shared GPUs."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from areal_rloo.config import Config, load_config
+from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
+from areal_rloo.launcher.placement import Host, place
+from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate
+from areal_rloo.models.sizes import SHIPPED, Sizes
+
+REPO = Path(__file__).resolve().parents[3]
+SMALL = SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"]
+LARGE = Sizes(152_064, 3_584, 18_944, 28, 28, 4, 128, tied=False)  # 7B
+
+
+def _hosts(gpus: int, gigabytes: int, num: int = 1) -> list[Host]:
+    ids = tuple(str(index) for index in range(gpus))
+    return [Host(f"n{index}", "10.0.0.1", 32, ids, 512 * GIB, gigabytes * 10**9) for index in range(num)]
+
+
+def _config(*overrides: str) -> Config:
+    return load_config("gsm8k_rloo.yaml", overrides)
+
+
+def _needed(config: Config, model: Sizes = SMALL) -> float:
+    return sum(estimate(model, config).values()) + OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "reasoning_gym", "svamp"])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gigabytes", [24, 48, 80, 141])
+def test_a_shipped_config_fits_and_uses_every_gpu_or_says_what_to_do(name: str, gpus: int, gigabytes: int) -> None:
+    config, hosts = load_config(f"{name}_rloo.yaml"), _hosts(gpus, gigabytes)
+    model = model_sizes(config, {})
+    assert model is not None
+    try:
+        found = resolved(config, hosts, model)
+    except PreflightError as error:
+        words = re.search(r"; set (learner\.\w+)=(\w+) \(", str(error))
+        assert words is not None, error
+        assert (gigabytes, name != "svamp") == (24, True), "only the 1.5B model needs more than a small GPU has"
+        found = resolved(load_config(f"{name}_rloo.yaml", [f"{words[1]}={words[2]}"]), hosts, model)
+    seats = place(found, hosts).seats
+    assert {gpu for seat in seats for gpu in seat.gpu_ids} == set(hosts[0].gpu_ids)
+    assert _needed(found, model) <= hosts[0].gpu_bytes
+    assert found.learner.microbatch_tokens >= found.context_tokens
+    assert found.learner.gradient_checkpointing != "auto"
+
+
+def test_long_rows_without_recomputation_are_chosen_where_they_fit() -> None:
+    chosen = [
+        (found.learner.microbatch_tokens, found.learner.gradient_checkpointing)
+        for gigabytes in (24, 48, 80, 141)
+        for found in [resolved(_config("learner.num_ranks=2"), _hosts(4, gigabytes), SMALL)]
+    ]
+    assert chosen == [(16384, True), (8192, False), (16384, False), (32768, False)]
+
+
+def test_a_large_model_learns_on_as_many_gpus_as_it_needs() -> None:
+    found = resolved(_config(), _hosts(8, 80), LARGE)
+    assert (found.learner.num_ranks, found.rollout.num_workers) == (2, 6)
+    found = resolved(_config(), _hosts(8, 48), LARGE)
+    assert (found.learner.num_ranks, found.rollout.num_workers) == (4, 4)
+    with pytest.raises(PreflightError, match=r"a rank needs about .* and a GPU has 22\.4; .*learner\.offload"):
+        resolved(_config(), _hosts(4, 24), LARGE)
+
+
+def test_options_of_the_user_are_kept() -> None:
+    given = ("learner.microbatch_tokens=4096", "learner.gradient_checkpointing=false", "learner.num_ranks=3")
+    found = resolved(_config(*given), _hosts(8, 80), SMALL)
+    learner = found.learner
+    assert (learner.microbatch_tokens, learner.gradient_checkpointing, learner.num_ranks) == (4096, False, 3)
+    assert found.rollout.num_workers == 5
+
+
+def test_the_advice_says_what_each_option_saves() -> None:
+    given = ("learner.microbatch_tokens=16384", "learner.gradient_checkpointing=false", "learner.num_ranks=1")
+    config = _config(*given)
+    with pytest.raises(PreflightError) as raised:
+        resolved(config, _hosts(4, 48), SMALL)
+    advice = re.findall(r"([\w.]+)=(\w+) \(([0-9.]+) GiB less\)", str(raised.value))
+    assert {key for key, _, _ in advice} >= {"learner.gradient_checkpointing"}
+    before = resolved(config, _hosts(4, 4000), SMALL)
+    for key, value, saved in advice:
+        after = resolved(_config(*given, f"{key}={value}"), _hosts(4, 4000), SMALL)
+        assert float(saved) == pytest.approx((_needed(before) - _needed(after)) / GIB, abs=0.06), key
+        assert _needed(after) <= 48e9, "the options that suffice are named"
+
+
+def test_what_just_fits_is_not_refused() -> None:
+    given = ("learner.microbatch_tokens=8192", "learner.gradient_checkpointing=false", "learner.num_ranks=1")
+    needed = _needed(resolved(_config(*given), _hosts(4, 141), SMALL))
+    just = [dataclasses.replace(_hosts(4, 1)[0], gpu_bytes=int(needed - OVERHEAD_BYTES) + 1)]
+    assert resolved(_config(*given), just, SMALL).learner.microbatch_tokens == 8192
+
+
+@pytest.mark.parametrize(("model", "gigabytes"), [(None, 80), (SMALL, 0)])
+def test_without_knowing_the_memory_the_choice_is_careful(model: Sizes | None, gigabytes: int) -> None:
+    found = resolved(_config(), _hosts(4, gigabytes), model)
+    assert (found.learner.microbatch_tokens, found.learner.gradient_checkpointing) == (8192, True)
+    assert "unknown" in memory_words(found, _hosts(4, 80), None)
+
+
+def test_on_a_cpu_half_of_the_memory_is_for_the_learner() -> None:
+    config = _config("rollout.engine=embedded", "rollout.num_slots=8")
+    host = Host("n", "127.0.0.1", 8, (), 128 * GIB)
+    found = resolved(config, [host], SMALL)
+    assert (found.learner.num_ranks, found.rollout.num_workers) == (1, 1)
+    assert (found.learner.microbatch_tokens, found.learner.gradient_checkpointing) == (8192, False)
+    assert resolved(config, [dataclasses.replace(host, memory_bytes=GIB)], SMALL).learner.microbatch_tokens == 2304
+
+
+# -- a GPU for both ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
+    hosts = _hosts(1, 80)
+    config = resolved(_config(f"rollout.engine={engine}"), hosts, SMALL)
+    placement = place(config, hosts)
+    assert [seat.gpu_ids for seat in placement.seats] == [("0",), ("0",)]
+    assert config.weights_transport(same_host=True) == "shared_memory"
+    left = hosts[0].gpu_bytes - _needed(config)
+    if engine == "sglang":
+        fraction = config.rollout.sglang.arguments["mem-fraction-static"]
+        assert isinstance(fraction, float)
+        assert 0.2 < fraction <= (left - OVERHEAD_BYTES) / hosts[0].gpu_bytes
+    else:
+        cache_tokens = config.rollout.embedded.cache_tokens
+        assert cache_tokens is not None
+        bytes_of_engine = 2 * 2 * SMALL.num_parameters + cache_tokens * 2 * SMALL.cache_numbers
+        assert config.context_tokens <= cache_tokens
+        assert bytes_of_engine <= left
+    request = JobRequest(config, placement, Path("/run"), "tcp://127.0.0.1:1", 9, resume=False)
+    plan = plan_run(request, model_path="/model")
+    assert {spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.processes} == {"0"}
+    assert "2 processes, 1 of 1 GPUs" in as_table(plan, placement)
+    assert memory_words(config, hosts, SMALL).endswith("of a GPU's 74.5 GiB; its engine shares this GPU")
+
+
+def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
+    config = resolved(_config("rollout.sglang.arguments={mem_fraction_static: 0.5}"), _hosts(1, 80), SMALL)
+    assert config.rollout.sglang.arguments == {"mem_fraction_static": 0.5}
+    config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=5000"), _hosts(1, 80), SMALL)
+    assert config.rollout.embedded.cache_tokens == 5000
+
+
+def test_several_gpus_are_shared_if_the_user_says_so() -> None:
+    hosts = _hosts(4, 80)
+    config = resolved(_config("rollout.share_devices=true"), hosts, SMALL)
+    placement = place(config, hosts)
+    assert [seat.gpu_ids for seat in placement.learner] == [seat.gpu_ids for seat in placement.workers]
+    assert (config.learner.num_ranks, config.rollout.num_workers) == (4, 4)
+    fewer = resolved(_config("rollout.share_devices=true", "rollout.num_workers=2"), hosts, SMALL)
+    assert (fewer.learner.num_ranks, len(place(fewer, hosts).workers)) == (4, 2)
+
+
+def test_gpus_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(PreflightError, match=r"rollout\.share_devices: expected false on 2 hosts, got true"):
+        resolved(_config("rollout.share_devices=true"), _hosts(4, 80, num=2), SMALL)
+    for other in ("rollout.tensor_parallel=2", "weights.transport=collective"):
+        with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected false with"):
+            _config("rollout.share_devices=true", other)
+    config = resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
+    with pytest.raises(PreflightError, match="the plan needs 3 GPUs"):
+        place(config, _hosts(1, 80))
+    with pytest.raises(PreflightError, match=r"a GPU has 22\.4, \S+ of them for the engine; set learner\.offload="):
+        resolved(_config(), _hosts(1, 24), SMALL)
+
+
+def test_a_worker_of_a_running_server_shares_no_gpu() -> None:
+    urls = "rollout.sglang={urls: [http://127.0.0.1:3000]}"
+    config = resolved(_config(urls, "rollout.num_workers=1"), _hosts(1, 80), SMALL)
+    assert config.rollout.share_devices is False
+    assert [seat.gpu_ids for seat in place(config, _hosts(1, 80)).seats] == [("0",), ()]
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_the_sizes_count_the_parameters_of_a_model(tiny_folders: dict[str, Path], name: str) -> None:
+    sizes = model_sizes(_config(f"model.path={tiny_folders[name]}"), {})
+    assert sizes is not None
+    model = AutoModelForCausalLM.from_pretrained(tiny_folders[name])
+    matrices = [p.numel() for p in model.parameters() if p.ndim == 2]
+    assert sizes.num_parameters == sum(matrices)
+    weights = {name.rsplit(".", 2)[1]: tuple(p.shape) for name, p in model.named_parameters() if "proj.weight" in name}
+    assert sizes.matrices == weights
+
+
+def test_the_tiny_model_has_the_sizes_of_its_recipe() -> None:
+    sizes = model_sizes(load_config("quickstart.yaml"), {})
+    assert sizes is not None
+    assert (sizes.hidden_size, sizes.num_layers, sizes.vocab_size) == (96, 3, 258)
+
+
+def test_every_model_of_a_shipped_config_is_known_before_the_download() -> None:
+    paths = {load_config(path.name).model.path for path in (REPO / "configs").glob("*.yaml")} - {"tiny"}
+    assert paths == set(SHIPPED)
+    billions = {path: sizes.num_parameters / 1e9 for path, sizes in SHIPPED.items()}
+    assert billions == {path: pytest.approx({"0": 0.494, "1": 1.543}[path[13]], rel=0.01) for path in paths}
+
+
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 8, "num_attention_heads": 0}, {"hidden_size": "8"}])
+def test_a_config_without_a_size_has_none(config: dict[str, object]) -> None:
+    assert Sizes.of(config) is None
