@@ -65,7 +65,7 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
         )
     found = with_counts(_with_rollout(config, share_devices=shared), hosts)
     grows = on_gpu and not shared and not config.learner.num_ranks
-    most = sum(len(host.gpu_ids) for host in hosts) // 2 if grows else 0
+    most = sum(len(host.gpu_ids) for host in hosts) - config.rollout.tensor_parallel if grows else 0
     while True:
         gpu_bytes = _device_bytes(found, hosts, on_gpu=on_gpu)
         if model is None or not gpu_bytes:

@@ -68,6 +68,8 @@ def test_a_large_model_learns_on_as_many_gpus_as_it_needs() -> None:
     assert (found.learner.num_ranks, found.rollout.num_workers) == (2, 6)
     found = resolved(_config(), _hosts(8, 48), LARGE)
     assert (found.learner.num_ranks, found.rollout.num_workers) == (4, 4)
+    found = resolved(_config(), _hosts(3, 24), SMALL)
+    assert (found.learner.num_ranks, found.rollout.num_workers) == (2, 1)
     with pytest.raises(PreflightError, match=r"a rank needs about .* and a GPU has 22\.4; .*learner\.offload"):
         resolved(_config(), _hosts(4, 24), LARGE)
 
