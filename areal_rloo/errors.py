@@ -56,13 +56,15 @@ class ArealRlooError(Exception):
 class UserError(ArealRlooError):
     """The user can fix this error. Programs print a single line `error: ...` and exit with code 2.
 
-    The text is made a single line, whatever a file name, a value or another program's message has in it.
+    The text is made a single line, whatever a file name, a value or another program's message has in it. `absent`: a
+    library or program is not installed on this host; other hosts may have it.
     """
 
     exit_code = 2
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, absent: bool = False) -> None:
         super().__init__(_in_one_line(text))
+        self.absent = absent
 
 
 class ConfigError(UserError):

@@ -50,13 +50,14 @@ def main(arguments: Sequence[str]) -> int:
     options = parse("local", arguments)
     launcher = options.config.launcher
     several = launcher.num_hosts > 1
-    check(options.config, runs_here=not several)
+    absent = check(options.config, runs_here=not several, dry_run=options.dry_run)
     folder = choose_folder(options.config, resume=options.resume)
     if not several:
-        check_here(options.config)
+        absent += check_here(options.config, dry_run=options.dry_run)
     if options.dry_run:
         hosts = described_hosts(launcher) if several else [this_host(launcher)]
-        show_plan(options, hosts, folder, private_folder=None if several else Path("PRIVATE_FOLDER"))
+        private_folder = None if several else Path("PRIVATE_FOLDER")
+        show_plan(options, hosts, folder, absent=absent, private_folder=private_folder)
         return 0
     if several:
         raise PreflightError(

@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
-from areal_rloo.launcher.doctor import Situation, findings, raise_first
+from areal_rloo.launcher.doctor import Finding, Situation, findings, raise_first
 from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_wire_host
 from areal_rloo.launcher.doctor.disk import check_run_folder
 from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
@@ -123,29 +123,46 @@ def parse(
     return Options(config, known.dry_run, known.json, known.resume, vars(known))
 
 
-def check(config: Config, *, runs_here: bool = True) -> None:
+def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> list[str]:
     """Check the inputs of a run before the plan is made. A host that only submits the run needs no SGLang.
+
+    A dry run shows the plan of a host without the libraries and programs of the run: they are returned, in words.
 
     Raises:
         UserError: the first wrong finding.
     """
+    absent: list[str] = []
     situation = Situation(config, runs_here=runs_here)
     inputs = (check_models, check_functions, check_data_files)
     for check_input in (check_processes, check_sglang, *inputs) if runs_here else inputs:
         try:
-            raise_first(check_input(situation))
+            raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user
             raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
+    return absent
 
 
-def check_here(config: Config) -> None:
+def _but_absent(found: Iterable[Finding], absent: list[str], *, dry_run: bool) -> Iterator[Finding]:
+    """Leave out findings of things not installed here, if it is a dry run, and keep their words."""
+    for finding in found:
+        if dry_run and finding.error is not None and finding.error.absent:
+            absent.append(str(finding.error))
+        else:
+            yield finding
+
+
+def check_here(config: Config, *, dry_run: bool = False) -> list[str]:
     """Check the addresses and the packages of this host for a run here, after `choose_folder` has refused a resume.
+
+    Returns like `check`.
 
     Raises:
         UserError: the first wrong finding.
     """
+    absent: list[str] = []
     for check_part in (check_wire_host, check_metrics_host, check_extras):
-        raise_first(check_part(Situation(config)))
+        raise_first(_but_absent(check_part(Situation(config)), absent, dry_run=dry_run))
+    return absent
 
 
 def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> None:
@@ -169,9 +186,18 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
 
 
 def show_plan(
-    options: Options, hosts: Sequence[Host], folder: Path, *, script: str = "", private_folder: Path | None = None
+    options: Options,
+    hosts: Sequence[Host],
+    folder: Path,
+    *,
+    absent: Sequence[str] = (),
+    script: str = "",
+    private_folder: Path | None = None,
 ) -> None:
-    """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan."""
+    """Print the resolved config, the plan as a table and the job script, if any; with --json, only the plan.
+
+    `absent`: things not installed here, in words.
+    """
     config, placement = placed(options.config, hosts)
     if not options.resume:  # a dry run of a resume leaves even the times of the folder as they are
         check_writable(config, folder, runs_here=False)
@@ -185,6 +211,8 @@ def show_plan(
         print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         stop_printing()
+    for words in absent:
+        _say(f"not installed here: {words}")
 
 
 def hold(

@@ -259,7 +259,7 @@ def _options_of(key: str) -> Iterator[None]:
     try:
         yield
     except SourceError as error:
-        raise DataError(f"{key}.{error}") from error
+        raise DataError(f"{key}.{error}", absent=error.absent) from error
 
 
 @contextmanager

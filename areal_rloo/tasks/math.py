@@ -40,7 +40,8 @@ class MathTask(RowTask):
 
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise SourceError("task: math needs math-verify; install the extra: pip install 'areal-rloo[math]'")
+            words = "task: math needs math-verify; install the extra: pip install 'areal-rloo[math]'"
+            raise SourceError(words, absent=True)
         super().__init__(source, seed)
 
     def item(self, row: Row, where: str) -> Item:

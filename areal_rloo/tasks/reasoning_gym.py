@@ -60,7 +60,7 @@ class ReasoningGymTask(Task):
             import reasoning_gym  # noqa: PLC0415 - as above
         except ImportError as error:
             words = "task: reasoning_gym needs its library; install the extra: pip install 'areal-rloo[rg]'"
-            raise SourceError(words) from error
+            raise SourceError(words, absent=True) from error
         defaults = {"size": _SIZES[split], "seed": self._seed if split == "train" else _EVAL_SEED}
         try:
             dataset = reasoning_gym.create_dataset(self._name, **(defaults | self._parameters))

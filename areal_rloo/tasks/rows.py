@@ -106,7 +106,8 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
         means = "null means the hub" if key == "path" else "a dataset of the hub"
         raise SourceError(
             f"{key}: {means} ({name}), which needs the `datasets` library; set path to a local file, or install the "
-            "extra: pip install 'areal-rloo[data]'"
+            "extra: pip install 'areal-rloo[data]'",
+            absent=True,
         ) from error
     path, _, config = name.partition(":")
     try:
@@ -222,7 +223,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow  # noqa: PLC0415 - an extra, imported where it is used
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
-        raise DataError(f"{path}: parquet needs pyarrow; install the extra: pip install 'areal-rloo[data]'") from error
+        words = f"{path}: parquet needs pyarrow; install the extra: pip install 'areal-rloo[data]'"
+        raise DataError(words, absent=True) from error
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:

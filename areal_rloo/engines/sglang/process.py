@@ -160,7 +160,8 @@ def find_python(config: SGLangConfig) -> str:
         "bin/python there"
     )
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"rollout.sglang.python: expected a Python that has sglang, found none at {python}; {remedy}")
+        words = f"rollout.sglang.python: expected a Python that has sglang, found none at {python}; {remedy}"
+        raise ConfigError(words, absent=True)
     ask = "from importlib.metadata import version; version('sglang')"
     try:
         asked = subprocess.run(
@@ -169,7 +170,7 @@ def find_python(config: SGLangConfig) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"rollout.sglang.python: {python} cannot be run: {error}; {remedy}") from error
     if asked.returncode != 0:
-        raise ConfigError(f"rollout.sglang.python: {python} has no sglang; {remedy}")
+        raise ConfigError(f"rollout.sglang.python: {python} has no sglang; {remedy}", absent=True)
     return python
 
 

@@ -54,8 +54,9 @@ def unsure(name: str, what: str, fix: str) -> Finding:
     return Finding(name, "unsure", what, fix)
 
 
-def wrong(name: str, what: str, fix: str, error: type[UserError] = PreflightError) -> Finding:
-    return Finding(name, "wrong", what, fix, error(f"{name}: {what}; {fix}"))
+def wrong(name: str, what: str, fix: str, error: type[UserError] = PreflightError, *, absent: bool = False) -> Finding:
+    """Make a wrong finding; `absent`: see `UserError`."""
+    return Finding(name, "wrong", what, fix, error(f"{name}: {what}; {fix}", absent=absent))
 
 
 def wrong_or_unsure(name: str, what: str, fix: str, *, is_wrong: bool) -> Finding:

@@ -210,7 +210,8 @@ def check_hub_datasets(situation: Situation) -> Iterator[Finding]:
     for key, name in missing_datasets(situation):
         if importlib.util.find_spec("datasets") is None:
             what = f"null means the hub ({name}), which needs the `datasets` library"
-            yield wrong(key, what, f"set {key} to a local file, or pip install 'areal-rloo[data]'", DataError)
+            fix = f"set {key} to a local file, or pip install 'areal-rloo[data]'"
+            yield wrong(key, what, fix, DataError, absent=True)
         elif variable := offline_variable(situation):
             what = f"{name} is not downloaded, and {variable} is set"
             yield wrong(key, what, f"unset {variable}, or set {key} to a local file", DataError)

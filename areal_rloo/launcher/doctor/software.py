@@ -91,7 +91,8 @@ def check_extras(situation: Situation) -> Iterator[Finding]:
         needed["learner.kernels"] = "liger"
     for key, extra in needed.items():
         if importlib.util.find_spec(_EXTRAS[extra]) is None:
-            yield wrong(key, f"{_EXTRAS[extra]} is not installed", f"pip install '{_DISTRIBUTION}[{extra}]'")
+            fix = f"pip install '{_DISTRIBUTION}[{extra}]'"
+            yield wrong(key, f"{_EXTRAS[extra]} is not installed", fix, absent=True)
 
 
 def check_variables(situation: Situation) -> Iterator[Finding]:

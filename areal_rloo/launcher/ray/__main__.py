@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT in jobs
     options = parse("ray", arguments, options={"--address": {"help": _ADDRESS_HELP}})
     config = options.config
-    check(config, runs_here=False)
+    absent = check(config, runs_here=False, dry_run=options.dry_run)
     folder = choose_folder(config, resume=options.resume)
     if options.dry_run:
-        show_plan(options, _hosts_to_show(options), folder)
+        show_plan(options, _hosts_to_show(options), folder, absent=absent)
         return 0
     if IN_JOB in os.environ and not Path(config.run.folder or "").is_absolute():
         raise PreflightError(

@@ -45,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parse("slurm", arguments, options={"--wait": {"action": "store_true", "help": _WAIT_HELP}})
     config = options.config
-    check(config, runs_here=False)
+    absent = check(config, runs_here=False, dry_run=options.dry_run)
     folder = choose_folder(config, resume=options.resume)
     submitted, job_script = submitted_file(folder), script_file(folder)
     script = sbatch_script(config, submitted, resume=options.resume)
     if _asks_for_no_gpu(config):
         print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
     if options.dry_run:
-        show_plan(options, described_hosts(config.launcher), folder, script=script)
+        show_plan(options, described_hosts(config.launcher), folder, absent=absent, script=script)
         return 0
     if config.launcher.cores_per_host:  # else the job has whole nodes of unknown size
         placed(config, described_hosts(config.launcher))
