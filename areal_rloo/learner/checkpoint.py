@@ -128,7 +128,8 @@ class Checkpoints:
     def save(self, state: LearnerState, *, config: Config, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
         """Copy the current state and start writing; first wait for the previous write. Later delete all but `keep`.
 
-        If writing fails, the failure is logged and counted, and training continues.
+        If memory has no room for the copy, return when the checkpoint is written. If writing fails, the failure is
+        logged and counted, and training continues.
         """
         self.wait()
         target = checkpoint_path(self.folder, state.policy_version)
@@ -139,7 +140,8 @@ class Checkpoints:
         except OSError as error:
             self._failed(target, error)
             return
-        shards, weights = team.save_shards(unfinished / _SHARDS), team.whole_weights()
+        shards = team.save_shards(unfinished / _SHARDS)
+        weights, are_live = team.weights_to_write()
 
         def write() -> None:
             try:
@@ -159,6 +161,8 @@ class Checkpoints:
             prune(target, keep=self._keep)
 
         self._writing = self._writer.submit(write)
+        if are_live:
+            self.wait()
 
     def wait(self) -> bool:
         """Wait for the last write; return True if the write succeeded."""

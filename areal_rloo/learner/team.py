@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from areal_rloo.learner.packing import Microbatch
+from areal_rloo.learner.parallel.files import has_room
+from areal_rloo.learner.parallel.sharding import local
 from areal_rloo.learner.rank import LearnerRank, Trained
 from areal_rloo.weights.manifest import empty_buckets, views
 
@@ -119,6 +121,17 @@ class Team:
         buckets = empty_buckets(manifest, torch.device("cpu"))
         self._gather(buckets, apart=True)
         return {name: _own_storage(tensor) for name, tensor in views(manifest, buckets)}
+
+    def weights_to_write(self) -> tuple[dict[str, Tensor], bool]:
+        """Return `whole_weights`; or the weights of this rank themselves, if they are whole and memory has no room.
+
+        The second value is True for the weights themselves. They change with the next step.
+        """
+        own, policy = self.own, self.own.policy
+        weights = {name: local(weight.detach()) for name, weight in policy.causal.named_parameters()}
+        specs = {spec.name: getattr(torch, spec.dtype) for spec in own.apart_manifest.tensors}
+        whole = self.num_ranks == 1 and {name: weight.dtype for name, weight in weights.items()} == specs
+        return (weights, True) if whole and not has_room(weights.values()) else (self.whole_weights(), False)
 
     def save_shards(self, folder: Path) -> Future[Any]:
         """Start writing the current state of all ranks; the future completes when all files are on disk."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from areal_rloo.config import Config
+from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.disk import weight_bytes
 from areal_rloo.launcher.doctor.inputs import policy_parameters
@@ -19,7 +20,6 @@ _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
 _MANY_TORCH, _TORCH_PER_CORE, _TORCH_BYTES = 64, 16, 150 * 2**20  # processes with torch; the least memory of each
 _MANY_REWARDS, _REWARDS_PER_CORE = 256, 64
 _MANY_THREADS, _THREADS_PER_CORE = 128, 16  # of a process
-_CGROUP = Path("/sys/fs/cgroup")
 _MUCH_SWAP_BYTES = 2**30
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -142,41 +142,3 @@ def check_process_limit(situation: Situation) -> Iterator[Finding]:
         what = f"{left} more processes and threads may be started, of {most}"
         fix = "raise the container's limit of processes (docker run --pids-limit)"
         yield wrong_or_unsure("container", what, fix, is_wrong=left < _BASIC_PROCESSES)
-
-
-def memory() -> tuple[int, int]:
-    """Give the total and the available bytes, within the container's limit."""
-    host, most = psutil.virtual_memory(), cgroup_value("memory.max")
-    if most is None or most >= host.total:
-        return host.total, host.available
-    return most, min(host.available, max(0, most - (cgroup_value("memory.current") or 0)))
-
-
-def cpu_quota(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Give the quota of cores in the control groups of this process; None without a quota."""
-    found = []
-    for text in _cgroup_texts("cpu.max", root, membership):
-        quota, _, period = text.partition(" ")
-        if quota.isdecimal() and period.strip().isdecimal():
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
-
-
-def cgroup_value(name: str, root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Give the lowest value over the control groups (version 2) of this process; None without a value."""
-    return min((int(text) for text in _cgroup_texts(name, root, membership) if text.strip().isdecimal()), default=None)
-
-
-def _cgroup_texts(name: str, root: Path, membership: Path) -> Iterator[str]:
-    """Read a file of the control group of this process, and of all parent groups."""
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    inner = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if inner is None:
-        return
-    group = root / inner
-    for folder in (group, *group.parents):
-        if folder.is_relative_to(root) and (folder / name).is_file():
-            yield (folder / name).read_text(encoding="ascii")

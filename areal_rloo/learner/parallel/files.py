@@ -9,8 +9,9 @@ So any number of ranks can read the files. With replicas, a single replica write
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,13 +24,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from areal_rloo.container_limits import memory
 from areal_rloo.errors import CheckpointError, DecodeError, first_line
 from areal_rloo.files import use_umask
 from areal_rloo.learner.optimizer import empty_state
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import first_row, is_written_here
 from areal_rloo.models.policy import Policy
+from areal_rloo.telemetry.logs import get_logger
 
+logger = get_logger(__name__)
+
+_SPARE = 1.25  # of the size of a copy: the other processes of the host grow meanwhile
 _RANDOM = "random."
 _NAME = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 
@@ -58,16 +64,38 @@ def state_of(policy: Policy, optimizer: Optimizer, reference: Policy | None, ran
 def save_shards(state: dict[str, Tensor], folder: Path, ranks: Ranks) -> Future[None]:
     """Copy the shards of this rank and write the copy on a separate thread; every rank calls this at the same time.
 
+    If the host's memory has no room for the copy, write at once. The caller waits meanwhile.
+
     On rank 0, the future completes when the files of all ranks are written, or raises `ShardsError` if a rank could not
     write; on another rank, when rank 0 has the news of this rank.
     """
-    copies = {
-        name: torch.empty(part.shape, dtype=part.dtype).copy_(part) for name, part in _parts_to_write(state, ranks.rank)
-    }
+    parts, path = dict(_parts_to_write(state, ranks.rank)), _path(folder, ranks.rank, ranks.num)
+    if not has_room(parts.values()):
+        written: Future[None] = Future()
+        try:
+            _write(parts, path, ranks)
+            written.set_result(None)
+        except ShardsError as error:
+            written.set_exception(error)
+        return written
+    copies = {name: torch.empty(part.shape, dtype=part.dtype).copy_(part) for name, part in parts.items()}
     writer = ThreadPoolExecutor(1, thread_name_prefix="shards")
-    written = writer.submit(_write, copies, _path(folder, ranks.rank, ranks.num), ranks)
+    written = writer.submit(_write, copies, path, ranks)
     writer.shutdown(wait=False)
     return written
+
+
+def has_room(tensors: Iterable[Tensor]) -> bool:
+    """Return True if the memory of the host has room for copies, or if the tensors must be copied from a GPU."""
+    sizes = [tensor.nbytes if tensor.device.type == "cpu" else math.inf for tensor in tensors]
+    needed, (_, available) = _SPARE * sum(sizes), memory()
+    if needed <= available or needed == math.inf:
+        return True
+    logger.warning(
+        "the host has %.1f GiB free, and a copy for the checkpoint needs %.1f: training waits for the write",
+        *(available / 2**30, needed / 2**30),
+    )
+    return False
 
 
 def _parts_to_write(state: dict[str, Tensor], rank: int) -> Iterator[tuple[str, Tensor]]:

@@ -12,14 +12,14 @@ import psutil
 import pytest
 from support.situations import REPO, found, only
 
+from areal_rloo import container_limits
+from areal_rloo.container_limits import cgroup_value, cpu_quota
 from areal_rloo.launcher.doctor.limits import (
-    cgroup_value,
     check_cores,
     check_limits,
     check_memory,
     check_process_limit,
     check_processes,
-    cpu_quota,
 )
 
 
@@ -91,7 +91,7 @@ def test_a_container_s_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
     assert "the container may use 0.5" in only(check_cores, "unsure").what
     monkeypatch.setattr(f"{limits}cgroup_value", {"pids.max": 100, "pids.current": 10}.get)
     assert "90 more processes" in only(check_process_limit, "wrong").what
-    monkeypatch.setattr(f"{limits}cgroup_value", {"memory.max": 1000, "memory.current": 400}.get)
+    monkeypatch.setattr(container_limits, "cgroup_value", {"memory.max": 1000, "memory.current": 400}.get)
     assert only(check_memory, "ok").what == "600 B of 1000 B free"
     monkeypatch.setattr(f"{limits}cgroup_value", {"pids.max": 2000, "pids.current": 0}.get)
     assert only(check_process_limit, "unsure")
