@@ -24,6 +24,7 @@ from areal_rloo.learner.parallel.sharding import local, with_product
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
 
 _ADAPTER = "default"  # the adapter name in peft
+_ROWS = 256  # of a weight, compared at once: of whole matrices the copies would have 34 bytes a number
 
 
 class Rounding(NamedTuple):
@@ -79,8 +80,11 @@ def rounding(causal: PreTrainedModel, dtype: torch.dtype) -> Rounding:
     weights, kept, change = dict(_frozen(causal)), 0.0, 0.0
     for name, up, down, scaling in _adapters(causal):
         merged, weight = local(with_product(weights[name], up, down, scaling)), local(weights[name])
-        exact, rounded = (merged - weight).double(), merged.to(dtype).double() - weight.to(dtype).double()
-        kept, change = kept + float((rounded * exact).sum()), change + float(exact.square().sum())
+        sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+        for after, before in zip(merged.split(_ROWS), weight.split(_ROWS), strict=True):
+            exact, rounded = (after - before).double(), after.to(dtype).double() - before.to(dtype).double()
+            sums += torch.stack([(rounded * exact).sum(), exact.square().sum()])
+        kept, change = kept + float(sums[0]), change + float(sums[1])
     return Rounding(kept, change)
 
 

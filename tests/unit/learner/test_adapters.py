@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from support.requests_to_serve import learner_logprobs, mixed_requests, request, results, serving
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import LoraConfig, load_config
 from areal_rloo.errors import EngineError, ModelError
+from areal_rloo.learner import adapters
 from areal_rloo.learner.adapters import lost_share, merge, named_weights, rounding, write_adapters
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.team import Team
@@ -156,6 +158,27 @@ def test_the_lost_share_is_that_of_the_rounded_weights(
         kept += float((exact * (published[name].double() - before[name].bfloat16().double())).sum())
     assert share == pytest.approx(1 - kept / made, abs=1e-9)
     assert least < share < most
+
+
+class _Widest(TorchDispatchMode):
+    """Records the most numbers of a float64 tensor that an operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if isinstance(given, torch.Tensor) and given.dtype == torch.float64:
+            self.most = max(self.most, given.numel())
+        return given
+
+
+def test_the_lost_share_needs_little_memory(rounded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of whole matrices in float64 would need 2.3 GB for a matrix of a model with 7e9 parameters."""
+    monkeypatch.setattr(adapters, "_ROWS", 4, raising=False)
+    causal = _changed(_team(rounded_folder), 1e-3).own.policy.causal
+    with _Widest() as widest:
+        rounding(causal, torch.bfloat16)
+    assert 0 < widest.most <= 4 * max(weight.shape[-1] for _, weight in named_weights(causal))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft and newer transformers
