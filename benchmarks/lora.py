@@ -4,15 +4,18 @@
 
 A small random Qwen2 whose weights are bfloat16 numbers, as those of most models are. Adapters of rank 16 on all linear
 layers change the weights by a share of their size. The embedded engine gets the adapters `apart`, merged weights
-rounded to the nearest number (`nearest`), or merged weights rounded up or down by chance, so that the mean is exact
-(`stochastic`). The mismatch is the mean |log engine - log learner| of sampled tokens; the learner computes in bfloat16,
-too. Without any change the mismatch is that of two programs that round in other places. `lost` is the metric
-`lora_lost_share` of the nearest numbers. Then apart and merged weights decode in turn: the ratio of their speeds.
+rounded to the nearest number (`nearest`), merged weights rounded up or down by chance, so that the mean is exact
+(`stochastic`), or the weights without adapters (`none`). The mismatch is the mean |log engine - log learner| of sampled
+tokens; the learner computes in bfloat16, too. Without any change the mismatch is that of two programs that round in
+other places. `lost` is the metric `lora_lost_share` of the nearest numbers. `kept` is the share of the change of the
+logprobs of random texts: with d the change in bfloat16 and D the change in float32, sum(d D) / sum(D D). Then apart and
+merged weights decode in turn: the ratio of their speeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import tempfile
 import time
@@ -34,6 +37,7 @@ from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.learner.adapters import lost_share, named_weights, rounding
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.packing import Row, pack
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
 from areal_rloo.models.policy import Policy
 from areal_rloo.trajectory import Completion, Trajectory
 
@@ -54,21 +58,26 @@ def main() -> None:
     torch.set_num_threads(1)
     requests = _requests(arguments.requests, arguments.tokens)
     measured: dict[tuple[str, float], list[float]] = {}
+    kept: dict[tuple[str, float], list[float]] = {}
     lost: dict[float, list[float]] = {size: [] for size in SIZES}
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             _save_model(Path(folder), seed)
+            before = _adapted(folder, 0.0, seed)
             for size in SIZES:
                 causal = _adapted(folder, size, seed)
                 lost[size].append(lost_share([rounding(causal, torch.bfloat16)]))
                 for way, weights in WAYS.items():
                     mismatch = _mismatch(folder, causal, requests, weights(causal), apart=way == "apart")
                     measured.setdefault((way, size), []).append(mismatch)
+                for way, share in _kept(before, causal).items() if size else ():
+                    kept.setdefault((way, size), []).append(share)
     table = [
         {
             "size": size,
             "lost": round(statistics.mean(lost[size]), 4) if size else None,
             **over_seeds(**{way: measured[way, size] for way in WAYS}),
+            **over_seeds(**{f"kept_{way}": kept[way, size] for way in KEEPING if size}),
         }
         for size in SIZES
     ]
@@ -94,11 +103,18 @@ def _stochastic(causal: PreTrainedModel) -> Weights:
         yield name, (noisy & ~0xFFFF).view(torch.float32)
 
 
+def _none(causal: PreTrainedModel) -> Weights:
+    adapters = (ADAPTER_DOWN, ADAPTER_UP)
+    return ((name, weight) for name, weight in named_weights(causal, apart=True) if not name.endswith(adapters))
+
+
 WAYS: dict[str, Callable[[PreTrainedModel], Weights]] = {
     "apart": _apart,
     "nearest": _nearest,
     "stochastic": _stochastic,
+    "none": _none,
 }
+KEEPING = ("apart", "nearest", "stochastic")
 
 
 def _save_model(folder: Path, seed: int) -> None:
@@ -161,6 +177,33 @@ def _mismatch(
             logprobs, _ = policy(*Row.of(microbatch, CPU).inputs)
         differences.append(np.abs(completion.behaviour_logprobs - logprobs.numpy()))
     return float(np.concatenate(differences).mean())
+
+
+def _kept(before: PreTrainedModel, causal: PreTrainedModel) -> dict[str, float]:
+    """Return the share of the change of logprobs that each way keeps in bfloat16; `before` has adapters that are 0."""
+    merged = copy.deepcopy(before)
+    exact = _logprobs(causal, torch.float32) - _logprobs(before, torch.float32)
+    rounded_before, shares = _logprobs(before, torch.bfloat16), {}
+    for way in KEEPING:
+        if way != "apart":
+            places = {name.replace(".base_layer.", "."): weight.data for name, weight in merged.named_parameters()}
+            for name, weight in WAYS[way](causal):
+                places[name].copy_(weight.bfloat16())
+        change = _logprobs(causal if way == "apart" else merged, torch.bfloat16) - rounded_before
+        shares[way] = float((change * exact).sum() / (exact * exact).sum())
+    return shares
+
+
+def _logprobs(causal: PreTrainedModel, dtype: torch.dtype) -> Tensor:
+    """Compute the logprobs of 288 random texts of 72 tokens."""
+    random, nothing = np.random.default_rng(1), np.zeros(64, dtype=np.int32)
+    texts = random.integers(2, 512, (288, 72)).astype(np.int32)
+    completions = [Completion(text[8:], nothing.astype(np.float32), nothing, "length") for text in texts]
+    given = [Trajectory(0, 0, text[:8], made, 0.0) for text, made in zip(texts, completions, strict=True)]
+    policy = Policy(causal, temperature=1.0, dtype=dtype)
+    with torch.no_grad():
+        rows = [row for rows in pack(given, max_tokens=4096).microbatches for row in rows]
+        return torch.cat([policy(*Row.of(row, CPU).inputs)[0].double() for row in rows])
 
 
 def _speed_ratio(requests: list[GenerationRequest], repeats: int = 7) -> dict[str, Any]:

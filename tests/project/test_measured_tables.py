@@ -237,14 +237,22 @@ def test_the_table_of_adapters_equals_the_result_file() -> None:
     result = _result("lora.json")
     expected = []
     for row in result["table"]:
-        of_ways = (
-            f"{row[f'{way}_mean']:.4f} ± {row[f'{way}_interval']:.4f}" for way in ("apart", "nearest", "stochastic")
-        )
+        ways = ("apart", "nearest", "stochastic", "none")
+        kept = [
+            f"{100 * row[f'kept_{way}_mean']:.0f} ± {100 * row[f'kept_{way}_interval']:.0f} %"
+            for way in (ways[:3] if row["size"] else ())
+        ]
+        of_ways = (f"{row[f'{way}_mean']:.4f} ± {row[f'{way}_interval']:.4f}" for way in ways)
         lost = "" if row["lost"] is None else f"{100 * row['lost']:.2f} %"
-        expected.append([f"{row['size']:g}", lost, *of_ways])
+        expected.append([f"{row['size']:g}", lost, " / ".join(kept), *of_ways])
         if row["size"]:
             assert row["apart_mean"] + row["apart_interval"] < row["nearest_mean"] - row["nearest_interval"]
             assert row["nearest_mean"] < row["stochastic_mean"]
+            assert abs(row["kept_stochastic_mean"] - 1) <= row["kept_stochastic_interval"]
+        if row["size"] >= 0.001:
+            assert row["kept_apart_mean"] == pytest.approx(row["kept_nearest_mean"], abs=0.05)
+        if row["size"] == 0.0001:
+            assert row["none_mean"] + row["none_interval"] < row["nearest_mean"] - row["nearest_interval"]
     assert _table("Adapters and rounding", ALGORITHMS) == expected
     ratio = f"{result['speed_apart_over_merged']['median']:.2f}"
     assert f"at {ratio} of the speed of merged weights" in " ".join(LEARNER.split())
