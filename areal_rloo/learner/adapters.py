@@ -110,7 +110,7 @@ def write_adapters(folder: Path, adapters: dict[str, Tensor], lora: LoraConfig, 
 
     settings: Any = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.rank,  # the tensors are scaled already
+        lora_alpha=lora.alpha,
         target_modules=list(lora.targets),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
@@ -118,7 +118,9 @@ def write_adapters(folder: Path, adapters: dict[str, Tensor], lora: LoraConfig, 
     )
     settings.save_pretrained(str(folder))
     path = folder / "adapter_model.safetensors"
-    save_file({f"base_model.model.{name}": tensor for name, tensor in adapters.items()}, path)
+    scaling = lora.alpha / lora.rank  # peft scales B itself
+    plain = {name: tensor / scaling if name.endswith(ADAPTER_UP) else tensor for name, tensor in adapters.items()}
+    save_file({f"base_model.model.{name}": tensor for name, tensor in plain.items()}, path)
     use_umask(path)
 
 

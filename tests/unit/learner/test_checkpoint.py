@@ -110,8 +110,9 @@ def test_a_checkpoint_has_the_adapters_apart_and_merged(tmp_path: Path, tiny_fol
     name = "model.layers.1.mlp.up_proj"
     up, down = (adapters[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "BA")
     assert (up @ down).abs().max() > 0
-    torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + up @ down)
-    assert json.loads((folder / "adapters" / "adapter_config.json").read_text())["r"] == 4
+    torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + 8 * up @ down)
+    settings = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 32)
     assert "adapters/adapter_model.safetensors" in json.loads((folder / "checksums.json").read_text())
 
 
