@@ -50,8 +50,13 @@ def _policy(
     dtype = computation_dtype(config.model)
     whole = load_policy(path, device=device if sharding is None else torch.device("cpu")) if ranks.rank == 0 else None
     causal = whole if whole is not None and sharding is None else empty_policy(path)
-    for model in {id(model): model for model in (whole, causal) if model is not None and trained}.values():
-        _prepare(model, config, device)
+    reference, lora = config.model.reference, config.learner.lora
+    refreshed = reference is not None and reference.refresh_every_n_versions is not None
+    for model in {id(model): model for model in (whole, causal) if model is not None}.values():
+        if trained:
+            _prepare(model, config, device)
+        elif refreshed and lora is not None:  # bfloat16 would round the policy's change in merged weights
+            add_adapters(model, lora)
     policy = Policy(causal, temperature=config.rollout.sampling.temperature, dtype=dtype)
     if sharding is not None:
         values: dict[str, Tensor] = {}

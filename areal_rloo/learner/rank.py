@@ -108,7 +108,7 @@ class LearnerRank:
         """Copy the current weights of the policy into the reference."""
         assert self.reference is not None, "refresh needs a reference"
         with self._memory_explained():
-            self.reference.refresh(named_weights(self.policy.causal))
+            self.reference.refresh(self.policy.causal.named_parameters())
 
     def weights(self, buckets: Sequence[Tensor] | None = None, *, apart: bool) -> None:
         """Gather the whole weights into rank 0's buckets; every rank calls this.

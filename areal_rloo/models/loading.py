@@ -103,7 +103,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these weights, named as in Hugging Face and sharded like the reference."""
+        """Copy these parameters, adapters among them, named and sharded like the reference's own."""
         own = dict(self.policy.causal.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)

@@ -126,6 +126,26 @@ def test_adapters_apart_lower_the_mismatch_of_a_bfloat16_engine(rounded_folder: 
     assert mismatch[True] < 0.8 * mismatch[False]
 
 
+def test_a_refreshed_reference_has_the_adapters_apart(rounded_folder: Path) -> None:
+    """In bfloat16, merged weights would differ from the policy: a divergence that the policy does not have."""
+    refreshed = ("algorithm.kl.coefficient=0.1", "model.reference.refresh_every_n_versions=2")
+    own = _changed(_team(rounded_folder, "model.dtype=bfloat16", *refreshed), 1e-3).own
+    requests = mixed_requests(8)
+    with serving(rounded_folder) as engine:
+        completions = results(engine.submit(requests))
+
+    def difference() -> float:
+        assert own.reference is not None
+        models = (own.policy.causal, own.reference.policy.causal)
+        both = (learner_logprobs(model, requests, completions, torch.bfloat16) for model in models)
+        return max(float(np.abs(one - other).max()) for one, other in zip(*both, strict=True))
+
+    before = difference()
+    own.refresh_reference()
+    assert before > 0.01
+    assert difference() == 0
+
+
 def test_an_engine_without_the_adapters_refuses_them(tiny_folders: dict[str, Path]) -> None:
     team = _team(tiny_folders["qwen2"])
     with serving(tiny_folders["qwen2"]) as engine, pytest.raises(EngineError, match=r"unknown .*lora_A"):

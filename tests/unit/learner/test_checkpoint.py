@@ -57,6 +57,7 @@ def test_a_checkpoint_restores_state_and_its_model_loads(tmp_path: Path, tiny_fo
         ("learner.optimizer.state_dtype=bfloat16",),
         ("learner.lora={rank: 4}",),
         ("algorithm.kl.coefficient=0.1", "model.reference.refresh_every_n_versions=2"),
+        ("learner.lora={rank: 4}", "algorithm.kl.coefficient=0.1", "model.reference.refresh_every_n_versions=2"),
     ],
 )
 def test_a_restored_rank_continues_bit_for_bit(
