@@ -124,9 +124,10 @@ class Answers:
         if not sample.is_newest(duty.lease_id):
             self.num_repeated += 1
             return
+        num_tokens = min(failed.num_tokens, self.leasing.config.partial_tokens)
         if grant.continues and not failed.reason.startswith("reward_"):
             sample.partial = b""  # another worker's, and perhaps why the episode failed: begin anew, once
-            self.leasing.lose([duty], is_attempt=True)
+            self.leasing.lose([duty], is_attempt=True, num_tokens=num_tokens)
             return
         self.failures.failed(sender.standing, RewardError(failed.reason, failed.detail), self.fleet.votes())
         if failed.reason == "reward_unavailable" and sample.num_attempts + 1 < self.leasing.config.wire.max_attempts:
@@ -134,7 +135,6 @@ class Answers:
             return
         completion = f"\ncompletion: {failed.completion}" if failed.completion else ""
         reason = self._reasons.label(failed.reason)
-        num_tokens = min(failed.num_tokens, self.leasing.config.partial_tokens)
         self.leasing.drop(duty.sample_id, reason, detail=failed.detail + completion, num_tokens=num_tokens)
 
     def _lease_of(self, sender: Sender, duty: Duty) -> tuple[Sample, Grant] | tuple[None, None]:

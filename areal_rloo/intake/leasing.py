@@ -103,17 +103,18 @@ class Leasing:
                 granted[worker.worker_id].append(lease)
         return [(worker, granted[worker.worker_id]) for worker in workers if granted[worker.worker_id]]
 
-    def lose(self, lost: Iterable[Duty], *, is_attempt: bool) -> None:
+    def lose(self, lost: Iterable[Duty], *, is_attempt: bool, num_tokens: int = 0) -> None:
         """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.
 
-        `is_attempt`: the samples may be why the duties were lost.
+        `is_attempt`: the samples may be why the duties were lost. `num_tokens`: of the failure that loses a duty.
         """
         for duty in sorted(lost):
             sample = self.sample(duty.sample_id)
             if sample is None or not sample.lose(duty.lease_id, is_attempt=is_attempt):
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
-                self.drop(duty.sample_id, "max_attempts", detail=f"{sample.num_attempts} leases without an answer")
+                detail = f"{sample.num_attempts} leases without a completion"
+                self.drop(duty.sample_id, "max_attempts", detail=detail, num_tokens=num_tokens)
             elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:

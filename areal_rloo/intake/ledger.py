@@ -15,6 +15,7 @@ move.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from areal_rloo.errors import DecodeError
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
+from areal_rloo.wire.turns import decode_turns
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
@@ -202,7 +205,7 @@ class Ledger:
     def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> LedgerGroup:
         """Drop a sample outside training; returns the rest of the group.
 
-        `num_tokens`: the completion tokens of a sample whose trajectories never arrived, as far as known.
+        `num_tokens`: the completion tokens of a sample whose trajectories never arrived; 0 if nobody told them.
         """
         group = self.groups[sample_id[0]]
         assert not group.in_training, f"sample {sample_id} is being trained on"
@@ -312,7 +315,15 @@ class Ledger:
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
         self._dropped[reason] += 1
         arrived = sum(len(trajectory.completion.tokens) for trajectory in sample.trajectories)
-        self._dropped_tokens[reason] += arrived or num_tokens
+        if known := arrived or num_tokens or _num_tokens(sample.partial):
+            self._dropped_tokens[reason] += known
+
+
+def _num_tokens(partial: bytes) -> int:
+    """Count the tokens of a partial rollout, as told; 0 if it is not readable."""
+    with contextlib.suppress(DecodeError):
+        return sum(len(turn.completion.tokens) for turn in decode_turns(partial))
+    return 0
 
 
 def _saved(sample_index: int, sample: Sample) -> SavedSample:

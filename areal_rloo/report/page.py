@@ -206,8 +206,9 @@ def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
     counts = msgspec.structs.asdict(train[-1].ledger) if summary is None else summary["ledger"]
     rows = [(state.replace("_", " "), counts[state], "") for state in ("admitted", "trained", "buffered", "in_flight")]
     for reason, count in sorted(counts["dropped"].items()):
-        mean = counts["dropped_tokens"].get(reason, 0) / max(1, count)
-        rows.append((f"dropped: {reason}", count, f"{mean:,.0f} tokens each, on average"))
+        known = counts["dropped_tokens"].get(reason, 0)
+        note = f"{known / max(1, count):,.0f} known tokens each, on average" if known else ""
+        rows.append((f"dropped: {reason}", count, note))
     cells = "".join(f"<tr><td>{html.escape(name)}<td>{count:,}<td class=soft>{note}" for name, count, note in rows)
     return f"<section><h2>Ledger, in samples</h2><table>{cells}</table></section>"
 

@@ -187,7 +187,8 @@ def test_only_workers_that_fail_use_up_the_attempts_of_a_sample(intake: Intake, 
         duties = _duties(intake.handle(f"peer{number}", _hello(f"w{number}"), float(number)))
         intake.handle(f"peer{number}", _partials(*duties), float(number))
         intake.handle(f"peer{number}", Goodbye(LEARNER, Work(), failed), float(number))
-    assert intake.ledger.counts().dropped == ({"max_attempts": 2} if failed else {})
+    counts = intake.ledger.counts()
+    assert counts.dropped == counts.dropped_tokens == ({"max_attempts": 2} if failed else {})  # of one token each
 
 
 def _continued(intake: Intake) -> Lease:
@@ -211,6 +212,14 @@ def test_a_failure_after_a_partial_rollout_counts_when_begun_anew(intake: Intake
     intake.handle("other peer", failed, 0.0)
     ledger = intake.statistics().ledger
     assert (ledger.dropped, ledger.dropped_tokens) == ({"episode_error": 1}, {"episode_error": 3})
+
+
+def test_the_last_failure_after_a_partial_rollout_counts_its_tokens() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=1")
+    failed = Failed(*_continued(intake).duties[0], "episode_error", "no", "", 33)
+    intake.handle("other peer", Results(LEARNER, 2, (), (failed,)), 0.0)
+    ledger = intake.statistics().ledger
+    assert (ledger.dropped, ledger.dropped_tokens) == ({"max_attempts": 1}, {"max_attempts": 33})
 
 
 def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) -> None:

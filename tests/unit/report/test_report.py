@@ -36,7 +36,7 @@ SUMMARY = {
     "ledger": {
         "admitted": 1234,
         "trained": 1200,
-        "dropped": {"stale": 34},
+        "dropped": {"stale": 34, "max_attempts": 5},
         "dropped_tokens": {"stale": 3400},
         "buffered": 0,
         "in_flight": 0,
@@ -95,10 +95,11 @@ def test_the_page_has_every_curve_the_facts_the_ledger_and_the_config(run_folder
         *("Held-out accuracy", "Reward", "Staleness", "past the bound", "Completion length", "truncated completions"),
         *("Tokens per second", "Ratio", "behaviour_weight", "Entropy", "Gradient norm", "Idle"),
         *("ended: completed", "0.250 → 0.750", "4,321", "0.87, 2", "1.23 %", "1 min 1 s"),
-        *("admitted", "1,234", "dropped: stale", "34", "100 tokens each", "max_staleness: 2"),
+        *("admitted", "1,234", "dropped: stale", "34", "100 known tokens each", "max_staleness: 2"),
     ):
         assert part in page.shown, part
     assert page.tags.count("svg") == page.tags.count("section") - 2, "all sections but ledger and config are charts"
+    assert page.shown.count("known tokens") == 1, "nobody told the tokens of max_attempts"
     assert "my <run>" in page.shown, "the name of the folder is text, not markup"
 
 
