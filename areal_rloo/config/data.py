@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_rloo.config.section import (
+    LEAST_TEMPERATURE,
     Count,
     Finite,
     Label,
@@ -141,6 +142,11 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
             "has the same probability"
         )
     for key, evaluated in data.keyed_eval_sources:
+        if 0 < evaluated.temperature < LEAST_TEMPERATURE:
+            yield (
+                f"{key}.temperature: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got "
+                f"{evaluated.temperature:g}; set 0 for the most likely tokens"
+            )
         if evaluated.num_samples > 1 and evaluated.temperature == 0:
             yield (
                 f"{key}.temperature: expected a temperature above 0 with num_samples={evaluated.num_samples}, got 0; "

@@ -16,13 +16,13 @@ from areal_rloo.config.section import (
     LeaseCount,
     ManyCount,
     Natural,
-    PositiveFloat,
     PositiveInt,
     Probability,
     ProcessBytes,
     Seconds,
     Section,
     Share,
+    Temperature,
     Tokens,
     is_loopback,
     owned_mistakes,
@@ -54,7 +54,7 @@ _OWNED = {  # options of SGLang set by the package, in every spelling of SGLang
 
 
 class SamplingConfig(Section, frozen=True):
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     top_p: Probability = 1.0
     top_k: Natural = 0
     max_new_tokens: Tokens = 512

@@ -28,6 +28,9 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completi
 AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]
 AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True})]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]
+# float32 tells no two logits of 8 apart that differ by less; below 1e-38, a logit / temperature is not finite.
+LEAST_TEMPERATURE = 1e-6
+Temperature = Annotated[float, msgspec.Meta(ge=LEAST_TEMPERATURE, le=_MOST_FLOAT)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST_FLOAT)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400)]  # up to 30 days
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
