@@ -32,7 +32,7 @@ from areal_rloo.models.policy import Entropy, Policy, TokenLogprobs
 from areal_rloo.weights.manifest import Manifest, build_manifest
 
 Times = dict[str, float]
-"""Seconds by part of a step: reference, proximal, forward, backward, optimizer."""
+"""Seconds by part of a step: reference, proximal, forward, backward, optimizer, rounding (of merged adapters)."""
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
@@ -101,7 +101,9 @@ class LearnerRank:
                 progress = sum(trained.stepped) / len(minibatches)
                 self._optimize(minibatch, anchors, progress, kl_coefficient, trained)
             if self._merges:
-                trained.roundings.append(rounding(self.policy.causal, computation_dtype(self._config.model)))
+                trained.times["rounding"] = 0.0
+                with self._timed(trained.times, "rounding"):
+                    trained.roundings.append(rounding(self.policy.causal, computation_dtype(self._config.model)))
         return trained
 
     def refresh_reference(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.requests_to_serve import learner_logprobs, mixed_requests, request, results, serving
+from support.train_steps import ragged_groups, step_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ from areal_rloo.learner import adapters
 from areal_rloo.learner.adapters import lost_share, merge, named_weights, rounding, write_adapters
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.team import Team
+from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.weights.manifest import empty_buckets, views
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
@@ -199,6 +201,14 @@ def test_the_lost_share_needs_little_memory(rounded_folder: Path, monkeypatch: p
     with _Widest() as widest:
         rounding(causal, torch.bfloat16)
     assert 0 < widest.most <= 4 * max(weight.shape[-1] for _, weight in named_weights(causal))
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_measuring_the_lost_share_is_no_exchange(tiny_folders: dict[str, Path], engine: str) -> None:
+    config = step_config("learner.lora={rank: 4}", f"rollout.engine={engine}", "rollout.device=cpu")
+    team = Team(build_rank(config, model_path=str(tiny_folders["qwen2"]), device=CPU))
+    times = TrainStep(team, config).step(ragged_groups(), policy_version=2).measured["times_s"]
+    assert ("rounding" in times) == (engine == "sglang")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft and newer transformers
