@@ -58,7 +58,7 @@ class TokenOutcomes(NamedTuple):
     entropy: Tensor  # float, of the current policy at the token
     ratio: Tensor  # float, rho
     ratio_clipped: Tensor  # bool, the clip decided the loss of the token
-    ratio_limited: Tensor  # bool, log rho or log w is beyond 20, of a token or of the sequence that shares it
+    ratio_limited: Tensor  # bool, a log of a ratio in the loss is beyond 20: rho or w, of a token or a sequence
     behaviour_weight: Tensor  # float, w as used in the loss; 0 if masked
     behaviour_weight_unbounded: Tensor  # float, w before the rule
     behaviour_weight_clamped: Tensor  # bool, the effect of the rule
@@ -111,6 +111,8 @@ def policy_loss(
         objective = objective + config.entropy_coefficient * torch.where(in_loss, entropy, 0.0)
     if kl is not None:
         objective = objective - torch.where(in_loss, kl.penalty(current, current - anchor, correction.weight), 0.0)
+    logs = [correction.log] if config.kind == "reinforce" else [correction.log, log_ratio]
+    logs += [] if kl is None or kl.config.correction == "none" else [current - anchor]
     nothing = torch.full_like(ratio, math.nan)
     has_weight = config.decoupled and config.behaviour_weight.rule != "ignore"
     outcomes = TokenOutcomes(
@@ -120,7 +122,7 @@ def policy_loss(
         entropy=entropy,
         ratio=nothing if config.kind == "reinforce" else ratio,
         ratio_clipped=clip_decides,
-        ratio_limited=(log_ratio.abs() > LOG_LIMIT) | (correction.log.abs() > LOG_LIMIT),
+        ratio_limited=(torch.stack(logs).abs() > LOG_LIMIT).any(dim=0),
         behaviour_weight=correction.weight if has_weight else nothing,
         behaviour_weight_unbounded=exp_limited(correction.log) if has_weight else nothing,
         behaviour_weight_clamped=correction.clamped,

@@ -15,7 +15,6 @@ move.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +23,11 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from areal_rloo.errors import DecodeError
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
-from areal_rloo.wire.turns import decode_turns
+from areal_rloo.wire.turns import num_tokens_of
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
@@ -315,15 +313,8 @@ class Ledger:
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
         self._dropped[reason] += 1
         arrived = sum(len(trajectory.completion.tokens) for trajectory in sample.trajectories)
-        if known := arrived or num_tokens or _num_tokens(sample.partial):
+        if known := arrived or num_tokens or num_tokens_of(sample.partial):
             self._dropped_tokens[reason] += known
-
-
-def _num_tokens(partial: bytes) -> int:
-    """Count the tokens of a partial rollout, as told; 0 if it is not readable."""
-    with contextlib.suppress(DecodeError):
-        return sum(len(turn.completion.tokens) for turn in decode_turns(partial))
-    return 0
 
 
 def _saved(sample_index: int, sample: Sample) -> SavedSample:

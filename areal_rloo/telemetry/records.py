@@ -109,7 +109,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     behaviour_weight_mean: Annotated[float, Metric("Mean of proximal / behaviour, after its rule", chart=_WEIGHT)]
     behaviour_weight_max: Annotated[float, Metric("Largest proximal / behaviour, before its rule", chart=_WEIGHT)]
     ratio_clipped_share: Annotated[float, Metric("Tokens whose loss the clip decided", "share", chart=_LIMITED)]
-    ratio_limited_share: Annotated[float, Metric("Tokens with a log rho or log w beyond +-20", "share")]
+    ratio_limited_share: Annotated[float, Metric("Tokens with a log rho or log w in the loss beyond +-20", "share")]
     behaviour_weight_clamped_share: Annotated[
         float, Metric("behaviour_weights set to their bound", "share", healthy=_RARE, chart=_LIMITED)
     ]

@@ -6,6 +6,7 @@ too, and holds their versions and tokens against the lease (`intake/lies.py`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -67,6 +68,13 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
         return tuple(_decoded(each) for each in encoded)
     except (DecodeError, ValueError, OverflowError) as error:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error
+
+
+def num_tokens_of(partial: bytes) -> int:
+    """Count the tokens of encoded turns; 0 if they are not readable."""
+    with contextlib.suppress(DecodeError):
+        return sum(len(turn.completion.tokens) for turn in decode_turns(partial))
+    return 0
 
 
 def _num_runs(encoded: Sequence[_Encoded]) -> int:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_rloo.algorithm.diagnostics import diagnose
+from areal_rloo.algorithm.kl import KLTerm
 from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
-from areal_rloo.config import BehaviourWeightConfig, LossConfig
+from areal_rloo.config import BehaviourWeightConfig, KLConfig, LossConfig
 
 
 def _loss(
@@ -20,6 +21,7 @@ def _loss(
     weights: list[float] | None = None,
     config: LossConfig | None = None,
     sequence: list[int] | None = None,
+    kl: KLTerm | None = None,
 ) -> tuple[float, list[float], LossOutput]:
     leaf = torch.tensor(current, requires_grad=True)
     num = len(current)
@@ -33,6 +35,7 @@ def _loss(
         staleness=torch.zeros(num, dtype=torch.int64),
         sequence_index=torch.tensor(sequence or [0] * num),
         config=config or LossConfig(),
+        kl=kl,
     )
     output.loss.backward()
     assert leaf.grad is not None
@@ -296,6 +299,15 @@ def test_a_ratio_beyond_the_limit_is_counted_without_gradient() -> None:
     product = LossConfig(behaviour_weight=BehaviourWeightConfig(level="sequence", aggregate="sum", rule="none"))
     _, _, output = _loss([-0.5] * 2, [-0.5] * 2, [-15.5] * 2, [1.0] * 2, config=product)
     assert output.tokens.ratio_limited.tolist() == [True, True], "so is the product of a sequence"
+
+
+def test_only_ratios_that_the_loss_has_count_as_limited() -> None:
+    mean = LossConfig(ratio_level="sequence_mean")
+    far = ([-0.5, -0.5], [-30.5, -0.5], [-30.5, -0.5], [1.0] * 2)  # the log ratio of the sequence is 15
+    assert not _loss(*far, config=mean)[2].tokens.ratio_limited.any()
+    term = KLTerm(torch.tensor([-1.0, -1.0]), 0.1, KLConfig(coefficient=0.1, placement="loss", estimator="k2"))
+    assert _loss(*far, config=mean, kl=term)[2].tokens.ratio_limited.tolist() == [True, False]
+    assert not _loss(*far, config=LossConfig(kind="reinforce"))[2].tokens.ratio_limited.any()
 
 
 def test_token_weights_equal_hand_computed_values() -> None:
