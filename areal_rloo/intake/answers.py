@@ -16,6 +16,7 @@ from areal_rloo.rewards.request import FailureReason
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
+from areal_rloo.wire.turns import num_written
 
 _MOST_REASONS = 64  # of failures, over the whole run
 
@@ -174,6 +175,6 @@ class Answers:
             f"sample {sample_id} has {longest + 1} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
             "raise that option, or shorten prompts and completions"
         )
-        num_tokens = sum(len(trajectory.completion.tokens) for trajectory in trajectories)
+        num_tokens = sum(num_written(trajectory.completion) for trajectory in trajectories)
         self.leasing.drop(sample_id, "too_long", detail=detail, num_tokens=num_tokens)
         return True

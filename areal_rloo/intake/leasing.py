@@ -113,8 +113,7 @@ class Leasing:
             if sample is None or not sample.lose(duty.lease_id, is_attempt=is_attempt):
                 continue
             if sample.num_attempts >= self.config.wire.max_attempts:
-                detail = f"{sample.num_attempts} leases without a completion"
-                self.drop(duty.sample_id, "max_attempts", detail=detail, num_tokens=num_tokens)
+                self.drop(duty.sample_id, "max_attempts", detail=f"{sample.num_attempts} lost", num_tokens=num_tokens)
             elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:

@@ -27,7 +27,7 @@ from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
-from areal_rloo.wire.turns import num_tokens_of
+from areal_rloo.wire.turns import num_tokens_of, num_written
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
@@ -203,7 +203,7 @@ class Ledger:
     def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> LedgerGroup:
         """Drop a sample outside training; returns the rest of the group.
 
-        `num_tokens`: the completion tokens of a sample whose trajectories never arrived; 0 if nobody told them.
+        `num_tokens`: the completion tokens of a sample whose trajectories never arrived; 0 if they are not known.
         """
         group = self.groups[sample_id[0]]
         assert not group.in_training, f"sample {sample_id} is being trained on"
@@ -312,7 +312,7 @@ class Ledger:
         sample = group.samples.pop(sample_index)
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
         self._dropped[reason] += 1
-        arrived = sum(len(trajectory.completion.tokens) for trajectory in sample.trajectories)
+        arrived = sum(num_written(trajectory.completion) for trajectory in sample.trajectories)
         if known := arrived or num_tokens or num_tokens_of(sample.partial):
             self._dropped_tokens[reason] += known
 

@@ -48,7 +48,9 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Annotated[dict[str, int], Metric("Samples dropped, by reason", "samples", "counter", label="reason")]
     dropped_tokens: Annotated[
         dict[str, int],
-        Metric("Completion tokens of dropped samples, as far as known, by reason", "tokens", "counter", label="reason"),
+        Metric(
+            "The policy's tokens in dropped samples, as far as known, by reason", "tokens", "counter", label="reason"
+        ),
     ]
     buffered: Annotated[int, Metric("Samples that wait in the buffer", "samples")]
     in_flight: Annotated[int, Metric("Samples leased and not finished", "samples")]

@@ -70,6 +70,11 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error
 
 
+def num_written(completion: Completion) -> int:
+    """Count the tokens of the policy; tools and users wrote the others."""
+    return sum(completion.spans[::2]) or len(completion.tokens)
+
+
 def num_tokens_of(partial: bytes) -> int:
     """Count the tokens of encoded turns; 0 if they are not readable."""
     with contextlib.suppress(DecodeError):

@@ -33,6 +33,10 @@ def _hello(worker_id: str = "w") -> Hello:
     return Hello(worker_id, "1", 4, 0, None, 1, 0, (), Work())
 
 
+def _completion(num: int) -> Completion:
+    return Completion(np.full(num, 2, np.int32), np.full(num, -1, np.float32), np.zeros(num, np.int32), "stop")
+
+
 def _results(duty: Duty) -> Results:
     completion = Completion(np.array([2], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
     made = Trajectory(*duty.sample_id, np.array([1, 2], np.int32), completion, 1.0)
@@ -220,6 +224,16 @@ def test_the_last_failure_after_a_partial_rollout_counts_its_tokens() -> None:
     intake.handle("other peer", Results(LEARNER, 2, (), (failed,)), 0.0)
     ledger = intake.statistics().ledger
     assert (ledger.dropped, ledger.dropped_tokens) == ({"max_attempts": 1}, {"max_attempts": 33})
+
+
+def test_a_dropped_sample_counts_the_tokens_of_the_policy() -> None:
+    ledger, completion = Ledger(), _completion(5)
+    ledger.admit(Prompt(0, 0, (1, 2), Item("?")), group_size=2, admission_version=0, deadline=9)
+    with_tool = msgspec.structs.replace(completion, spans=(2, 3))
+    for index, each in enumerate((completion, with_tool)):
+        ledger.groups[0].samples[index].trajectories = (Trajectory(0, index, np.array([1], np.int32), each, 1.0),)
+        ledger.drop_sample((0, index), "stale")
+    assert ledger.counts().dropped_tokens == {"stale": 5 + 2}
 
 
 def test_a_failed_reward_after_a_partial_rollout_counts_at_once(intake: Intake) -> None:
