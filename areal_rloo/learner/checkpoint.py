@@ -147,7 +147,9 @@ class Checkpoints:
             try:
                 shards.result()
                 if (lora := config.learner.lora) is not None:
-                    write_adapters(unfinished / _ADAPTERS, merge(weights), lora, base=config.model.path)
+                    path = config.model.path
+                    base = str(team.own.policy.causal.name_or_path) if path == "tiny" else path
+                    write_adapters(unfinished / _ADAPTERS, merge(weights), lora, base=base)
                 write_model(unfinished / _MODEL, team.own.policy.causal, weights, tokenizer=tokenizer)
                 (unfinished / STATE_NAME).write_bytes(msgspec.msgpack.encode(state))
                 (unfinished / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")

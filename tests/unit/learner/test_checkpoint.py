@@ -114,6 +114,7 @@ def test_a_checkpoint_has_the_adapters_apart_and_merged(tmp_path: Path, tiny_fol
     torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + 8 * up @ down)
     settings = json.loads((folder / "adapters" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (4, 32)
+    assert settings["base_model_name_or_path"] == str(tiny_folders["qwen2"]), "not `tiny`"
     assert "adapters/adapter_model.safetensors" in json.loads((folder / "checksums.json").read_text())
 
 
