@@ -90,5 +90,6 @@ class Sizes:
 SHIPPED = {
     "Qwen/Qwen2.5-0.5B-Instruct": Sizes(151_936, 896, 4_864, 24, 14, 2, 64, tied=True),
     "Qwen/Qwen2.5-1.5B-Instruct": Sizes(151_936, 1_536, 8_960, 28, 12, 2, 128, tied=True),
+    "Qwen/Qwen3-8B": Sizes(151_936, 4_096, 12_288, 36, 32, 8, 128, tied=False),
 }
 """The models of the shipped configs, for a plan before the first download."""

@@ -66,7 +66,14 @@ def _assert_ends_balanced(run: Run, output: str) -> None:
     summary = run.summary()
     assert summary["exit_reason"] == "completed"
     assert summary["num_train_steps"] == summary["policy_version"] == 6
-    assert summary["ledger"] == {"admitted": 96, "trained": 96, "dropped": {}, "buffered": 0, "in_flight": 0}
+    assert summary["ledger"] == {
+        "admitted": 96,
+        "trained": 96,
+        "dropped": {},
+        "dropped_tokens": {},
+        "buffered": 0,
+        "in_flight": 0,
+    }
     assert summary["evaluation"][0]["policy_version"] == 0
     assert summary["evaluation"][-1]["policy_version"] == 6
     assert 0 < summary["staleness"]["mean_trained"] <= summary["staleness"]["max_trained"] <= 2
@@ -319,4 +326,11 @@ def test_an_epoch_trains_every_prompt_once_with_a_small_last_batch(start: Callab
     summary = run.summary()
     assert summary["exit_reason"] == "end_of_data"
     assert summary["num_train_steps"] == 3
-    assert summary["ledger"] == {"admitted": 40, "trained": 40, "dropped": {}, "buffered": 0, "in_flight": 0}
+    assert summary["ledger"] == {
+        "admitted": 40,
+        "trained": 40,
+        "dropped": {},
+        "dropped_tokens": {},
+        "buffered": 0,
+        "in_flight": 0,
+    }

@@ -10,6 +10,7 @@ from areal_rloo.tasks.word_problems import Gsm8kTask
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+PEERS = {f"gsm8k_rloo_{name}.yaml" for name in ("areal", "verl", "trl", "ms_swift")}  # with the settings of a system
 MOST_LINES = 70
 
 
@@ -32,10 +33,36 @@ def test_a_shipped_config_is_short_and_commented(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MOST_LINES
     assert lines[0].startswith("# ")
-    assert f"--config {path.name}" in lines[1], "the second line is the command that runs it"
+    assert any(f"--config {path.name}" in line for line in lines[1:3]), "the command that runs it stands first"
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_config_of_another_system_has_its_settings() -> None:
+    """The values of AReaL's gsm8k_rloo.yaml, of verl's and ms-swift's scripts, and the defaults of TRL."""
+    found = {}
+    for name in PEERS:
+        config = load_config(name)
+        algorithm, learner, optimizer = config.algorithm, config.learner, config.learner.optimizer
+        found[name.removeprefix("gsm8k_rloo_").removesuffix(".yaml")] = (
+            *(learner.groups_per_step, algorithm.group_size, learner.num_minibatches, algorithm.max_staleness),
+            *(algorithm.loss.eps_low, algorithm.loss.eps_high, algorithm.loss.dual_clip, algorithm.kl.coefficient),
+            *(optimizer.learning_rate, optimizer.betas[1], optimizer.weight_decay, optimizer.schedule),
+            *(config.rollout.sampling.max_new_tokens, algorithm.preset),
+        )
+    assert found == {
+        "areal": (256, 4, 1, 2, 0.4, 0.4, None, 0, 1.7e-5, 0.999, 0.017, "constant", 1024, "rloo"),
+        "verl": (1024, 5, 4, 0, 0.2, 0.2, 3.0, 0.001, 1e-6, 0.999, 0.01, "constant", 2048, "rloo_verl"),
+        "trl": (32, 2, 1, 0, 0.2, 0.2, None, 0.05, 1e-6, 0.999, 0, "linear", 512, "rloo_trl"),
+        "ms_swift": (4, 16, 1, 0, 3e-4, 4e-4, None, 0.001, 1e-6, 0.95, 0.1, "cosine", 1024, "rloo_ms_swift"),
+    }
+    areal = load_config("gsm8k_rloo_areal.yaml").algorithm
+    norm = areal.reward_norm
+    assert (norm.mean_level, norm.mean_leave1out, norm.std_level) == ("group", True, "none")
+    assert (areal.adv_norm.mean_level, areal.adv_norm.std_level) == ("batch", "batch")
+    assert (areal.rewards.scale, areal.rewards.bias) == (10, -0.5)
+    assert (areal.loss.behaviour_weight.rule, areal.loss.behaviour_weight.upper) == ("mask", 5)
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path.name not in PEERS], ids=lambda path: path.name)
 def test_a_shipped_config_is_rloo(path: Path) -> None:
     algorithm = load_config(str(path)).algorithm
     assert algorithm.adv_norm == NormConfig(mean_level="group", mean_leave1out=True, std_level="none")
