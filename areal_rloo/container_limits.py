@@ -1,4 +1,4 @@
-"""Memory, cores and processes within the limits of the container, from its control groups (version 2)."""
+"""Memory, cores and processes within the limits of the container, from the control groups (version 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit the learner into the memory of its devices: choose values for `auto`, and refuse a learner too large.
+"""Fit the learner into the memory of the devices: choose values for `auto`, and refuse a learner too large.
 
     config, hosts, sizes of the model ─► resolved ─► a config without `auto`, whose learner fits by the estimate
 
@@ -28,7 +28,7 @@ _MOST_ROW = 32_768  # tokens; longer rows make a GPU no faster
 _GOOD_ROW = 8_192  # shorter rows leave a GPU waiting for memory
 _UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
 _MARGIN = 1.1  # of the estimate, for the choices of `auto`
-_MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the learner gets its part
+_MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
 _FRACTION = "mem-fraction-static"  # SGLang's share of a GPU for weights and cache
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only model, read from its config.json; without torch, for the plans of a launcher."""
+"""The sizes of a decoder-only model, read from config.json; without torch, for the plans of a launcher."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from areal_rloo.config import Config
@@ -13,7 +14,9 @@ from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.disk import weight_bytes
 from areal_rloo.launcher.doctor.inputs import policy_parameters
-from areal_rloo.launcher.hosts import num_cores
+from areal_rloo.launcher.fit import model_sizes
+from areal_rloo.launcher.hosts import num_cores, this_host
+from areal_rloo.learner.memory import estimate
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
@@ -81,7 +84,7 @@ def check_cores(situation: Situation) -> Iterator[Finding]:
 
 
 def check_memory(situation: Situation) -> Iterator[Finding]:
-    """Compare the memory, within the container's limit, with the size of weights and optimizer states."""
+    """Compare the memory, within the container's limit, with the parts of a run that are in the memory of the host."""
     total, available = memory()
     swap = psutil.swap_memory().used
     if swap > _MUCH_SWAP_BYTES:
@@ -91,24 +94,42 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
     if parameters is None:
         yield ok("memory", what)
         return
-    needed = _least_memory(situation.config, parameters)
+    parts = _host_memory(situation, parameters)
+    needed = sum(parts.values())
+    what += f"; a run takes about {size(needed)}: {', '.join(f'{part} {size(n)}' for part, n in parts.items())}"
     if needed <= available:
-        yield ok("memory", f"{what}; weights and optimizer states take {size(needed)}")
+        yield ok("memory", what)
     else:
-        what += f"; weights and optimizer states alone take {size(needed)}"
-        fix = "take a larger host or a smaller model, or raise learner.num_ranks over more hosts"
+        fix = "take a larger host or a smaller model, raise learner.num_ranks over more hosts, or see docs/learner.md"
         yield wrong_or_unsure("memory", what, fix, is_wrong=needed > total)
 
 
-def _least_memory(config: Config, parameters: int) -> int:
-    """Give a lower bound of the host memory of a run. Weights pass through host memory even on the way to a GPU."""
-    learner, rollout = config.learner, config.rollout
-    num_bytes = 4
-    if learner.device == "cpu":
-        num_bytes = 8 if learner.lora is not None else 8 + (4 if learner.optimizer.state_dtype == "bfloat16" else 8)
-    if rollout.device == "cpu" and not rollout.server_urls:
-        num_bytes += rollout.num_workers * weight_bytes(config)
-    return parameters * num_bytes
+def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
+    """Estimate the bytes of a run on this host alone, by part, without the cache of the engine.
+
+    The copy for a checkpoint is left out: without room for the copy, the learner writes its own tensors. On the way to
+    a GPU, the weights pass through the memory of the host.
+    """
+    config, sizes = situation.config, model_sizes(situation.config, situation.environment)
+    learner, rollout, one = config.learner, config.rollout, weight_bytes(config) * parameters
+    has_gpus = bool(this_host(config.launcher).gpu_ids)
+
+    def on_cpu(device: str) -> bool:
+        return device == "cpu" or (device == "auto" and not has_gpus)
+
+    parts = {"learner": 4 * parameters}
+    if on_cpu(learner.device) and sizes is not None:
+        alone = msgspec.structs.replace(learner, num_ranks=1, num_replicas=1)
+        parts["learner"] = int(sum(estimate(sizes, msgspec.structs.replace(config, learner=alone)).values()))
+    elif on_cpu(learner.device):
+        moments = 0 if learner.lora is not None else 4 if learner.optimizer.state_dtype == "bfloat16" else 8
+        parts["learner"] = (8 + moments) * parameters
+    if on_cpu(rollout.device) and not rollout.server_urls:
+        copies = 2 if rollout.engine == "embedded" and config.data.eval is not None else 1  # a copy to evaluate
+        parts["engines"] = max(1, rollout.num_workers) * copies * one
+    if config.weights_transport(same_host=True) == "shared_memory":
+        parts["versions of the weights"] = 2 * one
+    return parts
 
 
 def check_processes(situation: Situation) -> Iterator[Finding]:

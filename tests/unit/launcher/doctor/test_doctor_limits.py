@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -103,7 +104,23 @@ def test_little_memory_and_much_swap_are_unsure(huge_model: Path, monkeypatch: p
     monkeypatch.setattr(psutil, "swap_memory", lambda: swap)
     assert only(check_memory, "unsure").what.startswith("8 GiB in use")
     swap.used = 0
-    assert "of 909.5 TiB free; weights" in only(check_memory, "unsure", f"model.path={huge_model}").what
+    assert "of 909.5 TiB free; a run takes" in only(check_memory, "unsure", f"model.path={huge_model}").what
+
+
+def test_the_parts_of_a_run_on_a_cpu_are_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5B parameters in float32: 8 GB to train and 5 for a row, 4 in an engine with evaluation, 4 for two versions."""
+    sizes = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.policy_parameters", lambda _: 494_000_000)
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**35, 2**35))
+    options = (f"model.path={model}", "model.dtype=float32")
+    what = only(check_memory, "ok", *options).what
+    assert re.search(r"takes about \S+ GiB: learner 13\.\d+ GiB, engines 3\.68\d? GiB, versions of the weights 3", what)
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**34 - 2**30, 2**33))
+    assert only(check_memory, "wrong", *options).fix.startswith("take a larger host")
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: SimpleNamespace(gpu_ids=("0",)))
+    assert "learner 1.84 GiB, versions of the weights 3.68" in only(check_memory, "ok", *options).what
 
 
 def test_a_limit_of_locked_memory_is_unsure_with_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
