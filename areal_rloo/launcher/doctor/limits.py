@@ -11,10 +11,11 @@ import psutil
 
 from areal_rloo.config import Config
 from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
-from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong, wrong_or_unsure
+from areal_rloo.errors import UserError
+from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.disk import weight_bytes
 from areal_rloo.launcher.doctor.inputs import policy_parameters
-from areal_rloo.launcher.fit import model_sizes
+from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.hosts import num_cores, this_host
 from areal_rloo.learner.memory import estimate
 
@@ -102,6 +103,18 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
     else:
         fix = "take a larger host or a smaller model, raise learner.num_ranks over more hosts, or see docs/learner.md"
         yield wrong_or_unsure("memory", what, fix, is_wrong=needed > total)
+
+
+def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
+    """Compare the estimate of the learner, and of an engine beside the learner, with the memory of the GPUs."""
+    host = this_host(situation.config.launcher)
+    if not host.gpu_ids:
+        return
+    model = model_sizes(situation.config, situation.environment)
+    try:
+        yield ok("gpu memory", memory_words(resolved(situation.config, [host], model), [host], model))
+    except UserError as error:
+        yield refused("gpu memory", error, fix="take GPUs with more memory")
 
 
 def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:

@@ -17,11 +17,13 @@ from areal_rloo import container_limits
 from areal_rloo.container_limits import cgroup_value, cpu_quota
 from areal_rloo.launcher.doctor.limits import (
     check_cores,
+    check_gpu_memory,
     check_limits,
     check_memory,
     check_process_limit,
     check_processes,
 )
+from areal_rloo.launcher.placement import Host
 
 
 def _limited(limits: str) -> dict[str, dict[str, str]]:
@@ -134,3 +136,15 @@ def test_a_limit_of_locked_memory_is_unsure_with_infiniband(tmp_path: Path, monk
 def test_more_threads_than_cores_are_unsure() -> None:
     many = f"rollout.num_threads={10 * (os.cpu_count() or 1)}"
     assert only(check_cores, "unsure", many).name == "threads"
+
+
+def test_a_learner_too_large_for_the_gpu_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "learner.gradient_checkpointing=true")
+    assert found(check_gpu_memory, *options) == [], "no GPU here"
+    hosts = {size: Host("n", "127.0.0.1", 8, ("0",), 2**38, size * 10**9) for size in (24, 80)}
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: hosts[80])
+    assert "learner: a rank needs about" in only(check_gpu_memory, "ok", *options).what
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: hosts[24])
+    wrong = only(check_gpu_memory, "wrong", *options)
+    assert "and a GPU has 22.4" in wrong.what
+    assert wrong.fix.startswith("set learner.offload=")
