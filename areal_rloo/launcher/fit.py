@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from areal_rloo.config import Config
+from areal_rloo.config import Config, validate
 from areal_rloo.config.section import argument_name
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError
@@ -63,7 +63,9 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             f"rollout.share_devices: expected false on {len(hosts)} hosts, got true; weights reach a shared GPU by "
             "memory of the host; set it to false, or launcher.num_hosts=1"
         )
-    found = with_counts(_with_rollout(config, share_devices=shared), hosts)
+    decided = _with_rollout(config, share_devices=shared)
+    validate(decided)
+    found = with_counts(decided, hosts)
     grows = on_gpu and not shared and not config.learner.num_ranks
     most = sum(len(host.gpu_ids) for host in hosts) - config.rollout.tensor_parallel if grows else 0
     while True:
@@ -77,7 +79,7 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             break
         num_ranks = found.learner.num_ranks + config.learner.num_replicas
         if num_ranks <= most:
-            found = with_counts(_with(config, num_ranks=num_ranks), hosts)
+            found = with_counts(_with(decided, num_ranks=num_ranks), hosts)
         elif _needed(fitted, model) - OVERHEAD_BYTES <= room:  # it may just fit: the estimate is not exact
             break
         else:

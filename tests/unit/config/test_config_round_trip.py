@@ -28,7 +28,7 @@ RELATED = {
         "count_masked",
     ),
     *("estimator", "correction", "placement", "train", "eval", "episode"),
-    *("tensor_parallel", "urls", "api_key_env", "cache_tokens"),
+    *("tensor_parallel", "share_devices", "urls", "api_key_env", "cache_tokens"),
     *("time_limit", "warn_before_s", "drain_timeout_s", "runtime", "image", "mounts"),
     *(
         "name",

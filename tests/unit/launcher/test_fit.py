@@ -170,6 +170,8 @@ def test_gpus_that_cannot_be_shared_are_refused() -> None:
     for other in ("rollout.tensor_parallel=2", "weights.transport=collective"):
         with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected false with"):
             _config("rollout.share_devices=true", other)
+    with pytest.raises(ConfigError, match=r"set weights\.transport=shared_memory"):
+        resolved(_config("weights.transport=collective"), _hosts(1, 80), SMALL)
     config = resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
     with pytest.raises(PreflightError, match="the plan needs 3 GPUs"):
         place(config, _hosts(1, 80))
