@@ -256,3 +256,12 @@ def test_the_table_of_adapters_equals_the_result_file() -> None:
     assert _table("Adapters and rounding", ALGORITHMS) == expected
     ratio = f"{result['speed_apart_over_merged']['median']:.2f}"
     assert f"at {ratio} of the speed of merged weights" in " ".join(LEARNER.split())
+
+
+def test_the_estimate_of_the_learners_memory_is_near_the_measured_peaks() -> None:
+    ratios = {row["case"]: row["estimated_over_measured"] for row in _result("learner_memory.json")["cases"]}
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values())
+    words = (
+        f"is {ratios['plain']:.2f} of the measured peak of a train step of a 0.5B model, and {ratios['lora']:.2f} with"
+    )
+    assert words in " ".join(LEARNER.split())

@@ -1,0 +1,164 @@
+"""Compare the estimate of a learner's memory with the measured peak of a train step.
+
+    python benchmarks/learner_memory.py [--cases plain lora] [--output benchmarks/results/learner_memory.json]
+
+Random models with the shapes of Qwen2.5-0.5B and 1.5B, on a CPU, each case in a process of its own: two train steps on
+two full rows, then the peak of the second. The gradients of the first row are there while the second row is computed.
+The level before the model is built (Python and torch) does not count. Here the allocator returns freed memory at once,
+so the peak is that of the tensors alive. With the defaults of glibc, the peak of a process is up to a fifth higher; a
+GPU keeps blocks, too (`OVERHEAD_BYTES` in the plan of a run). A case takes minutes, the last one a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hardware
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal_rloo.config import load_config
+from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.memory import estimate
+from areal_rloo.learner.team import Team
+from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.models.sizes import SHIPPED
+from areal_rloo.trajectory import Completion, Group, Trajectory
+
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, tokens of a row, options
+    "plain": ("0.5B", 2048, ()),
+    "checkpointing": ("0.5B", 4096, ("learner.gradient_checkpointing=true",)),
+    "lora": ("0.5B", 2048, ("learner.lora={}",)),
+    "reference": ("0.5B", 1024, ("algorithm.kl.coefficient=0.1",)),
+    "sequence loss": ("0.5B", 1024, ("algorithm.loss.ratio_level=sequence_mean",)),
+    "bfloat16": ("0.5B", 2048, ("model.dtype=bfloat16",)),
+    "bfloat16 states": ("0.5B", 1024, ("learner.optimizer.state_dtype=bfloat16",)),
+    "1.5B, lora": ("1.5B", 1024, ("learner.lora={}", "model.dtype=bfloat16", "learner.gradient_checkpointing=true")),
+}
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # glibc returns freed tensors at once
+MODELS = {name: SHIPPED[f"Qwen/Qwen2.5-{name}-Instruct"] for name in ("0.5B", "1.5B")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.case:
+        print(json.dumps(_measure(arguments.case, Path(arguments.folder))))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.cases:
+            command = [
+                sys.executable,
+                __file__,
+                f"--case={name}",
+                f"--folder={folder}",
+                f"--threads={arguments.threads}",
+            ]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | EXACT)
+            row = json.loads(done.stdout.splitlines()[-1])
+            rows.append(row)
+            print(row, flush=True)
+            hardware.write(arguments.output, {"cases": rows})
+
+
+def _measure(case: str, folder: Path) -> dict[str, Any]:
+    model, num_tokens, options = CASES[case]
+    path = _model_folder(folder / model, model)
+    gc.collect()
+    before = _status_bytes("VmRSS")
+    config = load_config(
+        "quickstart.yaml", [f"learner.microbatch_tokens={num_tokens}", "learner.num_minibatches=1", *options]
+    )
+    train_step = TrainStep(Team(build_rank(config, model_path=str(path), device=torch.device("cpu"))), config)
+    for version in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
+        groups = [_group(group_id, num_tokens, MODELS[model].vocab_size) for group_id in range(2)]
+        train_step.step(groups, policy_version=version)
+    peak = _status_bytes("VmHWM") - before
+    own = train_step.team.own.policy
+    expected = sum(
+        estimate(
+            MODELS[model],
+            config,
+            num_parameters=sum(parameter.numel() for parameter in own.parameters()),
+            num_trained=sum(parameter.numel() for parameter in own.parameters() if parameter.requires_grad),
+        ).values()
+    )
+    return {
+        "case": case,
+        "model": model,
+        "row_tokens": num_tokens,
+        "options": list(options),
+        "measured_bytes": peak,
+        "estimated_bytes": round(expected),
+        "estimated_over_measured": round(expected / peak, 3),
+    }
+
+
+def _model_folder(folder: Path, name: str) -> Path:
+    """Save a random model of this shape, in bfloat16: half the size on the disk."""
+    if folder.exists():
+        return folder
+    sizes = MODELS[name]
+    config = Qwen2Config.from_dict(
+        {
+            "vocab_size": sizes.vocab_size,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "tie_word_embeddings": sizes.tied,
+            "max_position_embeddings": 8192,
+        }
+    )
+    with torch.device("meta"):
+        model: Any = Qwen2ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _group(group_id: int, num_tokens: int, vocab_size: int) -> Group:
+    """Make a group of two samples that fill a row: a prompt of 8 tokens, and a completion."""
+    random = np.random.default_rng(0)
+    trajectories = []
+    for index in range(2):
+        num = num_tokens // 2 - 7  # the last token of a sample is not an input
+        completion = Completion(
+            random.integers(2, vocab_size, num).astype(np.int32),
+            np.full(num, -12.0, np.float32),
+            np.zeros(num, np.int32),
+            "stop",
+        )
+        prompt = random.integers(2, vocab_size, 8).astype(np.int32)
+        trajectories.append(Trajectory(group_id, index, prompt, completion, float(index)))
+    return Group(group_id, 2, tuple(trajectories))
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
