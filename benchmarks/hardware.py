@@ -32,3 +32,9 @@ def write(output: str | None, result: dict[str, Any]) -> None:
 def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
+
+
+def status_bytes(key: str) -> int:
+    """Return a size of this process from /proc: VmRSS is now, VmHWM the peak. getrusage would include the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024

@@ -81,7 +81,7 @@ def _measure(case: str, folder: Path) -> dict[str, Any]:
     model, num_tokens, options = CASES[case]
     path = _model_folder(folder / model, model)
     gc.collect()
-    before = _status_bytes("VmRSS")
+    before = hardware.status_bytes("VmRSS")
     config = load_config(
         "quickstart.yaml", [f"learner.microbatch_tokens={num_tokens}", "learner.num_minibatches=1", *options]
     )
@@ -90,7 +90,7 @@ def _measure(case: str, folder: Path) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
         groups = [_group(group_id, num_tokens, MODELS[model].vocab_size) for group_id in range(2)]
         train_step.step(groups, policy_version=version)
-    peak = _status_bytes("VmHWM") - before
+    peak = hardware.status_bytes("VmHWM") - before
     own = train_step.team.own.policy
     expected = sum(
         estimate(
@@ -153,11 +153,6 @@ def _group(group_id: int, num_tokens: int, vocab_size: int) -> Group:
         prompt = random.integers(2, vocab_size, 8).astype(np.int32)
         trajectories.append(Trajectory(group_id, index, prompt, completion, float(index)))
     return Group(group_id, 2, tuple(trajectories))
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 if __name__ == "__main__":

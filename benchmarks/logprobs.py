@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import hardware
 import torch
@@ -123,14 +122,9 @@ def _peak_bytes(loss: Loss, arguments: argparse.Namespace) -> int:
         torch.cuda.reset_peak_memory_stats()
         _run(loss, *inputs)
         return torch.cuda.max_memory_allocated() - before
-    before = _status_bytes("VmRSS")
+    before = hardware.status_bytes("VmRSS")
     _run(loss, *inputs)
-    return _status_bytes("VmHWM") - before  # getrusage would include the parent's peak
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+    return hardware.status_bytes("VmHWM") - before
 
 
 if __name__ == "__main__":

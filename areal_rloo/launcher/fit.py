@@ -19,7 +19,7 @@ from areal_rloo.config.section import argument_name
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError
 from areal_rloo.files import read_regular
-from areal_rloo.launcher.placement import Host, ranks_on_gpus, shares_gpus, with_counts
+from areal_rloo.launcher.placement import Host, gpus_each, shares_gpus, with_counts
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words, number_bytes
 from areal_rloo.models.folder import cached_folder
 from areal_rloo.models.sizes import SHIPPED, Sizes
@@ -57,7 +57,7 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
         ConfigError: the numbers do not fit the rest of the config.
         PreflightError: a rank of the learner does not fit into a GPU.
     """
-    shared, on_gpu = shares_gpus(config, hosts), ranks_on_gpus(config, hosts)
+    shared, on_gpu = shares_gpus(config, hosts), gpus_each(config, hosts)[0] > 0
     if shared and len(hosts) > 1:
         raise PreflightError(
             f"rollout.share_devices: expected false on {len(hosts)} hosts, got true; weights reach a shared GPU by "
@@ -133,7 +133,7 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
     if model is None:
         return "learner: the model is not here yet, so its memory is unknown"
     parts = estimate(model, config)
-    num_bytes, on_gpu = sum(parts.values()), ranks_on_gpus(config, hosts)
+    num_bytes, on_gpu = sum(parts.values()), gpus_each(config, hosts)[0] > 0
     there = _device_bytes(config, hosts, on_gpu=True) if on_gpu else 0
     words = f"learner: a rank needs about {(num_bytes + on_gpu * OVERHEAD_BYTES) / GIB:.1f} GiB ({in_words(parts)})"
     engine = "; its engine shares this GPU" if config.rollout.share_devices is True else ""

@@ -81,7 +81,7 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
     if num_ranks and num_workers:
         return config
     num_gpus = sum(len(host.gpu_ids) for host in hosts)
-    rank_gpus, worker_gpus = _gpus_each(config, hosts)
+    rank_gpus, worker_gpus = gpus_each(config, hosts)
     shared = shares_gpus(config, hosts)
     if not num_ranks:
         replicas = config.learner.num_replicas
@@ -115,7 +115,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
     Raises:
         PreflightError: the hosts have too few GPUs; the message says how many are missing.
     """
-    rank_gpus, worker_gpus = _gpus_each(config, hosts)
+    rank_gpus, worker_gpus = gpus_each(config, hosts)
     free = {host.name: host.gpu_ids for host in hosts}
     places: list[tuple[Host, tuple[str, ...]]] = []
 
@@ -191,7 +191,7 @@ def _left_by_learner(hosts: Sequence[Host], num_taken: int) -> list[int]:
     return left
 
 
-def _gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
+def gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
     """Count the GPUs of each learner rank and of each worker; a worker of an external server needs none."""
     there = any(host.gpu_ids for host in hosts)
 
@@ -204,15 +204,10 @@ def _gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
 
 def shares_gpus(config: Config, hosts: Sequence[Host]) -> bool:
     """Return True if each worker runs on the GPU of a learner rank."""
-    asked, (rank_gpus, worker_gpus) = config.rollout.share_devices, _gpus_each(config, hosts)
+    asked, (rank_gpus, worker_gpus) = config.rollout.share_devices, gpus_each(config, hosts)
     if asked == "auto":
         asked = sum(len(host.gpu_ids) for host in hosts) == 1
     return asked and rank_gpus == worker_gpus == 1
-
-
-def ranks_on_gpus(config: Config, hosts: Sequence[Host]) -> bool:
-    """Return True if each rank of the learner has a GPU."""
-    return _gpus_each(config, hosts)[0] > 0
 
 
 def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> str:

@@ -7,7 +7,7 @@ Hugging Face name; all are checked before the first is copied.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -19,28 +19,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_rloo.config import LoraConfig
 from areal_rloo.errors import DecodeError, EngineError, ModelError
-from areal_rloo.models.attention import head_dim
 from areal_rloo.models.files import reading_model
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy, check_weights, weight_files
+from areal_rloo.models.sizes import Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The shapes and switches of a checkpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture(Sizes):
+    """The sizes and switches of a checkpoint."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied: bool
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, path: Path) -> Architecture:
@@ -50,22 +42,17 @@ class Architecture:
             raise ModelError(
                 f"{path}: activation {config.hidden_act!r} is not served, expected 'silu'; use rollout.engine=sglang"
             )
-        heads = config.num_attention_heads
+        sizes = Sizes.of(config.to_dict())
+        if sizes is None:
+            raise ModelError(f"{path}: config.json lacks a size, such as hidden_size; download the model again")
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=config.num_key_value_heads or heads,
-            head_dim=head_dim(config),
+            **asdict(sizes),
             norm_eps=config.rms_norm_eps,
             qkv_bias=config.model_type == "qwen2" or attention_bias,
             output_bias=config.model_type != "qwen2" and attention_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=config.model_type == "qwen3",
-            tied=bool(config.tie_word_embeddings),
         )
 
 

@@ -18,6 +18,8 @@ from areal_rloo.config import Config
 from areal_rloo.files import lock_file, memory_folder
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import policy_parameters
+from areal_rloo.learner.memory import number_bytes
+from areal_rloo.models.sizes import Sizes
 
 _KEY = "run.folder"
 _LEAST_INODES = 1000
@@ -89,19 +91,7 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
     """Estimate the size of a checkpoint: float32 weights, two moments per trained weight, and the served model."""
     learner = config.learner
     moments = 0 if learner.lora is not None else 2 * (2 if learner.optimizer.state_dtype == "bfloat16" else 4)
-    return parameters * (4 + moments + weight_bytes(config))
-
-
-def tiny_parameters(config: Config) -> int:
-    """Count the weights of the tiny model, but for its norms and biases: attention, layers, and 258 tokens."""
-    tiny = config.model.tiny
-    keys_and_values = 2 * tiny.num_kv_heads * (tiny.hidden_size // tiny.num_heads)
-    return tiny.hidden_size * (258 + tiny.num_layers * (11 * tiny.hidden_size + keys_and_values))
-
-
-def weight_bytes(config: Config) -> int:
-    """Give the bytes of a parameter in a broadcast and in an engine."""
-    return 2 if config.model.dtype == "bfloat16" else 4
+    return parameters * (4 + moments + number_bytes(config))
 
 
 def check_clock(situation: Situation) -> Iterator[Finding]:
@@ -147,7 +137,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         what += f", and {len(left)} folders of other runs"
         fix += "; the next start removes the folders of dead runs"
     parameters = policy_parameters(situation)
-    tiny = tiny_parameters(config) * weight_bytes(config) if config.model.path == "tiny" else 0
+    tiny = Sizes.of_tiny(config.model.tiny).num_parameters * number_bytes(config) if config.model.path == "tiny" else 0
     if usage.free < 2 * tiny:
         yield wrong("shared memory", f"{what}; two versions of the weights take {size(2 * tiny)}", fix)
         return
@@ -155,7 +145,7 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         enough = usage.free >= _LEAST_SHARED_BYTES
         yield ok("shared memory", what) if enough else unsure("shared memory", what, fix)
         return
-    one = parameters * weight_bytes(config)
+    one = parameters * number_bytes(config)
     if usage.free < 2 * one:
         yield wrong("shared memory", f"{what}; two versions of the weights take {size(2 * one)}", fix)
     elif usage.free < _NUM_SEGMENTS * one:

@@ -13,11 +13,11 @@ from areal_rloo.config import Config
 from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, size, unsure, wrong, wrong_or_unsure
-from areal_rloo.launcher.doctor.disk import weight_bytes
 from areal_rloo.launcher.doctor.inputs import policy_parameters
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.hosts import num_cores, this_host
-from areal_rloo.learner.memory import estimate
+from areal_rloo.launcher.placement import gpus_each
+from areal_rloo.learner.memory import estimate, number_bytes
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
@@ -124,20 +124,16 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
     a GPU, the weights pass through the memory of the host.
     """
     config, sizes = situation.config, model_sizes(situation.config, situation.environment)
-    learner, rollout, one = config.learner, config.rollout, weight_bytes(config) * parameters
-    has_gpus = bool(this_host(config.launcher).gpu_ids)
-
-    def on_cpu(device: str) -> bool:
-        return device == "cpu" or (device == "auto" and not has_gpus)
-
+    learner, rollout, one = config.learner, config.rollout, number_bytes(config) * parameters
+    rank_gpus, worker_gpus = gpus_each(config, [this_host(config.launcher)])
     parts = {"learner": 4 * parameters}
-    if on_cpu(learner.device) and sizes is not None:
+    if not rank_gpus and sizes is not None:
         alone = msgspec.structs.replace(learner, num_ranks=1, num_replicas=1)
         parts["learner"] = int(sum(estimate(sizes, msgspec.structs.replace(config, learner=alone)).values()))
-    elif on_cpu(learner.device):
+    elif not rank_gpus:
         moments = 0 if learner.lora is not None else 4 if learner.optimizer.state_dtype == "bfloat16" else 8
         parts["learner"] = (8 + moments) * parameters
-    if on_cpu(rollout.device) and not rollout.server_urls:
+    if not worker_gpus and not rollout.server_urls:
         copies = 2 if rollout.engine == "embedded" and config.data.eval is not None else 1  # a copy to evaluate
         parts["engines"] = max(1, rollout.num_workers) * copies * one
     if config.weights_transport(same_host=True) == "shared_memory":
