@@ -160,6 +160,11 @@ class Config(Section, frozen=True):
         return self.learner.groups_per_step * self.algorithm.group_size
 
     @property
+    def trajectory_tokens(self) -> int:
+        """Longest prompt plus longest completion in training: a row must hold them."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+
+    @property
     def context_tokens(self) -> int:
         """Longest prompt plus longest completion, evaluation included."""
         return self.data.max_prompt_tokens + max(self.rollout.sampling.max_new_tokens, self.eval_max_new_tokens)
@@ -248,7 +253,7 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="
             f"{config.algorithm.kl.coefficient}, got null; set model.reference.path=initial, or the coefficient to 0"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.trajectory_tokens
     if 0 < config.learner.microbatch_tokens < longest:
         yield (
             f"learner.microbatch_tokens: expected at least data.max_prompt_tokens + rollout.sampling.max_new_tokens "

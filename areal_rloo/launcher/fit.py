@@ -157,7 +157,7 @@ def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: int) 
 def _choices(config: Config) -> list[Config]:
     """List the choices of `auto`, the fastest first: long rows, then without checkpointing."""
     learner = config.learner
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.trajectory_tokens
     rows = [row for row in (_MOST_ROW >> step for step in range(16)) if row > longest] + [longest]
     if learner.microbatch_tokens:
         rows = [learner.microbatch_tokens]
@@ -170,7 +170,7 @@ def _choices(config: Config) -> list[Config]:
 def _unknown(config: Config) -> Config:
     """Choose without knowing the memory: most GPUs can hold this."""
     learner = config.learner
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.trajectory_tokens
     again = learner.gradient_checkpointing
     return _with(
         config,
@@ -198,7 +198,7 @@ def _advice(config: Config, model: Sizes, device_bytes: int) -> str:
 
 def _remedies(config: Config) -> Iterator[tuple[str, Config]]:
     learner = config.learner
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.trajectory_tokens
     if not learner.gradient_checkpointing:
         yield "learner.gradient_checkpointing=true", _with(config, gradient_checkpointing=True)
     if (half := max(longest, learner.microbatch_tokens // 2)) < learner.microbatch_tokens:

@@ -38,7 +38,9 @@ def this_host(launcher: LauncherConfig) -> Host:
         PreflightError: the driver does not answer, or there are fewer GPUs than the config asks for.
     """
     memory_bytes = psutil.virtual_memory().total
-    found = Host(socket.gethostname(), "127.0.0.1", num_cores(), _gpu_ids(), memory_bytes, _gpu_bytes())
+    gpu_ids = _gpu_ids()
+    gpu_bytes = _gpu_bytes() if gpu_ids else 0  # hidden or absent GPUs: do not ask the driver, which may hang
+    found = Host(socket.gethostname(), "127.0.0.1", num_cores(), gpu_ids, memory_bytes, gpu_bytes)
     return capped(found, launcher)
 
 
