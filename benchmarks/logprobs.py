@@ -23,6 +23,7 @@ import hardware
 import torch
 from torch import Tensor
 
+from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
 
 TEMPERATURE = 0.9
@@ -81,14 +82,14 @@ def _whole(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Te
 
 
 def _recomputed(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    return (weights * chosen_logprobs(hidden, head.to(hidden.dtype), targets, TEMPERATURE).logprobs).sum()
+    return (weights * chosen_logprobs(hidden, head.to(hidden.dtype), targets, LogitForm(TEMPERATURE)).logprobs).sum()
 
 
 def _at_once(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     def token_loss(given: TokenLogprobs, part: slice) -> Tensor:
         return (weights[part] * given.logprobs).sum()
 
-    return loss_of_tokens(hidden, head, targets, TEMPERATURE, token_loss)[0]
+    return loss_of_tokens(hidden, head, targets, LogitForm(TEMPERATURE), token_loss)[0]
 
 
 SYSTEMS: dict[str, Loss] = {"whole": _whole, "recomputed": _recomputed, "at_once": _at_once}

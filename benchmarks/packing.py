@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.learner.packing import Row, pack
+from areal_rloo.models.head import LogitForm
 from areal_rloo.models.loading import PACKED_ATTENTION
 from areal_rloo.models.policy import Policy, TokenLogprobs, loss_of_tokens
 from areal_rloo.trajectory import Completion, Trajectory
@@ -131,7 +132,7 @@ def _padded(model: PreTrainedModel, batches: list[list[Trajectory]], device: str
             hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         real = mask.bool()
         head = model.get_output_embeddings().weight
-        loss_of_tokens(hidden[real].to(dtype), head, targets[real], 1.0, _loss)[0].backward()
+        loss_of_tokens(hidden[real].to(dtype), head, targets[real], LogitForm(), _loss)[0].backward()
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,8 +14,9 @@ from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.models.equality import check_equality
 from areal_rloo.models.files import computation_dtype
-from areal_rloo.models.loading import Reference, empty_policy, fill_buffers, load_policy
+from areal_rloo.models.loading import Reference, decoder_layers, empty_policy, load_policy
 from areal_rloo.models.policy import Policy
 
 
@@ -48,6 +51,8 @@ def _policy(
 ) -> Policy:
     """Load a policy; in shards, rank 0 loads the whole weights and spreads them over empty models."""
     dtype = computation_dtype(config.model)
+    if ranks.rank == 0:
+        check_equality(path, context_tokens=config.context_tokens)
     whole = load_policy(path, device=device if sharding is None else torch.device("cpu")) if ranks.rank == 0 else None
     causal = whole if whole is not None and sharding is None else empty_policy(path)
     reference, lora = config.model.reference, config.learner.lora
@@ -61,11 +66,10 @@ def _policy(
     if sharding is not None:
         values: dict[str, Tensor] = {}
         if whole is not None:
-            values = dict(whole.named_parameters(prefix="causal"))
+            values = dict(chain(whole.named_parameters(prefix="causal"), whole.named_buffers(prefix="causal")))
             causal.generation_config = whole.generation_config  # an empty model has only its config
         shard(policy, sharding, dtype=dtype)
         policy.to_empty(device="cpu" if sharding.offload else device)
-        fill_buffers(causal, device)
         fill_shards(policy, values, sharding)
     return policy
 
@@ -83,7 +87,7 @@ def _prepare(causal: PreTrainedModel, config: Config, device: torch.device) -> N
         enable({"use_reentrant": False})
         causal.train()  # transformers checks this flag; dropout stays off
     if learner.compile:
-        for layer in causal.base_model.layers:  # type: ignore[union-attr]
+        for layer in decoder_layers(causal):
             layer.compile(dynamic=True)
 
 

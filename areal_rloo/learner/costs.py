@@ -39,7 +39,8 @@ def train_flops(
     `lengths` and `num_targets` are, of each sequence, the tokens and the places that reach the head. `frozen`: the
     weights have no gradient, as with adapters (products of adapters are not counted).
     """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads  # a family without groups may lack the option
     projections = config.hidden_size * head_dim(config) * (2 * heads + 2 * kv_heads)
     layer = projections + 3 * config.hidden_size * config.intermediate_size
     scores = sum(length * (length + 1) // 2 for length in lengths)  # a token attends to itself and all tokens before

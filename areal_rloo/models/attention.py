@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areal_rloo.models.capped_attention import capped_attention, visible_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -98,46 +100,68 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed: PackedLayout,
-    scaling: float,
+    scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **model_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence of a packed row; transformers calls this signature.
 
     `q` is [1, num_heads, num_tokens, head_dim], `k` and `v` are likewise with num_kv_heads. The mask is None, and the
-    dropout 0: the logprobs of a policy must be a function of the weights. Returns [1, num_tokens, num_heads, head_dim],
-    and None for the attention weights.
+    dropout 0: the logprobs of a policy must be a function of the weights. With a `sliding_window`, a token attends to
+    itself and the tokens before, so many in all; a `softcap` c makes a score s c tanh(s / c). Returns [1, num_tokens,
+    num_heads, head_dim], and None for the attention weights.
     """
     # A branch instead of an expression: under torch.compile an expression becomes a symbol, which SDPA rejects here.
     grouped = False
-    if getattr(module, "num_key_value_groups", 1) != 1:
+    if q.shape[1] != k.shape[1]:
         grouped = True
     assert attention_mask is None and dropout == 0.0, "packed attention takes no mask and no dropout"
+    window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
+    scores = _Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, grouped)
     q, k, v = (rows[0].transpose(0, 1) for rows in (q, k, v))
-    if q.is_cuda and v.dtype != torch.float32:
-        return _flash(q.to(v.dtype), k.to(v.dtype), v, packed, scaling, grouped=grouped)[None], None
-    parts = [_padded(q, k, v, block, scaling, grouped=grouped) for block in packed.blocks]
+    if q.is_cuda and v.dtype != torch.float32 and softcap is None:
+        return _flash(q.to(v.dtype), k.to(v.dtype), v, packed, scores)[None], None
+    parts = [_padded(q, k, v, block, scores) for block in packed.blocks]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.index_select(0, packed.to_packed)[None], None
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float, *, grouped: bool) -> Tensor:
+class _Scores(NamedTuple):
+    """How a layer scores pairs of tokens."""
+
+    scale: float
+    window: int | None  # None also if every token sees its whole sequence
+    softcap: float | None
+    grouped: bool  # several query heads share keys and values
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scores: _Scores) -> Tensor:
     """Attend in a padded block: [num_sequences * longest, num_heads, head_dim] from tensors by token."""
 
     def laid(by_token: Tensor) -> Tensor:
         rows = by_token.index_select(0, block.to_padded)
         return rows.view(block.num_sequences, block.longest, *rows.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(laid(q), laid(k), laid(v), is_causal=True, scale=scaling, enable_gqa=grouped)
+    q, k, v = laid(q), laid(k), laid(v)
+    if scores.softcap is not None:
+        out = capped_attention(q, k, v, scale=scores.scale, window=scores.window, cap=scores.softcap)
+    else:
+        visible = None if scores.window is None else visible_keys(range(block.longest), scores.window, q.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, visible, is_causal=visible is None, scale=scores.scale, enable_gqa=scores.grouped
+        )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float, *, grouped: bool) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scores: _Scores) -> Tensor:
     """Attend with flash attention: [num_tokens, num_heads, head_dim] from tensors by token."""
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    before = -1 if scores.window is None else scores.window - 1
+    options: dict[str, Any] = {"scale": scores.scale, "window_size": (before, 0)}
     if _VARLEN_KNOWS_GQA:
-        options["enable_gqa"] = grouped
-    elif grouped:
+        options["enable_gqa"] = scores.grouped
+    elif scores.grouped:
         k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
     bounds = (packed.starts, packed.starts, packed.longest, packed.longest)
     out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, **options)

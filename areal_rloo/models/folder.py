@@ -21,7 +21,38 @@ from areal_rloo.files import open_regular, read_regular
 
 ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
 
-_FAMILIES = ("qwen2", "qwen3", "llama")  # tests/unit compare our logits with those of transformers
+TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with transformers
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "ministral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "glm",
+    "glm4",
+    "cohere2",
+    "starcoder2",
+    "arcee",
+    "cohere",
+    "ernie4_5",
+    "exaone4",
+    "gpt_neox",
+    "helium",
+    "hunyuan_v1_dense",
+    "internlm3",
+    "nanochat",
+    "olmo",
+    "phi",
+    "seed_oss",
+    "vaultgemma",
+)
 _ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
@@ -52,8 +83,10 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
     return folder
 
 
-def check_trainable(key: str, folder: Path) -> None:
-    """Check family and heads of a policy by its config.json, before any process loads it.
+def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
+    """Check family, positions and heads of a policy by its config.json, before any process loads it.
+
+    `context_tokens`: of the longest sequence of the run.
 
     Raises:
         ModelError: the policy cannot be trained, or config.json cannot be read.
@@ -64,9 +97,10 @@ def check_trainable(key: str, folder: Path) -> None:
         raise ModelError(
             f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
         ) from error
-    check_policy(key, str(folder), config)
+    check_policy(key, str(folder), config, context_tokens=context_tokens)
     size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    if head_dim is None and config["model_type"] != "qwen3" and isinstance(size, int) and isinstance(num_heads, int):
+    derived = head_dim is None and config["model_type"] in ("qwen2", "llama", "mistral")  # others have a default
+    if derived and isinstance(size, int) and isinstance(num_heads, int):
         head_dim = size // num_heads if num_heads > 0 else 0
     if isinstance(head_dim, int) and (head_dim < 2 or head_dim % 2):
         raise ModelError(
@@ -75,40 +109,42 @@ def check_trainable(key: str, folder: Path) -> None:
         )
 
 
-def check_policy(key: str, path: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if the logprobs of a model with this config.json would be wrong."""
+def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_tokens: int) -> None:
+    """Raise ModelError if the logprobs of a model with this config.json would be wrong; as `check_trainable`."""
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if family not in TRAINED_FAMILIES:
         raise ModelError(
-            f"{key}: {path} is a {shown(family)} model; expected one of {', '.join(_FAMILIES)}, whose logprobs depend "
-            "only on hidden states and head, without soft caps, scales or windows"
+            f"{key}: {path} is a {shown(family)} model; the learner trains dense decoder-only models of text: "
+            f"{', '.join(TRAINED_FAMILIES)}; take such a model"
         )
-    if family != "llama" and _has_windows(config):
-        raise ModelError(
-            f"{key}: {path} has sliding-window attention (use_sliding_window or layer_types in config.json); expected "
-            "full attention in every layer: a packed row has no window; take another model"
-        )
-    rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers reads the same of two
-    kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
-    if isinstance(rotary, dict) and any(isinstance(value, dict) for value in rotary.values()):
-        kind = rotary  # by type of layer
-    if kind not in _ROTARY:
-        raise ModelError(
-            f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
-            f"config.json); expected {', '.join(_ROTARY)}: with the others, a token's logprob depends on the length of "
-            "the row; take another model"
-        )
+    for rotary in rotary_options(config):
+        kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
+        longest = config.get("original_max_position_embeddings")
+        if isinstance(rotary, dict) and kind == "longrope":
+            longest = rotary.get("original_max_position_embeddings", longest)
+            if isinstance(longest, int) and context_tokens <= longest:
+                continue  # as long as no sequence of a row is longer, all have the same angles
+            raise ModelError(
+                f"{key}: {path} has rotary positions of type longrope with other angles beyond "
+                f"{shown(longest)} tokens; expected sequences of at most as many, got up to {context_tokens} "
+                "(data.max_prompt_tokens and rollout.sampling.max_new_tokens); shorten them, or take another model"
+            )
+        if kind not in _ROTARY:
+            raise ModelError(
+                f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
+                f"config.json); expected {', '.join(_ROTARY)}: with the others, a token's logprob depends on the "
+                "length of the row; take another model"
+            )
 
 
-def _has_windows(config: Mapping[str, Any]) -> bool:
-    """Return True if a layer of a Qwen model attends to a window, by the rule and defaults of transformers."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return any(kind != "full_attention" for kind in kinds)
-    first, num_layers = config.get("max_window_layers", 28), config.get("num_hidden_layers", 32)
-    unlimited = config.get("sliding_window", 4096) is None
-    windowed = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
-    return bool(config.get("use_sliding_window")) and not unlimited and windowed
+def rotary_options(config: Mapping[str, Any]) -> list[Any]:
+    """Return the rotary options of a config.json, one for each type of layer that has its own; not checked.
+
+    transformers reads the same of two keys.
+    """
+    rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_layer = isinstance(rotary, dict) and bool(rotary) and all(isinstance(v, dict) for v in rotary.values())
+    return list(rotary.values()) if by_layer else [rotary]
 
 
 def check_weights(key: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import model_folder, reading_model
-from areal_rloo.models.folder import check_policy, check_weights
+from areal_rloo.models.folder import check_weights
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
@@ -27,7 +27,7 @@ _SAFE = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, and 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     """Load a causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
-    Raises ModelError if the folder is missing or unreadable, or the architecture is not supported.
+    Raises ModelError if the folder is missing or unreadable. `check_equality` tells whether the learner can train it.
     """
     transformers_logging.disable_progress_bar()
     folder = model_folder(path)
@@ -61,22 +61,27 @@ def empty_policy(path: str) -> PreTrainedModel:
     return _checked(path, build)
 
 
-def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give an empty model rotary frequencies, which are not weights; call after the weights have memory."""
-    inner: Any = model.base_model
-    inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """Return the decoder layers of a model: the list with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def _checked(path: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Make a model, refuse unsupported architectures, and switch dropout off in every mode."""
+    """Make a model, and switch dropout off in every mode."""
     with reading_model(path):
         model = make()
-    check_policy("model.path", path, model.config.to_dict())
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch's types do not know this attribute
+    switch_dropout_off(model)
     model.eval()
     return model
+
+
+def switch_dropout_off(model: torch.nn.Module) -> None:
+    """Set every probability of dropout to 0: with gradient checkpointing, transformers needs a model in train mode."""
+    for module in model.modules():
+        names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        for name in ["p"] if isinstance(module, torch.nn.Dropout) else names:
+            setattr(module, name, 0.0)
 
 
 class Reference:

@@ -3,13 +3,13 @@
 A policy is a single module with a single `forward`, so FSDP sees every use of the parameters. The logits of all tokens,
 [num_targets, vocabulary], are never in memory together. `chosen_logprobs` returns logprobs with a graph and recomputes
 each chunk in the backward pass: four matrix products of hidden states and head. `loss_of_tokens` differentiates a sum
-over tokens while each chunk of logits exists: three.
+over tokens while each chunk of logits exists: three. A `LogitForm` (`models/head.py`) gives the family's logits.
 
     hidden [num_targets, hidden_size] ─► logits of a chunk ─► logprobs, entropy ─► the chunk's loss and its derivative
                                               └──────► gradients of hidden and head, added up ◄──────┘
 
-The second form needs a loss in which no token depends on the logprobs of another token. With z = logits / temperature,
-p = softmax(z), H = -sum p log p, and g, e the derivatives of the loss by logprob and entropy of a token:
+The second form needs a loss in which no token depends on the logprobs of another token. With logits z, p = softmax(z),
+H = -sum p log p, and g, e the derivatives of the loss by logprob and entropy of a token:
 
     dloss / dz_j = g (1[j = target] - p_j) - e p_j (log p_j + H)
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from areal_rloo.models.attention import PackedLayout
-from areal_rloo.models.head import head_product
+from areal_rloo.models.head import LogitChunks, LogitForm, add_product, head_product, with_bias
 from areal_rloo.models.sizes import CHUNK_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]
@@ -53,7 +53,7 @@ class Policy(torch.nn.Module):
         """
         super().__init__()
         self.causal = causal
-        self._temperature = temperature
+        self._form = LogitForm.of(causal.config, temperature=temperature)
         self._dtype = dtype
 
     def forward(
@@ -80,10 +80,10 @@ class Policy(torch.nn.Module):
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16, enabled=low):
             hidden = last_hidden(self.causal, input_ids, layout).index_select(0, predicts)
         hidden = hidden.to(torch.bfloat16) if low else hidden
-        head = self.causal.get_output_embeddings().weight
+        hidden, head = with_bias(hidden, self.causal.get_output_embeddings())
         if token_loss is None:
-            return chosen_logprobs(hidden, head, targets, self._temperature, entropy=entropy)
-        loss, of_targets = loss_of_tokens(hidden, head, targets, self._temperature, token_loss, entropy=entropy)
+            return chosen_logprobs(hidden, head, targets, self._form, entropy=entropy)
+        loss, of_targets = loss_of_tokens(hidden, head, targets, self._form, token_loss, entropy=entropy)
         return loss, *of_targets
 
 
@@ -100,25 +100,25 @@ def last_hidden(causal: PreTrainedModel, input_ids: Tensor, layout: PackedLayout
 
 
 def chosen_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "none"
+    hidden: Tensor, head: Tensor, targets: Tensor, form: LogitForm, *, entropy: Entropy = "none"
 ) -> TokenLogprobs:
-    """Compute log softmax(hidden head^T / temperature) at `targets`, and the entropy of that softmax.
+    """Compute log softmax(z) at `targets`, and the entropy of that softmax; the form maps hidden head^T to z.
 
     `hidden` is [num_targets, hidden_size], `head` [vocabulary, hidden_size], `targets` [num_targets] int64.
     """
     chunk = max(1, CHUNK_LOGITS // head.shape[0])
     head = head.to(hidden.dtype)
     if len(targets) <= chunk:
-        return _chunk(hidden, head, targets, temperature, entropy)
+        return _chunk(hidden, head, targets, form, entropy)
     parts = [
-        checkpoint(_chunk, h, head, t, temperature, entropy, use_reentrant=False)
+        checkpoint(_chunk, h, head, t, form, entropy, use_reentrant=False)
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> TokenLogprobs:
-    logits = head_product(hidden, head) / temperature
+def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, form: LogitForm, entropy: Entropy) -> TokenLogprobs:
+    logits = form.logits(head_product(hidden, head))
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     if entropy == "none":
         return TokenLogprobs(logprobs, torch.zeros_like(logprobs))
@@ -131,19 +131,19 @@ def loss_of_tokens(
     hidden: Tensor,
     head: Tensor,
     targets: Tensor,
-    temperature: float,
+    form: LogitForm,
     token_loss: TokenLoss,
     *,
     entropy: Entropy = "none",
 ) -> tuple[Tensor, TokenLogprobs]:
-    """Sum token_loss(log softmax(hidden head^T / temperature) at `targets`) over chunks of tokens.
+    """Sum token_loss(log softmax(z) at `targets`) over chunks of tokens; the form maps hidden head^T to z.
 
     Takes the arguments of `chosen_logprobs`, and a `token_loss` that reads only tokens of the slice and is
     differentiated by logprobs, and by entropies if `entropy` is `gradient`. Returns the loss, a scalar with a gradient
     to `hidden` and `head` (once), and logprobs and entropies without gradient.
     """
     loss, logprobs, entropies = _LossOfTokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, temperature, token_loss, entropy, max(1, CHUNK_LOGITS // head.shape[0])
+        hidden, head, targets, form, token_loss, entropy, max(1, CHUNK_LOGITS // head.shape[0])
     )
     return loss, TokenLogprobs(logprobs, entropies)
 
@@ -155,13 +155,13 @@ class _LossOfTokens(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         targets: Tensor,
-        temperature: float,
+        form: LogitForm,
         token_loss: TokenLoss,
         entropy: Entropy,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = head.to(hidden.dtype)
-        chunks = _Chunks(hidden, num_rows=min(chunk, len(targets)), vocabulary=len(head))
+        chunks = LogitChunks(hidden, form, num_rows=min(chunk, len(targets)), vocabulary=len(head))
         logprobs = torch.empty(len(targets), dtype=chunks.wide, device=hidden.device)
         entropies = torch.zeros_like(logprobs)
         loss = logprobs.new_zeros(())
@@ -169,7 +169,7 @@ class _LossOfTokens(torch.autograd.Function):
         by_head = torch.empty_like(head, dtype=chunks.wide) if ctx.needs_input_grad[1] else None
         for start in range(0, len(targets), chunk):
             part = slice(start, min(start + chunk, len(targets)))
-            logits = chunks.logits(hidden[part], weights, temperature)
+            logits = chunks.logits(hidden[part], weights)
             logprobs[part] = chunks.logprobs(logits, targets[part])
             if entropy != "none":
                 entropies[part] = chunks.entropies(logits)
@@ -178,11 +178,11 @@ class _LossOfTokens(torch.autograd.Function):
             loss += part_loss
             if by_hidden is None and by_head is None:
                 continue
-            by_logits = chunks.by_logits(logits, targets[part], *(by / temperature for by in derivatives))
+            by_products = chunks.by_products(logits, targets[part], *derivatives)
             if by_hidden is not None:
-                torch.mm(by_logits, weights, out=by_hidden[part])
+                torch.mm(by_products, weights, out=by_hidden[part])
             if by_head is not None:
-                _add_product(by_head, by_logits.t(), hidden[part], first=start == 0)
+                add_product(by_head, by_products.t(), hidden[part], first=start == 0)
         ctx.gradients = by_hidden, by_head
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(logprobs, entropies)
@@ -200,52 +200,6 @@ class _LossOfTokens(torch.autograd.Function):
         )
 
 
-class _Chunks:
-    """Process a chunk of logits at a time in reused buffers: allocating fresh memory costs more than the arithmetic."""
-
-    def __init__(self, hidden: Tensor, *, num_rows: int, vocabulary: int) -> None:
-        self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._narrow = torch.empty(num_rows, vocabulary, dtype=hidden.dtype, device=hidden.device)
-        self._logits = self._narrow if hidden.dtype == self.wide else None
-        self._powers = torch.empty_like(self._narrow, dtype=self.wide)
-        self._total = self._normalizer = self._entropies = self._powers.new_empty(0)
-
-    def logits(self, hidden: Tensor, weights: Tensor, temperature: float) -> Tensor:
-        """Compute z, [len(hidden), vocabulary]."""
-        if self._logits is None:
-            logits = head_product(hidden, weights)
-        else:
-            logits = torch.mm(hidden, weights.t(), out=self._logits[: len(hidden)])
-        return logits if temperature == 1 else logits.div_(temperature)
-
-    def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute log p(target); keep powers and total, with p = powers / total."""
-        largest = logits.amax(-1, keepdim=True)
-        powers = torch.sub(logits, largest, out=self._powers[: len(logits)]).exp_()
-        self._total = powers.sum(-1)
-        self._normalizer = largest[:, 0] + self._total.log()
-        return logits.gather(1, targets[:, None])[:, 0] - self._normalizer
-
-    def entropies(self, logits: Tensor) -> Tensor:
-        """Compute H = normalizer - sum p z."""
-        self._entropies = self._normalizer - torch.linalg.vecdot(self._powers[: len(logits)], logits) / self._total
-        return self._entropies
-
-    def by_logits(
-        self, logits: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None = None
-    ) -> Tensor:
-        """Compute the derivative, [len(logits), vocabulary] in the dtype of hidden states; overwrites the logits."""
-        powers = self._powers[: len(logits)]
-        if by_entropy is None:
-            derivative = powers.mul_((-by_logprob / self._total)[:, None])
-        else:
-            spread = logits.sub_((self._normalizer - self._entropies)[:, None])  # log p + H
-            weight = spread.mul_(by_entropy[:, None]).add_(by_logprob[:, None])
-            derivative = powers.mul_(weight).mul_(-1 / self._total[:, None])
-        derivative.scatter_add_(1, targets[:, None], by_logprob[:, None])
-        return derivative if derivative.dtype == self._narrow.dtype else self._narrow[: len(logits)].copy_(derivative)
-
-
 def _differentiated(
     token_loss: TokenLoss, current: TokenLogprobs, part: slice, *, with_entropy: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -256,12 +210,3 @@ def _differentiated(
         loss = token_loss(TokenLogprobs(logprobs, entropies), part)
         inputs = [logprobs, entropies] if with_entropy else [logprobs]
         return loss.detach(), torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Do total += left @ right in the dtype of `total`; if `first`, overwrite the uninitialized `total`."""
-    if left.dtype == total.dtype:
-        torch.mm(left, right, out=total) if first else total.addmm_(left, right)
-    else:
-        product = torch.mm(left, right)
-        total.copy_(product) if first else total.add_(product)

@@ -214,7 +214,7 @@ def _try_model(content: bytes) -> None:
     with whole.damaged(content) as folder:
         readers: list[Callable[[], object]] = [
             lambda: check_model_folder("model.path", str(folder), else_expected="a folder", files="a model folder"),
-            lambda: check_trainable("model.path", folder),
+            lambda: check_trainable("model.path", folder, context_tokens=64),
             lambda: check_weights("model.path", folder),
             lambda: check_tokenizer("model.path", folder),
             lambda: num_parameters(folder),

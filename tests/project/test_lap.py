@@ -21,6 +21,7 @@ BESIDE = (
         "learner/costs.py",
         "learner/adapters.py",
         "models/head.py",
+        "models/capped_attention.py",
         "config/",
         "decoding.py",
     ),

@@ -37,7 +37,12 @@ class Architecture(Sizes):
     @classmethod
     def of_config(cls, config: PretrainedConfig, path: Path) -> Architecture:
         """Read a transformers config; raises ModelError if the engine does not support the model."""
-        check_policy("model.path", str(path), config.to_dict())
+        check_policy("model.path", str(path), config.to_dict(), context_tokens=2**31)
+        windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+        if config.model_type not in ("qwen2", "qwen3", "llama") or windows:
+            raise ModelError(
+                f"{path}: a {config.model_type} model or a window is not served; use rollout.engine=sglang"
+            )
         if config.hidden_act != "silu":
             raise ModelError(
                 f"{path}: activation {config.hidden_act!r} is not served, expected 'silu'; use rollout.engine=sglang"

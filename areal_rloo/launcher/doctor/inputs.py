@@ -84,7 +84,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             expected = "a model folder, a hub name (org/name), or tiny"
             folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
             if folder is not None:
-                check_trainable(key, folder)
+                check_trainable(key, folder, context_tokens=situation.config.context_tokens)
                 check_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
@@ -102,7 +102,7 @@ def check_hub_models(situation: Situation) -> Iterator[Finding]:
         download = f"run `hf download {path}` where the hub can be reached"
         if cached is not None:
             try:
-                check_trainable(key, cached)
+                check_trainable(key, cached, context_tokens=situation.config.context_tokens)
                 check_weights(key, cached)
                 yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
                 continue

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from areal_rloo.learner.parallel.ranks import Ranks
+from areal_rloo.models.loading import decoder_layers
 from areal_rloo.models.policy import Policy
 from areal_rloo.weights.manifest import Manifest, TensorSpec, by_bucket, finish_copies, gather, views
 
@@ -66,7 +67,7 @@ def shard(policy: Policy, sharding: Sharding, *, dtype: torch.dtype) -> None:
         )
     if sharding.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=sharding.mesh.device_type == "cuda")
-    for layer in policy.causal.base_model.layers:  # type: ignore[union-attr]
+    for layer in decoder_layers(policy.causal):
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():
@@ -77,10 +78,18 @@ def shard(policy: Policy, sharding: Sharding, *, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def fill_shards(policy: Policy, whole: dict[str, Tensor], sharding: Sharding) -> None:
-    """Distribute rank 0's values to all ranks, a parameter at a time.
+    """Distribute rank 0's values to all ranks, a tensor at a time.
 
-    `whole` has the parameters by name on rank 0, removed as they are distributed, and is empty on other ranks.
+    `whole` has parameters and buffers by name on rank 0, removed as they are distributed, and is empty on other ranks.
     """
+    for owner_name, owner in policy.named_modules():
+        for name, buffer in owner.named_buffers(
+            recurse=False
+        ):  # such as rotary frequencies; on the device also offloaded
+            value = whole.pop(f"{owner_name}.{name}") if whole else torch.empty_like(buffer)
+            copies = [Replicate()] * sharding.mesh.ndim
+            spread = distribute_tensor(value.to(sharding.mesh.device_type), sharding.mesh, copies)
+            setattr(owner, name, spread.to_local())
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         source = whole.pop(name).detach() if whole else torch.empty(parameter.shape, dtype=parameter.dtype)

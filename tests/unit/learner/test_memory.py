@@ -19,6 +19,7 @@ from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.memory import activation_bytes, estimate
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models import policy
+from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs
 from areal_rloo.models.sizes import Sizes
 
@@ -101,9 +102,9 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
 
     with _Live() as live:
         if config.algorithm.loss.of_tokens:
-            policy.loss_of_tokens(hidden, head, targets, 1.0, sum_of, entropy=entropy)[0].backward()
+            policy.loss_of_tokens(hidden, head, targets, LogitForm(), sum_of, entropy=entropy)[0].backward()
         else:
-            given = policy.chosen_logprobs(hidden, head, targets, 1.0, entropy=entropy)
+            given = policy.chosen_logprobs(hidden, head, targets, LogitForm(), entropy=entropy)
             sum_of(given, slice(None)).backward()
     sizes = Sizes.of(model.to_dict())
     assert sizes is not None

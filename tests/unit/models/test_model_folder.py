@@ -48,9 +48,9 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=rf"^model\.path: .* has heads of {size} numbers; expected an even number"):
-        check_trainable("model.path", tmp_path)
+        check_trainable("model.path", tmp_path, context_tokens=64)
     (tmp_path / "config.json").write_text(json.dumps(config | mended))
-    check_trainable("model.path", tmp_path)
+    check_trainable("model.path", tmp_path, context_tokens=64)
 
 
 def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:

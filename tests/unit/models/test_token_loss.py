@@ -12,6 +12,7 @@ from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.config import BehaviourWeightConfig, LossConfig
 from areal_rloo.models import policy
 from areal_rloo.models.attention import PackedLayout
+from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
 
 VOCABULARY = 37
@@ -26,8 +27,9 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
 @pytest.mark.parametrize("chunk", [1, 3, 11, 50])
+@pytest.mark.parametrize("form", [LogitForm(0.7), LogitForm(0.7, scale=0.4), LogitForm(0.7, scale=1.3, cap=2.0)])
 def test_loss_and_gradients_equal_those_of_whole_logits(
-    entropy: Literal["none", "value", "gradient"], chunk: int, monkeypatch: pytest.MonkeyPatch
+    form: LogitForm, entropy: Literal["none", "value", "gradient"], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk * VOCABULARY)
     hidden, head, targets, factor = _inputs()
@@ -36,12 +38,14 @@ def test_loss_and_gradients_equal_those_of_whole_logits(
         loss = -(factor[part] * given.logprobs.exp() ** 2).sum()
         return loss + (0.3 * factor[part] * given.entropy).sum() if entropy == "gradient" else loss
 
-    loss, said = loss_of_tokens(hidden, head, targets, 0.7, token_loss, entropy=entropy)
+    loss, said = loss_of_tokens(hidden, head, targets, form, token_loss, entropy=entropy)
     (2 * loss).backward()
     by_hidden, by_head = hidden.grad, head.grad
 
     hidden, head, *_ = _inputs()
-    log_p = (hidden @ head.T / 0.7).log_softmax(-1)
+    logits = hidden @ head.T * form.scale
+    logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    log_p = (logits / form.temperature).log_softmax(-1)
     expected = TokenLogprobs(log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
     expected_loss = token_loss(expected, slice(None))
     (2 * expected_loss).backward()
@@ -51,11 +55,13 @@ def test_loss_and_gradients_equal_those_of_whole_logits(
     torch.testing.assert_close(said.logprobs, expected.logprobs.detach(), rtol=0, atol=1e-12)
     if entropy != "none":
         torch.testing.assert_close(said.entropy, expected.entropy.detach(), rtol=0, atol=1e-12)
+    recomputed = chosen_logprobs(*_inputs()[:3], form).logprobs
+    torch.testing.assert_close(recomputed, expected.logprobs, rtol=0, atol=1e-12)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, head, targets, _ = _inputs()
-    loss, _ = loss_of_tokens(hidden, head.detach(), targets, 1.0, lambda given, part: given.logprobs.sum())
+    loss, _ = loss_of_tokens(hidden, head.detach(), targets, LogitForm(), lambda given, part: given.logprobs.sum())
     loss.backward()
     assert hidden.grad is not None
     assert head.grad is None
@@ -64,7 +70,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def test_bfloat16_hidden_states_give_float32_logprobs() -> None:
     hidden, head, targets, _ = (t.detach() for t in _inputs())
     narrow, weights = hidden.bfloat16().requires_grad_(), head.bfloat16().float().requires_grad_()
-    loss, said = loss_of_tokens(narrow, weights, targets, 1.0, lambda given, part: given.logprobs.sum())
+    loss, said = loss_of_tokens(narrow, weights, targets, LogitForm(), lambda given, part: given.logprobs.sum())
     loss.backward()
     assert (said.logprobs.dtype, narrow.grad.dtype, weights.grad.dtype) == (
         torch.float32,
@@ -91,11 +97,11 @@ def test_bfloat16_logits_are_not_rounded_at_a_low_temperature(device: str) -> No
     log_p = (exact @ exact_head.T / 0.1).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     log_p.sum().backward()
     for given in (
-        chosen_logprobs(hidden, head, targets, 0.1).logprobs,
-        loss_of_tokens(hidden, head, targets, 0.1, lambda given, part: given.logprobs.sum())[1].logprobs,
+        chosen_logprobs(hidden, head, targets, LogitForm(0.1)).logprobs,
+        loss_of_tokens(hidden, head, targets, LogitForm(0.1), lambda given, part: given.logprobs.sum())[1].logprobs,
     ):
         torch.testing.assert_close(given.detach().double(), log_p.detach(), rtol=1e-5, atol=1e-3)
-    chosen_logprobs(hidden, head, targets, 0.1).logprobs.sum().backward()
+    chosen_logprobs(hidden, head, targets, LogitForm(0.1)).logprobs.sum().backward()
     for gradient, expected in ((hidden.grad, exact.grad), (head.grad, exact_head.grad)):
         assert gradient is not None and expected is not None
         assert float((gradient.double() - expected).norm() / expected.norm()) < 0.01

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from areal_rloo.errors import ModelError
+from areal_rloo.models.equality import check_equality
 from areal_rloo.models.folder import check_trainable
-from areal_rloo.models.loading import load_policy
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -117,28 +117,37 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_sliding_window_is_refused_by_engine_learner_and_dry_run(family: str, tmp_path: Path) -> None:
+def test_a_sliding_window_is_refused_by_the_engine(family: str, tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     make_model(family, window).save_pretrained(tmp_path)
-    _assert_refused(tmp_path, "sliding-window attention")
+    with pytest.raises(ModelError, match="window is not served"), serving(tmp_path):
+        pass
     config = json.loads((tmp_path / "config.json").read_text())
     del config["layer_types"]  # as older versions of transformers write it
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    _assert_refused(tmp_path, "sliding-window attention")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))  # of no width
-    check_trainable("model.path", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_window_layers": 2}))
-    check_trainable("model.path", tmp_path)
     assert_served_like_the_learner(tmp_path)
 
 
 def _assert_refused(folder: Path, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        check_trainable("model.path", folder)
+        check_trainable("model.path", folder, context_tokens=65)
     with pytest.raises(ModelError, match=words):
-        load_policy(str(folder), device=torch.device("cpu"))
+        check_equality(str(folder), context_tokens=65)
     with pytest.raises(ModelError, match=words), serving(folder):
         pass
+
+
+def test_longrope_is_trained_within_the_original_length(tmp_path: Path) -> None:
+    """There, all sequences of a row have the same angles."""
+    options = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.5] * 6, "long_factor": [9.0] * 6}
+    make_model("llama", {"rope_parameters": {**options, "original_max_position_embeddings": 64}}).save_pretrained(
+        tmp_path
+    )
+    check_equality(str(tmp_path), context_tokens=64)
+    with pytest.raises(
+        ModelError, match="other angles beyond 64 tokens; expected sequences of at most as many, got up to 65"
+    ):
+        check_equality(str(tmp_path), context_tokens=65)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -161,13 +170,13 @@ def test_length_dependent_rope_is_refused_by_engine_learner_and_dry_run(rope_typ
 
 
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
-def test_rope_parameters_by_type_of_layer_are_refused(rope_type: str, tmp_path: Path) -> None:
+def test_rope_parameters_by_type_of_layer_are_refused_for_qwen3(rope_type: str, tmp_path: Path) -> None:
     make_model("qwen3", {"head_dim": 12}).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"full_attention": {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1000.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"rotary positions of type .*full_attention"):
-        check_trainable("model.path", tmp_path)
+    with pytest.raises(ModelError, match=r"rotary positions of type dynamic|cannot load"):
+        check_equality(str(tmp_path), context_tokens=65)
 
 
 def test_rope_scaling_decides_if_rope_parameters_differ(tmp_path: Path) -> None:
@@ -179,12 +188,10 @@ def test_rope_scaling_decides_if_rope_parameters_differ(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> None:
-    make_model("mistral", {}).save_pretrained(tmp_path)
-    with (
-        pytest.raises(ModelError, match=r"is a mistral model; expected one of qwen2, qwen3, llama"),
-        serving(tmp_path),
-    ):
-        pass
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
+    _assert_refused(tmp_path, r"is a stablelm model; the learner trains .*qwen2, qwen3, llama, .*take such a model")
 
 
 def test_another_activation_is_refused_with_a_remedy(tmp_path: Path) -> None:
