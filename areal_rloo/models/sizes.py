@@ -10,6 +10,11 @@ from areal_rloo.config import TinyModelConfig
 
 CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
 _TINY_VOCABULARY = 258  # bytes and two special tokens
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}  # names of some families
+_TIED = ("gemma", "gemma2", "gemma3_text", "smollm3", "cohere2", "starcoder2")  # unless config.json says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,8 @@ class Sizes:
             "head_dim": config.get("head_dim") or hidden // heads,
         }
         sizes = {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
-        return cls(**sizes, tied=bool(config.get("tie_word_embeddings"))) if len(sizes) == len(found) else None
+        tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+        return cls(**sizes, tied=bool(tied)) if len(sizes) == len(found) else None
 
     @classmethod
     def of_tiny(cls, tiny: TinyModelConfig) -> Sizes:
@@ -77,8 +83,11 @@ class Sizes:
         return self.num_layers * layer + self.head * (1 if self.tied else 2)
 
     def num_adapted(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of adapters of a rank on these layers."""
-        sides = sum(sum(self.matrices.get(name, (0, 0))) for name in targets)
+        """Parameters of adapters of a rank on these layers, which may be fused in the checkpoint."""
+        sides = 0
+        for name in targets:
+            parts = [self.matrices[part] for part in _FUSED.get(name, (name,)) if part in self.matrices]
+            sides += sum(rows for rows, _ in parts) + max((columns for _, columns in parts), default=0)
         return self.num_layers * rank * sides
 
     @property

@@ -50,9 +50,10 @@ FORBIDDEN = {
 AMBIGUOUS = {"new", "target", "step", "update"}
 
 
-# Names of HTTP, OpenAI's protocol and Ray are allowed in the files that use these protocols.
+# Names of HTTP, OpenAI's protocol, Ray and transformers are allowed in the files that use these protocols.
 HTTP_NAMES = {"Response", "StreamResponse", "json_response", "response_format"}
 EXTERNAL_NAMES = {
+    "engines/embedded/families.py": {"query_pre_attn_scalar"},
     "rollout/chat_api.py": HTTP_NAMES,
     "rollout/chat_server.py": HTTP_NAMES,
     "launcher/ray/owner.py": {"was_current_actor_reconstructed"},

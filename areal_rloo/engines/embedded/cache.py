@@ -25,7 +25,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from areal_rloo.engines.embedded.parameters import Architecture
+from areal_rloo.engines.embedded.families import Architecture
 
 SPARE_SHARE = 1 / 16  # of the memory stays free when a request starts, for the others to grow
 _HASHED_TOKENS = 16

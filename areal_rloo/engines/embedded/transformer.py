@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_rloo.engines.embedded.cache import Block, Cache, CacheRow
-from areal_rloo.engines.embedded.parameters import Adapter, Architecture, Layer, Parameters
+from areal_rloo.engines.embedded.families import Architecture
+from areal_rloo.engines.embedded.parameters import Layer, Parameters, Projection
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.head import head_product
 
 _SHORT_TOKENS = 128  # shorter segments attend together, padded to the longest
+_CAPPED_TOKENS = 512  # whose scores with a cap are in memory at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +64,20 @@ class Rotations:
     def __init__(self, architecture: Architecture, rope: Tensor, *, num_rows: int) -> None:
         a = architecture
         shape = (num_rows, a.num_heads + 2 * a.num_kv_heads, a.head_dim)
-        self._rope = rope
-        self._for_heads = torch.stack([torch.ones(shape), torch.zeros(shape)]).to(rope.device)
-        self._rotated = self._for_heads[:, :, : a.num_heads + a.num_kv_heads]
+        self._tables = []
+        for table in rope:
+            for_heads = torch.stack([torch.ones(shape), torch.zeros(shape)]).to(rope.device)
+            self._tables.append((table, for_heads, for_heads[:, :, : a.num_heads + a.num_kv_heads]))
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin, each [num_rows, num_heads + 2 num_kv_heads, head_dim] float32.
+    def at(self, positions: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return cos and signed sin by table, each [num_rows, num_heads + 2 num_kv_heads, head_dim] float32.
 
-        The next call overwrites both.
+        The next call overwrites all.
         """
         num = len(positions)
-        self._rotated[:, :num] = self._rope.index_select(1, positions).unsqueeze(2)
-        cos, sin = self._for_heads[:, :num].unbind()
-        return cos, sin
+        for table, _, rotated in self._tables:
+            rotated[:, :num] = table.index_select(1, positions).unsqueeze(2)
+        return [for_heads[:, :num].unbind() for _, for_heads, _ in self._tables]
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,51 +92,75 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def decode(parameters: Parameters, cache: Cache, rows: Rows, rotations: Rotations) -> Tensor:
     """Write the keys and values of a token of each row; return the next logits, [num_rows, vocab_size]."""
     a = parameters.architecture
-    cos, sin = rotations.at(rows.positions)
+    tables = rotations.at(rows.positions)
     cache.mask.index_fill_(0, rows.key_places, 0)
     num = len(rows.tokens)
-    reads = [_BlockRead(cache, block, longest) for block, longest in zip(rows.blocks, rows.longest, strict=True)]
-    hidden = F.embedding(rows.tokens, parameters.embedding).float()
+    reads = [_BlockRead(cache, block, longest, a) for block, longest in zip(rows.blocks, rows.longest, strict=True)]
+    if any(a.windows):
+        for read, positions in zip(reads, rows.positions.split([len(block) for block in rows.blocks]), strict=True):
+            read.limit(positions, a)
+    hidden = _embedded(rows.tokens, parameters)
     for index, layer in enumerate(parameters.layers):
-        heads = rotate(fused_heads(hidden, layer, parameters), cos, sin)
+        heads = rotate(fused_heads(hidden, layer, parameters), *tables[layer.rotation])
         cache.tensor[index].index_copy_(0, rows.places, heads[:, a.num_heads :].reshape(-1, a.head_dim))
         q = heads[:, : a.num_heads].reshape(num * a.num_kv_heads, -1, a.head_dim)
         if len(reads) == 1:
-            attended = reads[0].attend(index, q)
+            attended = reads[0].attend(index, q, layer.window)
         else:
             parts = zip(reads, q.split([read.num_heads for read in reads]), strict=True)
-            attended = torch.cat([read.attend(index, part) for read, part in parts])
+            attended = torch.cat([read.attend(index, part, layer.window) for read, part in parts])
         hidden = after_attention(hidden, attended.reshape(num, -1), layer, parameters)
-    last = normed(hidden, parameters.final_norm, parameters.norm_eps).to(parameters.head.dtype)
-    return head_product(last, parameters.head)
+    return _logits(hidden, parameters)
 
 
 class _BlockRead:
     """Attention of the rows of a block, for all layers of a step."""
 
-    def __init__(self, cache: Cache, block: Block, longest: int) -> None:
-        keys, values, self._mask = cache.read(block, longest)
+    def __init__(self, cache: Cache, block: Block, longest: int, architecture: Architecture) -> None:
+        keys, values, mask = cache.read(block, longest)
         self.num_heads = keys.shape[1]
         self._keys, self._values = keys.transpose(2, 3).unbind(), values.unbind()
-        self._scale = cache.head_dim**-0.5
+        self._masks: dict[int | None, Tensor] = {None: mask}  # by window
+        self._scale, self._cap = architecture.attention_scale, architecture.attention_cap
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def limit(self, positions: Tensor, architecture: Architecture) -> None:
+        """Make the masks of windows; `positions` are those of the queries, [num_rows] int64."""
+        written = self._masks[None]
+        keys = torch.arange(written.shape[-1], device=positions.device)
+        behind = (positions[:, None] - keys).repeat_interleave(architecture.num_kv_heads, dim=0)[:, None]
+        for window in filter(None, set(architecture.windows)):
+            limited = window < written.shape[-1]
+            self._masks[window] = written.masked_fill(behind >= window, -torch.inf) if limited else written
+
+    def attend(self, layer: int, q: Tensor, window: int | None) -> Tensor:
         """Map [num_heads, num_queries, head_dim] to the same shape; `num_queries` queries share the keys of a head."""
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values, mask = self._keys[layer], self._values[layer], self._masks[window]
+        if self._cap is not None:
+            return capped_attention(q, keys, values, mask, scale=self._scale, cap=self._cap)
         if q.dtype == torch.float32:  # 20 % faster on a CPU than the fused function
-            weights = torch.softmax(torch.baddbmm(self._mask, q, keys, alpha=self._scale), dim=-1)
+            weights = torch.softmax(torch.baddbmm(mask, q, keys, alpha=self._scale), dim=-1)
             return torch.bmm(weights, values)
         # Scores in bfloat16 have a relative error of 2^-9; the fused function keeps scores in float32.
         out = F.scaled_dot_product_attention(
-            q[None], keys.transpose(1, 2)[None], values[None], attn_mask=self._mask[None], scale=self._scale
+            q[None], keys.transpose(1, 2)[None], values[None], attn_mask=mask[None], scale=self._scale
         )
         return out[0]
+
+
+def capped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, cap: float) -> Tensor:
+    """Attend with scores s = cap tanh(scale q k / cap), as Gemma 2 (arXiv:2408.00118); scores are float32.
+
+    `q` is [..., num_queries, head_dim], `keys` [..., head_dim, num_keys], `values` [..., num_keys, head_dim]; the mask
+    is added to the scores, and broadcasts to [..., num_queries, num_keys].
+    """
+    scores = (q.float() @ keys.float()).mul_(scale / cap).tanh_().mul_(cap)
+    return torch.softmax(scores + mask, dim=-1).to(values.dtype) @ values
 
 
 def prefill(parameters: Parameters, cache: Cache, segments: Sequence[Segment], rope: Tensor) -> None:
     """Compute segments of different rows in one pass; `cache` holds the tokens before each segment.
 
-    `rope`: [2, context_tokens, head_dim] float32, cos and signed sin.
+    `rope`: [num_tables, 2, context_tokens, head_dim] float32, cos and signed sin.
     """
     a, device = parameters.architecture, rope.device
     segments = sorted(segments, key=lambda segment: not segment.short)
@@ -143,13 +170,13 @@ def prefill(parameters: Parameters, cache: Cache, segments: Sequence[Segment], r
     of_row = np.repeat(np.array([(segment.row.start, segment.row.capacity) for segment in segments]), lengths, axis=0)
     starts, capacities, at = torch.from_numpy(np.stack([of_row[:, 0], of_row[:, 1], positions])).to(device)
     places = cache.places(starts, capacities, at).flatten()
-    cos, sin = rope.index_select(1, at).unsqueeze(2)
+    tables = [table.unbind() for table in rope.index_select(2, at).unsqueeze(3).unbind()]
     attention = _Attention(a, cache, segments, device)
     rotated = a.num_heads + a.num_kv_heads
-    hidden = F.embedding(tokens, parameters.embedding).float()
+    hidden = _embedded(tokens, parameters)
     for index, layer in enumerate(parameters.layers):
         heads = fused_heads(hidden, layer, parameters)
-        heads = torch.cat([rotate(heads[:, :rotated], cos, sin), heads[:, rotated:]], dim=1)
+        heads = torch.cat([rotate(heads[:, :rotated], *tables[layer.rotation]), heads[:, rotated:]], dim=1)
         cache.tensor[index].index_copy_(0, places, heads[:, a.num_heads :].reshape(-1, a.head_dim))
         if index + 1 < a.num_layers:  # the last layer only needs keys and values
             hidden = after_attention(hidden, attention(index, heads), layer, parameters)
@@ -162,46 +189,89 @@ class _Attention:
 
     def __init__(self, a: Architecture, cache: Cache, segments: Sequence[Segment], device: torch.device) -> None:
         short = [len(segment.tokens) for segment in segments if segment.short]
+        self._architecture = a
         self._sizes = [a.num_heads, a.num_kv_heads, a.num_kv_heads]
         self._cache = cache
         self._short = PackedLayout.of_lengths(short, device) if short else None
         self._num_short = sum(short)
-        self._long = [(segment, _visible(segment, device)) for segment in segments if not segment.short]
+        self._long = [segment for segment in segments if not segment.short]
+        bounds = {(segment.start, segment.end) for segment in self._long}
+        if self._short is not None:
+            bounds |= {(0, block.longest) for block in self._short.blocks}
+        self._visible = {
+            (start, end, window): _visible(start, end, window, device, masked=a.attention_cap is not None)
+            for start, end in bounds
+            for window in set(a.windows)
+        }
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Map [num_tokens, num_heads + 2 num_kv_heads, head_dim] to [num_tokens, num_heads * head_dim]."""
-        parts = [] if self._short is None else [self._together(self._short, heads)]
+        window = self._architecture.windows[layer]
+        parts = [] if self._short is None else [self._together(self._short, heads, window)]
         begin = self._num_short
-        for segment, visible in self._long:
+        for segment in self._long:
             end = begin + len(segment.tokens)
             q = heads[begin:end, : self._sizes[0]].transpose(0, 1)
             k, v = self._cache.vectors(segment.row, segment.end)[layer]
-            parts.append(_attend(q[None], k[None], v[None], visible)[0])
+            visible = self._visible[segment.start, segment.end, window]
+            parts.append(_attend(q[None], k[None], v[None], visible, self._architecture)[0])
             begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _together(self, layout: PackedLayout, heads: Tensor) -> Tensor:
+    def _together(self, layout: PackedLayout, heads: Tensor, window: int | None) -> Tensor:
         parts = []
         for block in layout.blocks:
             laid = heads.index_select(0, block.to_padded).unflatten(0, (block.num_sequences, block.longest))
             q, k, v = laid.transpose(1, 2).split(self._sizes, dim=1)
-            parts.append(_attend(q, k, v, None).flatten(0, 1))
+            visible = self._visible[0, block.longest, window]
+            parts.append(_attend(q, k, v, visible, self._architecture).flatten(0, 1))
         return torch.cat(parts).index_select(0, layout.to_packed)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, a: Architecture) -> Tensor:
     """Map [num, num_heads, num_queries, head_dim] to [num, num_queries, num_heads * head_dim]."""
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped)
+    scale, grouped = a.attention_scale, a.num_heads != a.num_kv_heads
+    if a.attention_cap is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(2)
+    assert visible is not None, "scores with a cap need a mask"
+    mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
+    keys, values = (part.repeat_interleave(a.num_heads // a.num_kv_heads, dim=1) for part in (k.transpose(2, 3), v))
+    parts = zip(q.split(_CAPPED_TOKENS, dim=2), mask.split(_CAPPED_TOKENS), strict=True)
+    out = torch.cat(
+        [capped_attention(part, keys, values, seen, scale=scale, cap=a.attention_cap) for part, seen in parts], dim=2
+    )
     return out.transpose(1, 2).flatten(2)
 
 
-def _visible(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return the mask [num_tokens, end] bool: a token attends to itself and to all tokens before. None if causal."""
-    if segment.start == 0:
-        return None
-    q = torch.arange(segment.start, segment.end, device=device)
-    return torch.arange(segment.end, device=device) <= q[:, None]
+def _visible(start: int, end: int, window: int | None, device: torch.device, *, masked: bool) -> Tensor | None:
+    """Return the mask [end - start, end] bool: a token attends to itself and to the tokens before, in its window.
+
+    None if the attention is causal without a mask, unless `masked`.
+    """
+    if window is None or window >= end:
+        window = end
+        if start == 0 and not masked:
+            return None
+    behind = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)
+    return (behind >= 0) & (behind < window)
+
+
+def _embedded(tokens: Tensor, parameters: Parameters) -> Tensor:
+    """Return the embeddings of tokens, [num_tokens, hidden_size] float32."""
+    hidden, scale = F.embedding(tokens, parameters.embedding).float(), parameters.architecture.embedding_scale
+    return hidden if scale == 1 else hidden * scale
+
+
+def _logits(hidden: Tensor, parameters: Parameters) -> Tensor:
+    """Map [num_tokens, hidden_size] float32 to [num_tokens, vocab_size]."""
+    a = parameters.architecture
+    logits = head_product(_input(hidden, parameters.final_norm, parameters), parameters.head)
+    if a.logit_scale != 1:
+        logits = logits * a.logit_scale
+    return logits if a.logit_cap is None else a.logit_cap * torch.tanh(logits / a.logit_cap)
 
 
 def normed(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -215,33 +285,50 @@ def normed(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def fused_heads(hidden: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Return queries, keys and values, with the architecture's norms: [..., num_heads + 2 num_kv_heads, head_dim]."""
     a = parameters.architecture
-    x = normed(hidden, layer.input_norm, parameters.norm_eps).to(layer.qkv.dtype)
-    heads: Tensor = _product(x, layer.qkv, layer.qkv_bias, layer.qkv_adapter).unflatten(-1, (-1, a.head_dim))
+    x = _input(hidden, layer.attention_input_norm, parameters)
+    heads: Tensor = _product(x, layer.qkv).unflatten(-1, (-1, a.head_dim))
     if layer.qk_norm is None:
         return heads
-    num_normed = a.num_heads + a.num_kv_heads
-    qk = normed(heads[..., :num_normed, :], layer.qk_norm, parameters.norm_eps).to(heads.dtype)
-    return torch.cat([qk, heads[..., num_normed:, :]], dim=-2)
+    qk, values = heads.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], dim=-2)
+    if a.qk_norm == "heads":
+        return torch.cat([normed(qk, layer.qk_norm, parameters.norm_eps).to(heads.dtype), values], dim=-2)
+    sizes = [a.num_heads, a.num_kv_heads]
+    parts = [
+        normed(part.flatten(-2), weight.flatten(), parameters.norm_eps).view(part.shape).to(heads.dtype)
+        for part, weight in zip(qk.split(sizes, dim=-2), layer.qk_norm.split(sizes), strict=True)
+    ]
+    return torch.cat([*parts, values], dim=-2)
 
 
 def after_attention(hidden: Tensor, attended: Tensor, layer: Layer, parameters: Parameters) -> Tensor:
     """Compute the rest of a layer: [num_tokens, hidden_size] float32 to the same shape."""
-    hidden = _added(hidden, attended, layer.output, layer.output_bias, layer.output_adapter)
-    x = normed(hidden, layer.mlp_norm, parameters.norm_eps).to(layer.gate_up.dtype)
-    gate, up = _product(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_adapter).chunk(2, dim=-1)
-    return _added(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias, layer.down_adapter)
+    hidden = _added(hidden, attended, layer.output, layer.attention_output_norm, parameters)
+    x = _input(hidden, layer.mlp_input_norm, parameters)
+    gate, up = _product(x, layer.gate_up).chunk(2, dim=-1)
+    return _added(
+        hidden, parameters.architecture.activation(gate).mul_(up), layer.down, layer.mlp_output_norm, parameters
+    )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Tensor:
+def _input(hidden: Tensor, norm: Tensor | None, parameters: Parameters) -> Tensor:
+    """Return the input of a product: the hidden states, after a norm if there is any, in the dtype of the weights."""
+    x = hidden if norm is None else normed(hidden, norm, parameters.norm_eps)
+    return x.to(parameters.embedding.dtype)
+
+
+def _product(x: Tensor, projection: Projection) -> Tensor:
     """Map [num_tokens, in] to [num_tokens, out]."""
-    product: Tensor = F.linear(x, weight, bias)
-    if adapter is not None:
-        product.addmm_(F.linear(x, adapter.down), adapter.up.t())
+    product: Tensor = F.linear(x, projection.weight, projection.bias)
+    if projection.adapter is not None:
+        product.addmm_(F.linear(x, projection.adapter.down), projection.adapter.up.t())
     return product
 
 
-def _added(hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Tensor:
-    if weight.dtype == torch.float32 and adapter is None:
-        hidden = torch.addmm(hidden, x, weight.t())
-        return hidden if bias is None else hidden + bias
-    return hidden + _product(x, weight, bias, adapter)
+def _added(hidden: Tensor, x: Tensor, projection: Projection, norm: Tensor | None, parameters: Parameters) -> Tensor:
+    """Add the projection of x, after a norm if there is any, to the hidden states."""
+    scale, bias = parameters.architecture.residual_scale, projection.bias
+    if projection.weight.dtype == torch.float32 and projection.adapter is None and norm is None:
+        hidden = torch.addmm(hidden, x, projection.weight.t(), alpha=scale)
+        return hidden if bias is None else hidden.add_(bias, alpha=scale)
+    product = _product(x, projection)
+    return torch.add(hidden, product if norm is None else normed(product, norm, parameters.norm_eps), alpha=scale)

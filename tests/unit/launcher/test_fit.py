@@ -1,10 +1,12 @@
 """The learner's memory against that of the GPUs: what `auto` chooses, what is refused, and shared GPUs."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
+from support.families import FAMILIES, save_family
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
@@ -198,6 +200,23 @@ def test_the_sizes_count_the_parameters_of_a_model(tiny_folders: dict[str, Path]
     assert sizes.num_parameters == sum(matrices)
     weights = {name.rsplit(".", 2)[1]: tuple(p.shape) for name, p in model.named_parameters() if "proj.weight" in name}
     assert sizes.matrices == weights
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "starcoder2"])  # without gates
+def test_the_sizes_count_the_parameters_of_a_family(name: str, tmp_path: Path) -> None:
+    """Read config.json as transformers writes it, and as older versions write it, without the default of ties."""
+    model = save_family(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    targets = {name.rsplit(".", 2)[1] for name in matrices if name.endswith("proj.weight")}
+    sides = sum(sum(p.shape) for name, p in matrices.items() if name.endswith("proj.weight"))
+    del config["tie_word_embeddings"]
+    for read in (config | {"tie_word_embeddings": model.config.tie_word_embeddings}, config):
+        sizes = Sizes.of(read)
+        assert sizes is not None
+        assert sizes.num_parameters == sum(p.numel() for p in matrices.values())
+        assert sizes.num_adapted(3, tuple(targets)) == 3 * sides
+    assert Sizes.of(config | {"tie_word_embeddings": not model.config.tie_word_embeddings}).tied != sizes.tied
 
 
 def test_the_tiny_model_has_the_sizes_of_its_recipe() -> None:

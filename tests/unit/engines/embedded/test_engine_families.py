@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import save_family
 from support.requests_to_serve import assert_agree, learner_logprobs, mixed_requests, results, serving
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,7 +26,6 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
 }
 SIZES = {
     "vocab_size": 90,
@@ -117,22 +115,27 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_sliding_window_is_refused_by_the_engine(family: str, tmp_path: Path) -> None:
+def test_windows_without_types_of_layers_are_trained_and_served(family: str, tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     make_model(family, window).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="window is not served"), serving(tmp_path):
-        pass
     config = json.loads((tmp_path / "config.json").read_text())
     del config["layer_types"]  # as older versions of transformers write it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_equality(str(tmp_path), context_tokens=64)
+    assert_served_like_the_learner(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_window_layers": 2}))
     assert_served_like_the_learner(tmp_path)
 
 
-def _assert_refused(folder: Path, words: str) -> None:
+def _assert_not_trained(folder: Path, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         check_trainable("model.path", folder, context_tokens=65)
     with pytest.raises(ModelError, match=words):
         check_equality(str(folder), context_tokens=65)
+
+
+def _assert_refused(folder: Path, words: str) -> None:
+    _assert_not_trained(folder, words)
     with pytest.raises(ModelError, match=words), serving(folder):
         pass
 
@@ -191,12 +194,13 @@ def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> 
     make_model("llama", {}).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
-    _assert_refused(tmp_path, r"is a stablelm model; the learner trains .*qwen2, qwen3, llama, .*take such a model")
+    _assert_not_trained(tmp_path, r"is a stablelm model; the learner trains .*qwen2, qwen3, llama, .*take such a model")
 
 
-def test_another_activation_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    make_model("llama", {"hidden_act": "gelu"}).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"activation 'gelu' is not served.*rollout\.engine=sglang"), serving(tmp_path):
+def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -> None:
+    save_family("cohere2", tmp_path)
+    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"is a cohere2 model; .*rollout\.engine=sglang"), serving(tmp_path):
         pass
 
 
