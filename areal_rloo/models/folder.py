@@ -21,37 +21,14 @@ from areal_rloo.files import open_regular, read_regular
 
 ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
 
+SERVED_FAMILIES = (  # by the embedded engine; engines/embedded/families.py has the differences
+    *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma", "gemma2", "gemma3_text", "phi3"),
+    *("olmo2", "olmo3", "smollm3", "granite", "glm", "glm4"),
+)
 TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with transformers
-    "qwen2",
-    "qwen3",
-    "llama",
-    "mistral",
-    "ministral",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "granite",
-    "glm",
-    "glm4",
-    "cohere2",
-    "starcoder2",
-    "arcee",
-    "cohere",
-    "ernie4_5",
-    "exaone4",
-    "gpt_neox",
-    "helium",
-    "hunyuan_v1_dense",
-    "internlm3",
-    "nanochat",
-    "olmo",
-    "phi",
-    "seed_oss",
-    "vaultgemma",
+    *SERVED_FAMILIES,
+    *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gpt_neox", "helium", "hunyuan_v1_dense", "internlm3"),
+    *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
 )
 _ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -91,12 +68,7 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
     Raises:
         ModelError: the policy cannot be trained, or config.json cannot be read.
     """
-    try:
-        config = from_json(read_regular(folder / "config.json"), dict[str, Any])
-    except (OSError, DecodeError) as error:
-        raise ModelError(
-            f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
-        ) from error
+    config = _config(key, folder)
     check_policy(key, str(folder), config, context_tokens=context_tokens)
     size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     derived = head_dim is None and config["model_type"] in ("qwen2", "llama", "mistral")  # others have a default
@@ -107,6 +79,25 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
             f"{key}: {folder} has heads of {head_dim} numbers; expected an even number, because rotary positions turn "
             "pairs of numbers; take another model"
         )
+
+
+def check_served(key: str, folder: Path) -> None:
+    """Raise ModelError if the embedded engine does not know the family of a model, or config.json cannot be read."""
+    family = _config(key, folder).get("model_type")
+    if family not in SERVED_FAMILIES:
+        raise ModelError(
+            f"{key}: {folder} is a {shown(family)} model, which the embedded engine does not serve; expected one of "
+            f"{', '.join(SERVED_FAMILIES)}; take such a model, or a server for rollout.engine (sglang, vllm)"
+        )
+
+
+def _config(key: str, folder: Path) -> dict[str, Any]:
+    try:
+        return from_json(read_regular(folder / "config.json"), dict[str, Any])
+    except (OSError, DecodeError) as error:
+        raise ModelError(
+            f"{key}: {folder / 'config.json'} cannot be read: {error}; download the model again"
+        ) from error
 
 
 def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_tokens: int) -> None:

@@ -15,6 +15,7 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, r
 from areal_rloo.models.folder import (
     cached_folder,
     check_model_folder,
+    check_served,
     check_tokenizer,
     check_trainable,
     check_weights,
@@ -84,13 +85,20 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             expected = "a model folder, a hub name (org/name), or tiny"
             folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
             if folder is not None:
-                check_trainable(key, folder, context_tokens=situation.config.context_tokens)
+                _check_family(key, folder, situation.config)
                 check_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
         except ModelError as error:
             yield refused(key, error, fix=f"set {key} to a Hugging Face model folder")
+
+
+def _check_family(key: str, folder: Path, config: Config) -> None:
+    """Raise ModelError if the learner cannot train the model, or the embedded engine does not serve the policy."""
+    check_trainable(key, folder, context_tokens=config.context_tokens)
+    if key == "model.path" and config.rollout.engine == "embedded":
+        check_served(key, folder)
 
 
 def check_hub_models(situation: Situation) -> Iterator[Finding]:
@@ -102,7 +110,7 @@ def check_hub_models(situation: Situation) -> Iterator[Finding]:
         download = f"run `hf download {path}` where the hub can be reached"
         if cached is not None:
             try:
-                check_trainable(key, cached, context_tokens=situation.config.context_tokens)
+                _check_family(key, cached, situation.config)
                 check_weights(key, cached)
                 yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
                 continue

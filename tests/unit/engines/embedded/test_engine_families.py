@@ -18,9 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from areal_rloo.engines.embedded.families import FAMILIES
 from areal_rloo.errors import ModelError
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.folder import check_trainable
+from areal_rloo.models.folder import SERVED_FAMILIES, check_served, check_trainable
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -198,7 +199,10 @@ def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> 
 
 
 def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -> None:
+    assert tuple(FAMILIES) == SERVED_FAMILIES
     save_family("cohere2", tmp_path)
+    with pytest.raises(ModelError, match=r"is a cohere2 model, which the embedded engine does not serve; .*glm4"):
+        check_served("model.path", tmp_path)
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"is a cohere2 model; .*rollout\.engine=sglang"), serving(tmp_path):
         pass

@@ -29,6 +29,16 @@ def test_the_parameters_of_a_complete_model_are_counted(model: Path) -> None:
     assert only(check_models, "ok", f"model.path={model}").what == f"{model}: 12 parameters"
 
 
+def test_a_family_must_be_trained_and_served(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "cohere2"}')
+    finding = only(check_models, "wrong", f"model.path={model}")
+    assert "is a cohere2 model, which the embedded engine does not serve; expected one of qwen2" in finding.what
+    assert only(check_models, "ok", f"model.path={model}", "rollout.engine=sglang")
+    (model / "config.json").write_text('{"model_type": "mixtral"}')
+    finding = only(check_models, "wrong", f"model.path={model}", "rollout.engine=sglang")
+    assert "is a mixtral model; the learner trains dense decoder-only models of text: qwen2" in finding.what
+
+
 def test_a_missing_shard_is_named(model: Path) -> None:
     (model / "model-00002-of-00002.safetensors").unlink()
     finding = only(check_models, "wrong", f"model.path={model}")
