@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -18,6 +17,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.memory import GIB, activation_bytes, estimate, in_words
 from areal_rloo.models.attention import head_dim
+from areal_rloo.models.device import memory_of
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Trajectory
@@ -26,8 +26,9 @@ _WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 
 # Dense bfloat16 FLOP/s from data sheets, by device name; the first match counts.
 _PEAK_FLOPS = (
-    *(("B200", 2250e12), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12)),
-    *(("L40S", 362e12), ("L4", 121e12), ("A10", 125e12), ("4090", 165e12), ("MI300X", 1307e12)),
+    *(("B200", 2250e12), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12)),
+    *(("A100", 312e12), ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("A10G", 70e12), ("A10", 125e12)),
+    *(("4090", 165e12), ("MI300X", 1307e12)),
 )
 
 
@@ -92,8 +93,7 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     num_parameters = sum(p.numel() for p in policy.parameters())
     num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     parts = estimate(sizes, config, num_parameters=num_parameters, num_trained=num_trained)
-    host = psutil.virtual_memory()
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host.available, host.total)
+    free, total = memory_of(device)
     remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]
     if not learner.gradient_checkpointing:
         remedies.append("set learner.gradient_checkpointing=true")

@@ -26,6 +26,7 @@ from areal_rloo.learner.packing import Microbatch, Row, RowLoss
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, clip_to_norm, gather_weights
+from areal_rloo.models.device import finish_stream
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.models.loading import Reference
 from areal_rloo.models.policy import Entropy, Policy, TokenLogprobs
@@ -215,6 +216,5 @@ class LearnerRank:
     def _timed(self, times: Times, part: str) -> Iterator[None]:
         started_s = time.perf_counter()
         yield
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # not all streams: a broadcast may run on another stream
+        finish_stream(self._device)
         times[part] += time.perf_counter() - started_s

@@ -17,7 +17,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from areal_rloo.errors import WeightsError, first_line
+from areal_rloo.models.device import SideStream
 from areal_rloo.waiting import on_daemon_thread, wait_until
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
 from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
@@ -60,7 +60,7 @@ class CollectiveSender:
         self._world_size = 1  # of the group; members may be lost while the group forms
         self._group: _Group | None = None
         self._free: list[Sequence[Tensor]] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = SideStream(device)
 
     async def stage(self, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
         """Return buckets in CPU memory: a GPU holds two of them at a time, on their way."""
@@ -126,17 +126,9 @@ class CollectiveSender:
         group, self._group = self._group, None  # only a broadcast that worked gives the group back
         if group is None:
             group = _group(self._store, self._name, 0, self._world_size, self._backend, self._host, self._timeout_s)
-        with self._own_stream():
+        with self._stream.used():
             _broadcast(group, self._manifest, _on_device(buckets, self._device), self._device, self._timeout_s)
         return group
-
-    def _own_stream(self) -> AbstractContextManager[object]:
-        """Use a separate stream, so copies to a GPU and training kernels do not wait for each other."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._stream)
 
     @property
     def _name(self) -> str:

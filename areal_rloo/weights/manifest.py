@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from areal_rloo.models.device import finish_stream
 from areal_rloo.models.fingerprint import Sample
 
 _ALIGNMENT = 64  # bytes; bucket lengths are multiples
@@ -132,8 +133,7 @@ def finish_copies(devices: Iterable[torch.device]) -> None:
     """Wait for the copies from these devices. CUDA may return from a copy into CPU memory before the end of the copy,
     whether the memory is pinned or not."""
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        finish_stream(device)
 
 
 def checksum(buckets: Sequence[Tensor]) -> int:

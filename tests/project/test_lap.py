@@ -22,6 +22,7 @@ BESIDE = (
         "learner/adapters.py",
         "models/head.py",
         "models/capped_attention.py",
+        "models/device.py",
         "config/",
         "decoding.py",
     ),

@@ -23,6 +23,7 @@ from areal_rloo.engines.embedded.parameters import Parameters
 from areal_rloo.engines.embedded.requests import PlacedRequest, WaitingRequest
 from areal_rloo.engines.embedded.sampling import Shaping, choose, uniforms
 from areal_rloo.engines.embedded.transformer import Rotations, Rows, decode
+from areal_rloo.models.device import HostCopy
 from areal_rloo.trajectory import FinishReason
 
 Ending = list[tuple[PlacedRequest, FinishReason]]
@@ -47,9 +48,7 @@ class _Launched:
 
     slots: npt.NDArray[np.int64]
     arrivals: npt.NDArray[np.int64]  # distinguish the request in a slot from an earlier request in the same slot
-    tokens: Tensor
-    logprobs: Tensor
-    done: torch.cuda.Event | None
+    made: HostCopy  # tokens [num_rows] int64, logprobs [num_rows] float32
 
 
 class DecodeBatch:
@@ -148,13 +147,12 @@ class DecodeBatch:
         ended: Ending = []
         while len(self._launched) > num_left:
             launched = self._launched.popleft()
-            if launched.done is not None:
-                launched.done.synchronize()
+            made, logprobs = launched.made.wait()
             alive = self._arrivals[launched.slots] == launched.arrivals
-            slots, tokens = launched.slots[alive], launched.tokens.numpy()[alive]
+            slots, tokens = launched.slots[alive], made.numpy()[alive]
             at = self._collected[slots]
             self._out_tokens[slots, at] = tokens
-            self._out_logprobs[slots, at] = launched.logprobs.numpy()[alive]
+            self._out_logprobs[slots, at] = logprobs.numpy()[alive]
             self._collected[slots] += 1
             self.num_generated += len(slots)
             stopped = self._stops[slots, tokens]
@@ -215,12 +213,7 @@ class DecodeBatch:
         self._made[slots] += 1
         if (self._made[slots] == self._minimums[slots]).any():
             self._drop_plan()  # stop tokens of these rows are allowed from now on
-        done = None
-        if self._device.type == "cuda":
-            tokens, logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        self._launched.append(_Launched(slots, self._arrivals[slots], tokens, logprobs, done))
+        self._launched.append(_Launched(slots, self._arrivals[slots], HostCopy.begin(tokens, logprobs)))
 
     def _make_plan(self) -> _Plan:
         blocks = self._cache.blocks(self.kind)

@@ -21,11 +21,11 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
 from areal_rloo.engines.embedded.families import Architecture
+from areal_rloo.models.device import memory_of
 
 SPARE_SHARE = 1 / 16  # of the memory stays free when a request starts, for the others to grow
 _HASHED_TOKENS = 16
@@ -68,9 +68,8 @@ def tokens_for(
     num_rows = num_slots + 1 + num_slots // 4
     # The cache rounds down to a multiple of the smallest capacity.
     all_slots = math.ceil(num_rows * largest / (1 - SPARE_SHARE)) + capacities[0]
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     token_bytes = (2 * a.num_layers * a.head_dim + 1) * a.num_kv_heads * dtype.itemsize
-    return max(largest, min(all_slots, free_bytes // 2 // token_bytes))
+    return max(largest, min(all_slots, memory_of(device).free_bytes // 2 // token_bytes))
 
 
 def _capacities(context_tokens: int) -> list[int]:

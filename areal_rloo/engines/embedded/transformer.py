@@ -230,19 +230,27 @@ class _Attention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, a: Architecture) -> Tensor:
     """Map [num, num_heads, num_queries, head_dim] to [num, num_queries, num_heads * head_dim]."""
-    scale, grouped = a.attention_scale, a.num_heads != a.num_kv_heads
-    if a.attention_cap is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=grouped
+    scale, shared = a.attention_scale, a.num_heads // a.num_kv_heads
+    if a.attention_cap is not None:
+        assert visible is not None, "scores with a cap need a mask"
+        mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
+        keys, values = (part.repeat_interleave(shared, dim=1) for part in (k.transpose(2, 3), v))
+        parts = zip(q.split(_CAPPED_TOKENS, dim=2), mask.split(_CAPPED_TOKENS), strict=True)
+        out = torch.cat(
+            [capped_attention(part, keys, values, seen, scale=scale, cap=a.attention_cap) for part, seen in parts],
+            dim=2,
         )
-        return out.transpose(1, 2).flatten(2)
-    assert visible is not None, "scores with a cap need a mask"
-    mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
-    keys, values = (part.repeat_interleave(a.num_heads // a.num_kv_heads, dim=1) for part in (k.transpose(2, 3), v))
-    parts = zip(q.split(_CAPPED_TOKENS, dim=2), mask.split(_CAPPED_TOKENS), strict=True)
-    out = torch.cat(
-        [capped_attention(part, keys, values, seen, scale=scale, cap=a.attention_cap) for part, seen in parts], dim=2
-    )
+    elif visible is None or shared == 1:
+        causal = visible is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=shared > 1
+        )
+    else:
+        # The fused kernels of a GPU take a mask, or fewer heads of keys than of queries, but not both. Without them,
+        # all scores of a chunk would be in memory. So the heads with common keys become a batch.
+        by_group = q.unflatten(1, (a.num_kv_heads, shared)).flatten(0, 1)
+        k, v = (rows.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1) for rows in (k, v))
+        out = F.scaled_dot_product_attention(by_group, k, v, attn_mask=visible, scale=scale).reshape(q.shape)
     return out.transpose(1, 2).flatten(2)
 
 

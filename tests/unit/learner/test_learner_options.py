@@ -141,6 +141,29 @@ def test_peak_flops_are_configured_or_unknown() -> None:
     assert math.isnan(peak_flops(CPU, configured=None, dtype="bfloat16"))
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA T400", math.nan),
+    ],
+)
+def test_peak_flops_are_those_of_the_named_gpu(monkeypatch: pytest.MonkeyPatch, name: str, teraflops: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    flops = peak_flops(torch.device("cuda"), configured=None, dtype="bfloat16")
+    assert flops == pytest.approx(1e12 * teraflops, nan_ok=True)
+
+
 def test_unsupported_options_are_refused_by_name(tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"learner.num_replicas: expected a divisor of learner.num_ranks=4, got 3"):
         load_config("quickstart.yaml", ["learner.num_ranks=4", "learner.num_replicas=3"])

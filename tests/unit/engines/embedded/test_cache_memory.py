@@ -4,10 +4,8 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,6 +30,7 @@ from areal_rloo.engines.embedded.cache import RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
 from areal_rloo.errors import GenerationError
+from areal_rloo.models.device import DeviceMemory
 from areal_rloo.trajectory import Completion
 
 
@@ -271,7 +270,8 @@ def test_by_default_no_more_than_half_of_the_free_memory_is_taken(
     parameters, *_ = load_checkpoint(tiny_folders["qwen2"], context_tokens=64, **options)  # type: ignore[arg-type]
     a = parameters.architecture
     token_bytes = 4 * a.num_kv_heads * (2 * a.num_layers * a.head_dim + 1)  # keys and values of each layer, and a mask
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 3000 * token_bytes))
+    free = DeviceMemory(free_bytes=2 * 3000 * token_bytes, total_bytes=2**60)
+    monkeypatch.setattr("areal_rloo.engines.embedded.cache.memory_of", lambda device: free)
     assert tokens_for(1000, 512, a, **options) == 3000
     assert tokens_for(1000, 4096, a, **options) == 4096, "one context at least"
     assert tokens_for(2, 512, a, **options) < 3000
