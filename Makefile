@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang bench bench-shapes bench-learning bench-memory clean
+.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -64,6 +64,13 @@ bench-learning: $(STAMP)
 
 bench-memory: $(STAMP)  # eleven minutes: memory of all processes, healthy and with either half 100 times slower
 	$(BIN)/python benchmarks/memory.py
+
+# Needs no .venv/: a machine with a GPU may have no network, but has torch. docs/gpu.md describes both.
+gpu-check:  # 20 minutes on one GPU; results in benchmarks/results/gpu/
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
+
+gpu-wheels:  # the packages that a machine with torch and without a network lacks; ARGS='--python 3.12'
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_wheels.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

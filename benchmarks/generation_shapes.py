@@ -29,32 +29,55 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hardware
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen2Config
+from peaks import finish
+from shapes import SHAPES, save_random
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
 from areal_rloo.config import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.models.sizes import Sizes
 
-SHAPES = {  # of Qwen2.5: hidden size, intermediate size, layers, heads, key/value heads
-    "0.5b": (896, 4864, 24, 14, 2),
-    "1.5b": (1536, 8960, 28, 12, 2),
-}
-VOCABULARY = 151_936
 PROMPT_TOKENS = 4
 Generate = Callable[[int, int], None]  # takes a batch size and the new tokens of each request
+System = Callable[[Path, Sizes, "Load"], AbstractContextManager[Generate]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Equal requests for a system."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batches: Sequence[int]
+    new_tokens: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The rates of a device: of a plain copy, bytes read and written, and of a product of square matrices."""
+
+    bandwidth: float  # bytes per second
+    arithmetic: float  # operations per second
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> Limits:
+        return cls(_bandwidth(device), _arithmetic(device, dtype))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -64,70 +87,79 @@ def main() -> None:
     parser.add_argument("--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    bandwidth, arithmetic = _bandwidth(device), _arithmetic(device, dtype)
+    load = Load(
+        torch.device(arguments.device),
+        getattr(torch, arguments.dtype),
+        arguments.batches,
+        arguments.new_tokens,
+        arguments.repeats,
+    )
+    limits = Limits.of(load.device, load.dtype)
     result: dict[str, object] = {
         **{name: getattr(arguments, name) for name in ("device", "dtype", "threads", "new_tokens", "repeats")},
-        "bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
-        "arithmetic_gflop_per_s": round(arithmetic / 1e9, 1),
+        "bandwidth_gb_per_s": round(limits.bandwidth / 1e9, 1),
+        "arithmetic_gflop_per_s": round(limits.arithmetic / 1e9, 1),
     }
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            config = _config(shape)
-            num_weights = _save(config, folder, dtype)
-            rates = {
-                name: _rates(make, folder, device, dtype, arguments)
-                for name, make in (("embedded", _embedded), ("generate", _generate), ("generate_batch", _batching))
-            }
-        head_dim = config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * int(config.num_key_value_heads or 0) * head_dim * dtype.itemsize
-        result[shape] = rows = {}
-        for batch in arguments.batches:
-            context = PROMPT_TOKENS + arguments.new_tokens / 2
-            moved = batch * bandwidth / (num_weights * dtype.itemsize + batch * context * token_bytes)
-            computed = arithmetic / (2 * num_weights * (1 + PROMPT_TOKENS / arguments.new_tokens))
-            measured = {name: rates[name][batch] for name in rates}
-            rows[f"batch_{batch}"] = row = {
-                "tokens_per_s": {name: round(rate, 2) for name, rate in measured.items()},
-                "embedded_over": {n: round(measured["embedded"] / measured[n], 2) for n in rates if n != "embedded"},
-                "embedded_share_of_bandwidth_limit": round(measured["embedded"] / moved, 3),
-                "embedded_share_of_arithmetic_limit": round(measured["embedded"] / computed, 3),
-            }
-            print(shape, batch, row, flush=True)
+            folder = save_random(Path(name) / shape, SHAPES[shape])
+            result[shape] = rows = {}
+            for batch, row in measure(folder, SHAPES[shape], load, limits).items():
+                rows[f"batch_{batch}"] = row
+                print(shape, batch, row, flush=True)
     hardware.write(arguments.output, result)
 
 
-def _rates(
-    make: Callable[..., object], folder: Path, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace
-) -> dict[int, float]:
+def measure(
+    folder: Path, sizes: Sizes, load: Load, limits: Limits, *, others: Sequence[str] = ("generate", "generate_batch")
+) -> dict[int, dict[str, Any]]:
+    """Compare the embedded engine with other systems and with the limits; a row for each batch size."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    systems = {"embedded": _embedded, "generate": _generate, "generate_batch": _batching}
+    rates = {name: _rates(systems[name], folder, sizes, load) for name in ("embedded", *others)}
+    num_weights, width = sizes.num_parameters, load.dtype.itemsize
+    rows: dict[int, dict[str, Any]] = {}
+    for batch in load.batches:
+        context = PROMPT_TOKENS + load.new_tokens / 2
+        moved = batch * limits.bandwidth / (width * (num_weights + batch * context * sizes.cache_numbers))
+        computed = limits.arithmetic / (2 * num_weights * (1 + PROMPT_TOKENS / load.new_tokens))
+        own = rates["embedded"][batch]
+        rows[batch] = {
+            "tokens_per_s": {name: round(of_batch[batch], 2) for name, of_batch in rates.items()},
+            "embedded_over": {name: round(own / rates[name][batch], 2) for name in others},
+            "embedded_share_of_bandwidth_limit": round(own / moved, 3),
+            "embedded_share_of_arithmetic_limit": round(own / computed, 3),
+        }
+    return rows
+
+
+def _rates(make: System, folder: Path, sizes: Sizes, load: Load) -> dict[int, float]:
     """Return tokens per second by batch size. The system exists only during this call."""
     rates = {}
-    with make(folder, device, dtype, max(arguments.batches), arguments.new_tokens) as generate:  # type: ignore[attr-defined]
-        for batch in arguments.batches:
+    with make(folder, sizes, load) as generate:
+        for batch in load.batches:
             generate(batch, 2)
             seconds = []
-            for _ in range(arguments.repeats):
+            for _ in range(load.repeats):
                 started = time.perf_counter()
-                generate(batch, arguments.new_tokens)
+                generate(batch, load.new_tokens)
                 seconds.append(time.perf_counter() - started)
-            rates[batch] = batch * arguments.new_tokens / statistics.median(seconds)
+            rates[batch] = batch * load.new_tokens / statistics.median(seconds)
     gc.collect()
+    if load.device.type == "cuda":
+        torch.cuda.empty_cache()
     return rates
 
 
 @contextmanager
-def _embedded(
-    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
-) -> Iterator[Generate]:
-    context = PROMPT_TOKENS + new_tokens
+def _embedded(folder: Path, sizes: Sizes, load: Load) -> Iterator[Generate]:
+    slots, context = max(load.batches), PROMPT_TOKENS + load.new_tokens
     engine = EmbeddedEngine(
         folder,
-        device=device,
-        dtype=dtype,
+        device=load.device,
+        dtype=load.dtype,
         num_slots=slots,
         context_tokens=context,
         options=EmbeddedConfig(cache_tokens=2 * slots * context),  # each request may use a row of the full context
@@ -136,7 +168,7 @@ def _embedded(
     def generate(batch: int, num_tokens: int) -> None:
         requests = [
             GenerationRequest(str(index), tuple(prompt), SamplingParameters(max_new_tokens=num_tokens, seed=index))
-            for index, prompt in enumerate(_prompts(batch))
+            for index, prompt in enumerate(_prompts(batch, sizes))
         ]
         for future in engine.submit(requests):
             assert len(future.result().tokens) == num_tokens
@@ -146,14 +178,12 @@ def _embedded(
 
 
 @contextmanager
-def _generate(
-    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
-) -> Iterator[Generate]:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.to(device).eval()
+def _generate(folder: Path, sizes: Sizes, load: Load) -> Iterator[Generate]:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=load.dtype)
+    model.to(load.device).eval()
 
     def generate(batch: int, num_tokens: int) -> None:
-        prompts = torch.tensor(_prompts(batch), device=device)
+        prompts = torch.tensor(_prompts(batch, sizes), device=load.device)
         with torch.inference_mode():
             made = model.generate(
                 prompts,
@@ -170,20 +200,18 @@ def _generate(
 
 
 @contextmanager
-def _batching(
-    folder: Path, device: torch.device, dtype: torch.dtype, slots: int, new_tokens: int
-) -> Iterator[Generate]:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.to(device).eval()
+def _batching(folder: Path, sizes: Sizes, load: Load) -> Iterator[Generate]:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=load.dtype)
+    model.to(load.device).eval()
 
     def generate(batch: int, num_tokens: int) -> None:
         made = model.generate_batch(
-            _prompts(batch),
+            _prompts(batch, sizes),
             generation_config=GenerationConfig(
                 do_sample=True, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                return_logprobs=True, num_blocks=2 * slots, max_batch_tokens=1024
+                return_logprobs=True, num_blocks=2 * max(load.batches), max_batch_tokens=1024
             ),
             progress_bar=False,
         )
@@ -192,29 +220,10 @@ def _batching(
     yield generate
 
 
-def _prompts(batch: int) -> list[list[int]]:
-    return [[(7919 * index + 31 * place) % VOCABULARY for place in range(PROMPT_TOKENS)] for index in range(batch)]
-
-
-def _config(shape: str) -> Qwen2Config:
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=True,
-    )
-
-
-def _save(config: Qwen2Config, folder: Path, dtype: torch.dtype) -> int:
-    """Write random weights in the shape's format and return the number of parameters."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+def _prompts(batch: int, sizes: Sizes) -> list[list[int]]:
+    return [
+        [(7919 * index + 31 * place) % sizes.vocab_size for place in range(PROMPT_TOKENS)] for index in range(batch)
+    ]
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -236,8 +245,7 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(10):
         started = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 

@@ -12,40 +12,40 @@ GPU keeps blocks, too (`OVERHEAD_BYTES` in the plan of a run). A case takes minu
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hardware
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from peaks import Peak
+from shapes import SHAPES, save_random
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.memory import estimate
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
-from areal_rloo.models.sizes import SHIPPED
+from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, tokens of a row, options
-    "plain": ("0.5B", 2048, ()),
-    "checkpointing": ("0.5B", 4096, ("learner.gradient_checkpointing=true",)),
-    "lora": ("0.5B", 2048, ("learner.lora={}",)),
-    "reference": ("0.5B", 1024, ("algorithm.kl.coefficient=0.1",)),
-    "sequence loss": ("0.5B", 1024, ("algorithm.loss.ratio_level=sequence_mean",)),
-    "bfloat16": ("0.5B", 2048, ("model.dtype=bfloat16",)),
-    "bfloat16 states": ("0.5B", 1024, ("learner.optimizer.state_dtype=bfloat16",)),
-    "1.5B, lora": ("1.5B", 1024, ("learner.lora={}", "model.dtype=bfloat16", "learner.gradient_checkpointing=true")),
+    "plain": ("0.5b", 2048, ()),
+    "checkpointing": ("0.5b", 4096, ("learner.gradient_checkpointing=true",)),
+    "lora": ("0.5b", 2048, ("learner.lora={}",)),
+    "reference": ("0.5b", 1024, ("algorithm.kl.coefficient=0.1",)),
+    "sequence loss": ("0.5b", 1024, ("algorithm.loss.ratio_level=sequence_mean",)),
+    "bfloat16": ("0.5b", 2048, ("model.dtype=bfloat16",)),
+    "bfloat16 states": ("0.5b", 1024, ("learner.optimizer.state_dtype=bfloat16",)),
+    "1.5B, lora": ("1.5b", 1024, ("learner.lora={}", "model.dtype=bfloat16", "learner.gradient_checkpointing=true")),
 }
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # glibc returns freed tensors at once
-MODELS = {name: SHIPPED[f"Qwen/Qwen2.5-{name}-Instruct"] for name in ("0.5B", "1.5B")}
 
 
 def main() -> None:
@@ -58,7 +58,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.case:
-        print(json.dumps(_measure(arguments.case, Path(arguments.folder))))
+        model, num_tokens, options = CASES[arguments.case]
+        path = save_random(Path(arguments.folder) / model, SHAPES[model])
+        measured = measure(SHAPES[model], num_tokens, options, path=path, device=torch.device("cpu"))
+        print(json.dumps({"case": arguments.case, "model": model, **measured}))
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -77,65 +80,39 @@ def main() -> None:
             hardware.write(arguments.output, {"cases": rows})
 
 
-def _measure(case: str, folder: Path) -> dict[str, Any]:
-    model, num_tokens, options = CASES[case]
-    path = _model_folder(folder / model, model)
-    gc.collect()
-    before = hardware.status_bytes("VmRSS")
+def measure(
+    sizes: Sizes, num_tokens: int, options: Sequence[str], *, path: Path, device: torch.device, num_steps: int = 2
+) -> dict[str, Any]:
+    """Take train steps on two full rows each; return the peak of the last, and the speed of the last."""
+    peak = Peak(device)
     config = load_config(
         "quickstart.yaml", [f"learner.microbatch_tokens={num_tokens}", "learner.num_minibatches=1", *options]
     )
-    train_step = TrainStep(Team(build_rank(config, model_path=str(path), device=torch.device("cpu"))), config)
-    for version in range(2):
-        Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
-        groups = [_group(group_id, num_tokens, MODELS[model].vocab_size) for group_id in range(2)]
-        train_step.step(groups, policy_version=version)
-    peak = hardware.status_bytes("VmHWM") - before
+    train_step = TrainStep(Team(build_rank(config, model_path=str(path), device=device)), config)
+    for version in range(num_steps):
+        peak.restart()
+        groups = [_group(group_id, num_tokens, sizes.vocab_size) for group_id in range(2)]
+        result = train_step.step(groups, policy_version=version)
+    measured = peak.num_bytes
     own = train_step.team.own.policy
     expected = sum(
         estimate(
-            MODELS[model],
+            sizes,
             config,
             num_parameters=sum(parameter.numel() for parameter in own.parameters()),
             num_trained=sum(parameter.numel() for parameter in own.parameters() if parameter.requires_grad),
         ).values()
     )
     return {
-        "case": case,
-        "model": model,
         "row_tokens": num_tokens,
         "options": list(options),
-        "measured_bytes": peak,
+        "measured_bytes": measured,
+        "held_bytes": peak.held_bytes,
         "estimated_bytes": round(expected),
-        "estimated_over_measured": round(expected / peak, 3),
+        "estimated_over_measured": round(expected / measured, 3),
+        **{name: result.measured[name] for name in ("learner_tokens_per_s", "model_flops_share")},
+        "gradient_norm": result.numbers["gradient_norm"],
     }
-
-
-def _model_folder(folder: Path, name: str) -> Path:
-    """Save a random model of this shape, in bfloat16: half the size on the disk."""
-    if folder.exists():
-        return folder
-    sizes = MODELS[name]
-    config = Qwen2Config.from_dict(
-        {
-            "vocab_size": sizes.vocab_size,
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": sizes.intermediate_size,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_heads,
-            "num_key_value_heads": sizes.num_kv_heads,
-            "tie_word_embeddings": sizes.tied,
-            "max_position_embeddings": 8192,
-        }
-    )
-    with torch.device("meta"):
-        model: Any = Qwen2ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    model.tie_weights()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    model.save_pretrained(folder)
-    return folder
 
 
 def _group(group_id: int, num_tokens: int, vocab_size: int) -> Group:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import hardware
 import torch
+from peaks import Peak, finish
 from torch import Tensor
 
 from areal_rloo.models.head import LogitForm
@@ -107,8 +108,7 @@ def _inputs(arguments: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tens
 def _run(loss: Loss, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> None:
     hidden.grad = head.grad = None
     loss(hidden, head, targets, weights).backward()
-    if hidden.is_cuda:
-        torch.cuda.synchronize()
+    finish(hidden.device)
 
 
 def _memory(name: str, tokens: int) -> int:
@@ -118,14 +118,10 @@ def _memory(name: str, tokens: int) -> int:
 
 def _peak_bytes(loss: Loss, arguments: argparse.Namespace) -> int:
     inputs = _inputs(arguments)
-    if arguments.device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        _run(loss, *inputs)
-        return torch.cuda.max_memory_allocated() - before
-    before = hardware.status_bytes("VmRSS")
+    peak = Peak(torch.device(arguments.device))
+    peak.restart()
     _run(loss, *inputs)
-    return hardware.status_bytes("VmHWM") - before
+    return peak.num_bytes
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 import hardware
 import sglang_pause
 import torch
+from peaks import finish
 
 from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
@@ -45,13 +46,33 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sglang", type=Path, default=Path(".venv-sglang/bin/python"))
     parser.add_argument("--sglang-updates", type=int, default=20)
+    parser.add_argument("--device", default="cpu", help="of the tensors; the buckets are in memory of the host")
     parser.add_argument("--output")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    numel = arguments.size_mb * 2**20 // 4 // NUM_TENSORS
-    tensors = [(f"t{index}", torch.full((numel,), float(index))) for index in range(NUM_TENSORS)]
+    device = torch.device(arguments.device)
+    rates = measure(size_mb=arguments.size_mb, bucket_mb=arguments.bucket_mb, repeats=arguments.repeats, device=device)
+    ratios = {
+        "shared_memory_of_memcpy": round(rates["shared_memory"] / rates["memcpy"], 2),
+        "collective_of_memcpy": round(rates["collective"] / rates["memcpy"], 2),
+        "collective_of_flat_gloo": round(rates["collective"] / rates["gloo_flat"], 2),
+    }
+    size = arguments.size_mb / 1024
+    print(f"{size:.2f} GiB in {NUM_TENSORS} tensors, GiB/s:", rates, ratios)
+    sglang = {}
+    if arguments.sglang.exists():
+        sglang = {"sglang": sglang_pause.measure(str(arguments.sglang), num_updates=arguments.sglang_updates)}
+    else:
+        print(f"no SGLang at {arguments.sglang}; `make sglang` sets one up")
+    hardware.write(arguments.output, {"gib": round(size, 3), "gib_per_s": rates, **ratios, **sglang})
+
+
+def measure(*, size_mb: int, bucket_mb: int, repeats: int, device: torch.device) -> dict[str, float]:
+    """Return GiB per second of each transport between two processes; the tensors of both are on the device."""
+    numel = size_mb * 2**20 // 4 // NUM_TENSORS
+    tensors = [(f"t{index}", torch.full((numel,), float(index), device=device)) for index in range(NUM_TENSORS)]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    manifest = build_manifest(tensors, bucket_bytes=arguments.bucket_mb * 2**20)
+    manifest = build_manifest(tensors, bucket_bytes=bucket_mb * 2**20)
     flat = build_manifest(tensors, bucket_bytes=2**62)
     senders: dict[str, tuple[Manifest, SendTransport]] = {
         "shared_memory": (manifest, SharedMemorySender(manifest, folder)),
@@ -63,12 +84,12 @@ def main() -> None:
     processes = []
     for name in senders:
         pipes[name], there = context.Pipe()
-        processes.append(context.Process(target=_receive, args=(there,), daemon=True))
+        processes.append(context.Process(target=_receive, args=(there, str(device)), daemon=True))
         processes[-1].start()
         assert pipes[name].recv() == "ready", "the receiver starts with a word"
     target = [tensor.clone() for _, tensor in tensors]
     seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *senders, "swap", "checksum")}
-    for repeat in range(arguments.repeats + 2):
+    for repeat in range(repeats + 2):
         row = {"memcpy": _timed(partial(_copy, target, [tensor for _, tensor in tensors]))}
         for name, (layout, sender) in senders.items():
             row[name], row["swap"], row["checksum"] = _transfer(layout, sender, tensors, pipes[name])
@@ -79,19 +100,7 @@ def main() -> None:
         pipe.send(None)
     shutil.rmtree(folder)
     size = manifest.total_bytes / GIB
-    rates = {name: round(size / statistics.median(values), 2) for name, values in seconds.items()}
-    ratios = {
-        "shared_memory_of_memcpy": round(rates["shared_memory"] / rates["memcpy"], 2),
-        "collective_of_memcpy": round(rates["collective"] / rates["memcpy"], 2),
-        "collective_of_flat_gloo": round(rates["collective"] / rates["gloo_flat"], 2),
-    }
-    print(f"{size:.2f} GiB in {NUM_TENSORS} tensors, GiB/s:", rates, ratios)
-    sglang = {}
-    if arguments.sglang.exists():
-        sglang = {"sglang": sglang_pause.measure(str(arguments.sglang), num_updates=arguments.sglang_updates)}
-    else:
-        print(f"no SGLang at {arguments.sglang}; `make sglang` sets one up")
-    hardware.write(arguments.output, {"gib": round(size, 3), "gib_per_s": rates, **ratios, **sglang})
+    return {name: round(size / statistics.median(values), 2) for name, values in seconds.items()}
 
 
 def _transfer(
@@ -111,7 +120,7 @@ def _transfer(
     return seconds, swap, total
 
 
-def _receive(pipe: Connection) -> None:
+def _receive(pipe: Connection, device: str) -> None:
     torch.set_num_threads(1)
     mapped, collective = SharedMemoryReader(), CollectiveReader("reader", CPU)
     own: list[torch.Tensor] = []
@@ -124,7 +133,7 @@ def _receive(pipe: Connection) -> None:
             buckets = asyncio.run(collective.take(offer, manifest))
         pipe.send("taken")
         given = [tensor for _, tensor in views(manifest, buckets)]
-        own = own or [tensor.clone() for tensor in given]
+        own = own or [tensor.to(device, copy=True) for tensor in given]
         swap = _timed(partial(_copy, own, given))
         pipe.send((swap, _timed(partial(checksum, buckets))))
 
@@ -132,6 +141,7 @@ def _receive(pipe: Connection) -> None:
 def _copy(to: list[torch.Tensor], given: list[torch.Tensor]) -> None:
     for place, tensor in zip(to, given, strict=True):
         place.copy_(tensor)
+    finish(to[0].device)
 
 
 def _timed(work: Callable[[], object]) -> float:
