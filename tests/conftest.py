@@ -64,11 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     passed = _passed_before(config)
     items[:] = [item for item in items if item.nodeid not in passed]
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if torch.cuda.is_available():
-        return
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+        marker = item.get_closest_marker("gpu")
+        needed = 0 if marker is None else (*marker.args, 1)[0]
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, here are {num_gpus}"))
 
 
 @pytest.fixture

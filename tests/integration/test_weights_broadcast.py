@@ -89,7 +89,9 @@ class Cluster:
         for worker_id in worker_ids:
             self.offers[worker_id] = processes.Queue()
             self.answers[worker_id] = processes.Queue()
-            arguments = (worker_id, self.offers[worker_id], self.answers[worker_id], self.device)
+            # NCCL refuses two ranks on a GPU; the sender has the first.
+            device = f"cuda:{1 + len(self.processes)}" if self.device == "cuda" else self.device
+            arguments = (worker_id, self.offers[worker_id], self.answers[worker_id], device)
             self.processes[worker_id] = processes.Process(target=_receive, args=arguments, daemon=True)
             self.processes[worker_id].start()
             assert self.answers[worker_id].get(timeout=60) == ("started", worker_id)
@@ -152,7 +154,7 @@ class Cluster:
         self.broadcaster.close()
 
 
-@pytest.fixture(params=["shared_memory", "collective", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["shared_memory", "collective", pytest.param("nccl", marks=pytest.mark.gpu(3))])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     short = request.node.get_closest_marker("short_timeout") is not None
     timeout_s = SHORT_TIMEOUT_S if short else TIMEOUT_S

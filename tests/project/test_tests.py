@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(TESTS.rglob("test_*.py"))
@@ -58,3 +59,22 @@ def test_a_test_without_an_assertion_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_nothing_either.py"
     path.write_text("def run():\n    assert True\n\ndef test_a():\n    asyncio.run(None)\n")
     assert _asserting(path) == {"run"}
+
+
+@pytest.mark.parametrize(("num_gpus", "outcomes"), [(0, "ss"), (1, "ps"), (2, "ps"), (3, "pp")])
+def test_a_gpu_test_skips_with_fewer_gpus_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, num_gpus: int, outcomes: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    items = [pytest.Function.from_parent(request.node.parent, name=name, callobj=_is_our_conftest) for name in ("one", "three")]
+    items[0].add_marker(pytest.mark.gpu)
+    items[1].add_marker(pytest.mark.gpu(3))
+    (hook,) = [plugin for plugin in request.config.pluginmanager.get_plugins() if _is_our_conftest(plugin)]
+    hook.pytest_collection_modifyitems(request.config, items)
+    skips = ["p" if item.get_closest_marker("skip") is None else "s" for item in items]
+    assert "".join(skips) == outcomes
+
+
+def _is_our_conftest(plugin: object) -> bool:
+    return getattr(plugin, "__file__", None) == str(TESTS / "conftest.py")
