@@ -67,7 +67,10 @@ def test_a_gpu_test_skips_with_fewer_gpus_than_it_needs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    items = [pytest.Function.from_parent(request.node.parent, name=name, callobj=_is_our_conftest) for name in ("one", "three")]
+    items = [
+        pytest.Function.from_parent(request.node.parent, name=name, callobj=_is_our_conftest)
+        for name in ("one", "three")
+    ]
     items[0].add_marker(pytest.mark.gpu)
     items[1].add_marker(pytest.mark.gpu(3))
     (hook,) = [plugin for plugin in request.config.pluginmanager.get_plugins() if _is_our_conftest(plugin)]
