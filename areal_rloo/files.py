@@ -186,6 +186,50 @@ class ScratchFolder:
         self._lock.release()
 
 
+class SharedFolder:
+    """An owner-only folder in memory that several processes name, and that lives as long as any of them.
+
+    Every process has a shared lock there. `remove_abandoned` removes the folder after the last process.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Make the folder, or join the folder that another process made; the path begins with the package and `name`.
+
+        Raises:
+            OSError: the folder cannot be made, is another user's, or its file system has no locks.
+        """
+        self.path = memory_folder() / f"{_PREFIX}{name}"
+        self._lock = -1
+        while self._lock < 0:
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                self._lock = self._locked()
+
+    def open(self, name: str) -> int:
+        """Open a file of the folder to read and write, and make the file if there is none; return the descriptor."""
+        with _scratch_opened(self.path) as inside:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=inside)
+
+    def close(self) -> None:
+        """Leave the folder; the last process removes the folder."""
+        os.close(self._lock)
+        remove_abandoned(self.path.parent)
+
+    def _locked(self) -> int:
+        """Return the descriptor of the lock; -1 if the folder was removed before the lock."""
+        descriptor = self.open(_LOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process is removing the folder
+            os.close(descriptor)
+            return -1
+        if os.fstat(descriptor).st_nlink == 0:
+            os.close(descriptor)
+            return -1
+        return descriptor
+
+
 def _remove_scratch(folder: Path) -> None:
     """Remove a scratch folder, the lock last: as long as anything is left, `remove_abandoned` finds the folder."""
     with contextlib.suppress(OSError), _scratch_opened(folder) as inside:

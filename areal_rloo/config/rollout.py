@@ -148,8 +148,10 @@ class RolloutConfig(Section, frozen=True):
     max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
     tensor_parallel: Count = 1  # devices that share a copy of the model
-    # Put each worker on the GPU of a learner rank, and split the memory by the estimate. auto: if there is one GPU.
-    share_devices: bool | Literal["auto"] = "auto"
+    # Put each worker on the GPU of a learner rank. side_by_side: both compute all the time, and the estimate splits the
+    # memory. in_turns: an embedded engine frees the cache and waits during a train step; on CPUs, too, and then both
+    # use all cores. auto: if there is one GPU, side by side, or in turns if a cache of half contexts has no room.
+    share_devices: Literal["auto", "side_by_side", "in_turns", "never"] = "auto"
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -158,18 +160,18 @@ class RolloutConfig(Section, frozen=True):
         """URLs of running SGLang servers, as many as workers; empty if the workers start engines."""
         return self.sglang.urls if self.engine == "sglang" else ()
 
+    @property
+    def shares(self) -> bool:
+        """True if each worker is on the device of a learner rank; False before the launcher has resolved `auto`."""
+        return self.share_devices in ("side_by_side", "in_turns")
+
 
 def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str, transport: str) -> Iterator[str]:
     """Check dependent options; give the text of each error. `context_tokens`: longest prompt plus completion."""
     yield from _episode_mistakes(rollout.episode)
     yield from _sampling_mistakes(rollout.sampling)
     yield from path_mistakes("rollout.sglang.python", rollout.sglang.python)
-    if rollout.share_devices is True and (rollout.tensor_parallel != 1 or transport == "collective"):
-        yield (
-            f"rollout.share_devices: expected false with rollout.tensor_parallel={rollout.tensor_parallel} and "
-            f"weights.transport={transport}, got true; sharing a GPU needs tensor_parallel=1, and NCCL connects no two "
-            "processes on a GPU; set weights.transport=shared_memory"
-        )
+    yield from _sharing_mistakes(rollout, transport)
     if rollout.engine == "sglang":
         yield from owned_mistakes("rollout.sglang.arguments", rollout.sglang.arguments, _OWNED)
         yield from _urls_mistakes(rollout, wire_host=wire_host, transport=transport)
@@ -184,6 +186,21 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
         yield (
             f"rollout.embedded.cache_tokens: expected at least data.max_prompt_tokens and the longest completion "
             f"together = {context_tokens}, got {cache_tokens}; raise it, or set null for the default"
+        )
+
+
+def _sharing_mistakes(rollout: RolloutConfig, transport: str) -> Iterator[str]:
+    asked = rollout.share_devices
+    if rollout.shares and (rollout.tensor_parallel != 1 or transport == "collective"):
+        yield (
+            f"rollout.share_devices: expected never with rollout.tensor_parallel={rollout.tensor_parallel} and "
+            f"weights.transport={transport}, got {asked}; sharing a GPU needs tensor_parallel=1, and NCCL connects no "
+            "two processes on a GPU; set weights.transport=shared_memory"
+        )
+    if asked == "in_turns" and rollout.engine != "embedded":
+        yield (
+            f"rollout.share_devices: expected another value with rollout.engine={rollout.engine}, got in_turns; only "
+            "the embedded engine frees memory for a train step; set rollout.engine=embedded, or side_by_side"
         )
 
 

@@ -212,7 +212,7 @@ class Config(Section, frozen=True):
         """
         if self.weights.transport != "auto":
             return self.weights.transport
-        files = self.rollout.engine == "embedded" or self.rollout.share_devices is True
+        files = self.rollout.engine == "embedded" or self.rollout.shares
         return "shared_memory" if same_host and files else "collective"
 
     @property

@@ -83,8 +83,10 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Annotated[int, Metric("Prompt tokens found in the cache", "tokens", "counter")] = 0
     decode_steps: Annotated[int, Metric("Steps of the decode loop", kind="counter")]
     weight_updates: Annotated[int, Metric("Versions this worker took", kind="counter")]
-    idle_s: Annotated[float, Metric("Time without any request running", "s", "counter", healthy=(0, 0.2))]
+    idle_s: Annotated[float, Metric("Time without a request to run", "s", "counter", healthy=(0, 0.2))]
     swap_s: Annotated[float, Metric("Time decoding stood still to take weights", "s", "counter")]
+    turns_given: Annotated[int, Metric("Turns given to the learner (share_devices: in_turns)", kind="counter")] = 0
+    turn_wait_s: Annotated[float, Metric("Time the engine waited for its turn", "s", "counter")] = 0.0
 
     @property
     def ready_version(self) -> int | None:

@@ -185,6 +185,7 @@ class Fleet:
         self._marks: deque[tuple[float, int]] = deque()  # monotonic time, and the highest lease id then
         self._refused: Counter[str] = Counter()
         self._num_set_aside = 0
+        self.engines_wait = False  # the learner computes on their devices: no worker makes progress
 
     def at(self, peer: str) -> Worker | None:
         """Return the worker at a peer; None for a stranger, an earlier process, and a worker taken for dead."""
@@ -288,15 +289,15 @@ class Fleet:
         """Return the workers that have duties and made no progress for too long; they get no leases until they do."""
         stalled = []
         for worker in self.alive.values():
-            if worker.duties and now_s - worker.progress_s > wire.stall_timeout_s:
+            if self.engines_wait or (not worker.duties and not worker.stalled):
+                worker.progress_s = now_s
+            elif worker.duties and now_s - worker.progress_s > wire.stall_timeout_s:
                 logger.error(
                     "%s has %d samples and made no progress for %.0f s (wire.stall_timeout_s): lease its samples again",
                     *(worker.worker_id, len(worker.duties), now_s - worker.progress_s),
                 )
                 worker.progress_s, worker.stalled = now_s, True
                 stalled.append(worker)
-            elif not worker.duties and not worker.stalled:
-                worker.progress_s = now_s
         return stalled
 
     def overdue(self, now_s: float, most_s: float, newest_lease: int) -> list[Worker]:

@@ -7,6 +7,7 @@ Pure functions on the estimate of `learner/memory.py`, apart from `model_sizes`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError
 from areal_rloo.files import read_regular
 from areal_rloo.launcher.placement import Host, gpus_each, shares_gpus, with_counts
-from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words, number_bytes
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, estimate, in_words, number_bytes
 from areal_rloo.models.folder import cached_folder
 from areal_rloo.models.sizes import SHIPPED, Sizes
 
@@ -57,15 +58,52 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
         ConfigError: the numbers do not fit the rest of the config.
         PreflightError: a rank of the learner does not fit into a GPU.
     """
-    shared, on_gpu = shares_gpus(config, hosts), gpus_each(config, hosts)[0] > 0
-    if shared and len(hosts) > 1:
+    *sooner, last = _ways_to_share(config, hosts)
+    for way in sooner:
+        with contextlib.suppress(PreflightError):
+            found = _resolved(_with_rollout(config, share_devices=way), hosts, model)
+            if config.rollout.embedded.cache_tokens is not None or _has_cache(found):
+                return found
+    return _resolved(_with_rollout(config, share_devices=last), hosts, model)
+
+
+def _ways_to_share(config: Config, hosts: Sequence[Host]) -> list[str]:
+    """List the possible values of rollout.share_devices, the best first.
+
+    Raises:
+        PreflightError: no such way is possible here.
+    """
+    asked, each = config.rollout.share_devices, gpus_each(config, hosts)
+    if asked != "in_turns" and not shares_gpus(config, hosts):
+        return ["never"]
+    ways: list[str] = [asked]
+    if asked == "auto":
+        ways = ["side_by_side", "in_turns"] if config.rollout.engine == "embedded" else ["side_by_side"]
+    key = "rollout.share_devices: expected never"
+    if len(hosts) > 1:
         raise PreflightError(
-            f"rollout.share_devices: expected false on {len(hosts)} hosts, got true; weights reach a shared GPU by "
-            "memory of the host; set it to false, or launcher.num_hosts=1"
+            f"{key} on {len(hosts)} hosts, got {asked}; weights reach a shared device by memory of the host, and turns "
+            "are of a host; set it to never, or launcher.num_hosts=1"
         )
-    decided = _with_rollout(config, share_devices=shared)
-    validate(decided)
-    found = with_counts(decided, hosts)
+    if each[0] != each[1]:
+        raise PreflightError(
+            f"{key} with {each[0]} GPUs for each learner rank and {each[1]} for each worker, got {asked}; set "
+            "learner.device and rollout.device to the same device"
+        )
+    return ways
+
+
+def _has_cache(config: Config) -> bool:
+    """Return True if an embedded engine beside a learner has a cache for half contexts, or an unknown memory."""
+    cache = config.rollout.embedded.cache_tokens
+    return cache is None or 2 * cache >= config.rollout.num_slots * config.context_tokens
+
+
+def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
+    """Resolve a config that says how devices are shared."""
+    shared, on_gpu = shares_gpus(config, hosts), gpus_each(config, hosts)[0] > 0
+    validate(config)
+    found = with_counts(config, hosts)
     grows = on_gpu and not shared and not config.learner.num_ranks
     most = sum(len(host.gpu_ids) for host in hosts) - config.rollout.tensor_parallel if grows else 0
     while True:
@@ -79,7 +117,7 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             break
         num_ranks = found.learner.num_ranks + config.learner.num_replicas
         if num_ranks <= most:
-            found = with_counts(_with(decided, num_ranks=num_ranks), hosts)
+            found = with_counts(_with(config, num_ranks=num_ranks), hosts)
         elif _needed(fitted, model) - OVERHEAD_BYTES <= room:  # it may just fit: the estimate is not exact
             break
         else:
@@ -95,7 +133,9 @@ def _device_bytes(config: Config, hosts: Sequence[Host], *, on_gpu: bool) -> int
 
 
 def _engine_bytes(config: Config, model: Sizes, gpu_bytes: int) -> int:
-    """Return the least memory of an engine on a shared GPU: weights, a cache for half contexts, and the overhead."""
+    """Return the least memory of an engine on a shared GPU: weights, overhead, and side by side half contexts."""
+    if config.rollout.share_devices == "in_turns":
+        return _engine_weights(config, model)
     slots = config.rollout.num_slots * config.context_tokens // 2
     cache = min(slots, int(_MOST_CACHE * gpu_bytes) // _cache_bytes(config, model))
     return _engine_weights(config, model) + max(config.context_tokens, cache) * _cache_bytes(config, model)
@@ -112,9 +152,14 @@ def _cache_bytes(config: Config, model: Sizes) -> int:
 
 
 def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
-    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did."""
-    left = gpu_bytes - _needed(config, model)
-    rollout = config.rollout
+    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did.
+
+    In turns, the rest is all but the memory that the learner keeps between two steps.
+    """
+    parts, rollout = estimate(model, config), config.rollout
+    if rollout.share_devices == "in_turns":
+        parts = {part: size for part, size in parts.items() if part in STANDING}
+    left = gpu_bytes - sum(parts.values()) - OVERHEAD_BYTES
     if rollout.engine == "sglang":
         if _FRACTION in map(argument_name, rollout.sglang.arguments):
             return config
@@ -136,8 +181,9 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
     num_bytes, on_gpu = sum(parts.values()), gpus_each(config, hosts)[0] > 0
     there = _device_bytes(config, hosts, on_gpu=True) if on_gpu else 0
     words = f"learner: a rank needs about {(num_bytes + on_gpu * OVERHEAD_BYTES) / GIB:.1f} GiB ({in_words(parts)})"
-    engine = "; its engine shares this GPU" if config.rollout.share_devices is True else ""
-    return f"{words}, of a GPU's {there / GIB:.1f} GiB{engine}" if there else words
+    how = config.rollout.share_devices.replace("_", " ")
+    engine = f"; learner and engine share the devices {how}" if config.rollout.shares else ""
+    return f"{words}, of a GPU's {there / GIB:.1f} GiB{engine}" if there else f"{words}{engine}"
 
 
 def _fitted(config: Config, model: Sizes, device_bytes: int) -> Config:
@@ -203,7 +249,7 @@ def _remedies(config: Config) -> Iterator[tuple[str, Config]]:
         yield "learner.gradient_checkpointing=true", _with(config, gradient_checkpointing=True)
     if (half := max(longest, learner.microbatch_tokens // 2)) < learner.microbatch_tokens:
         yield f"learner.microbatch_tokens={half}", _with(config, microbatch_tokens=half)
-    if config.rollout.share_devices is not True:
+    if not config.rollout.shares:
         num = learner.num_ranks + learner.num_replicas
         yield f"learner.num_ranks={num}", _with(config, num_ranks=num)
     if learner.offload == "none":

@@ -110,7 +110,8 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
 def place(config: Config, hosts: Sequence[Host]) -> Placement:
     """Give a seat to each process of a config whose counts are numbers.
 
-    The processes of a host share the memory evenly, and the cores too if the config says 0 threads.
+    The processes of a host share the memory evenly, and the cores too if the config says 0 threads. In turns, the
+    learner's processes share all cores, and so do the workers.
 
     Raises:
         PreflightError: the hosts have too few GPUs; the message says how many are missing.
@@ -145,16 +146,20 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         # Spread: most free GPUs first, or most cores per process.
         take(worker_gpus, lambda host: -len(free[host.name]) if worker_gpus else -host.num_cores / (1 + num_on(host)))
 
-    def seat(host: Host, gpu_ids: tuple[str, ...], num_threads: int) -> Seat:
-        share = num_on(host)
-        return Seat(host, gpu_ids, num_threads or max(1, host.num_cores // share), host.memory_bytes // share)
+    def seats(taken: Sequence[tuple[Host, tuple[str, ...]]], num_threads: int) -> tuple[Seat, ...]:
+        together = Counter(host.name for host, _ in taken) if config.rollout.share_devices == "in_turns" else num_placed
+        return tuple(
+            Seat(
+                host,
+                gpu_ids,
+                num_threads or max(1, host.num_cores // together[host.name]),
+                host.memory_bytes // num_on(host),
+            )
+            for host, gpu_ids in taken
+        )
 
-    num_ranks = config.learner.num_ranks
-    return Placement(
-        tuple(hosts),
-        tuple(seat(*taken, config.learner.num_threads) for taken in places[:num_ranks]),
-        tuple(seat(*taken, config.rollout.num_threads) for taken in places[num_ranks:]),
-    )
+    ranks, workers = places[: config.learner.num_ranks], places[config.learner.num_ranks :]
+    return Placement(tuple(hosts), seats(ranks, config.learner.num_threads), seats(workers, config.rollout.num_threads))
 
 
 def resized(placement: Placement, num_workers: int) -> Placement:
@@ -204,10 +209,9 @@ def gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
 
 def shares_gpus(config: Config, hosts: Sequence[Host]) -> bool:
     """Return True if each worker runs on the GPU of a learner rank."""
-    asked, (rank_gpus, worker_gpus) = config.rollout.share_devices, gpus_each(config, hosts)
-    if asked == "auto":
-        asked = sum(len(host.gpu_ids) for host in hosts) == 1
-    return asked and rank_gpus == worker_gpus == 1
+    asked = config.rollout.share_devices
+    wanted = config.rollout.shares or (asked == "auto" and sum(len(host.gpu_ids) for host in hosts) == 1)
+    return wanted and gpus_each(config, hosts) == (1, 1)
 
 
 def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> str:

@@ -46,6 +46,7 @@ from areal_rloo.learner.resuming import newest_checkpoint, restored_ledger
 from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.learner.turn import turn_of_learner
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_eval, load_train
@@ -196,6 +197,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         recorder=_recorder(config, folder, tokenizer, policy_version),
         batches=_batches(config, arguments, policy_version),
         checkpoints=checkpoints,
+        turn=turn_of_learner(config, folder, train_step.team, service, registry),
         policy_version=policy_version,
     )
     service.watch(watchdog, config.launcher.hang_timeout_s or math.inf)

@@ -9,6 +9,7 @@ broadcaster run on the intake's event loop.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,6 +44,7 @@ class Learner:
     recorder: Recorder
     batches: BatchRecorder | None  # None without `wire.record`
     checkpoints: Checkpoints
+    turn: AbstractContextManager[None]  # around a step; the engines may compute in turns with the learner
     policy_version: int
     doing: str | None = field(default=None, init=False)  # None while the learner waits for the workers, however long
     _skips_in_a_row: int = field(default=0, init=False)
@@ -60,15 +62,15 @@ class Learner:
             if batch is None:
                 break
             self.doing = f"step {self.policy_version + 1}"
-            self._train(batch, wait_s)
+            with self.turn:
+                self._train(batch, wait_s)
             self.doing = None
         completed = self.policy_version >= self.config.learner.num_train_steps
         if completed or not self.intake.draining:
             if not completed:
                 self.intake.evaluate()
             self.intake.wait_for_evaluation()
-        reason = "completed" if completed else "end_of_data"
-        reason = "drained" if self.intake.draining else reason
+        reason = "drained" if self.intake.draining else "completed" if completed else "end_of_data"
         self.reporter.update_totals(self.intake.statistics())
         self._gather_partials()
         self.save_checkpoint()
@@ -138,11 +140,10 @@ class Learner:
         self.recorder.step(
             batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
         )
+        if unpublished is not None or (saves and not self.intake.draining):
+            self.save_checkpoint()
         if unpublished is not None:
-            self.save_checkpoint()
             raise unpublished
-        if saves and not self.intake.draining:
-            self.save_checkpoint()
 
     def _gather_partials(self) -> None:
         if self.config.checkpoint.partial_rollouts:

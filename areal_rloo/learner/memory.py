@@ -11,6 +11,7 @@ from areal_rloo.models.sizes import CHUNK_LOGITS, Sizes
 
 GIB = 2**30
 OVERHEAD_BYTES = 2 * GIB  # of a process on a GPU
+STANDING = ("weights", "optimizer", "reference", "weights in bfloat16")  # parts of a rank that stay between two steps
 
 
 def number_bytes(config: Config) -> int:

@@ -1,6 +1,6 @@
 """All ranks of the learner, as rank 0 sees them: a `Team` sends each rank a command and collects the answers.
 
-    Score ─► Scores        Train ─► Trained        RefreshReference | GatherWeights | SaveShards ─► Done        Stop
+    Score ─► Scores     Train ─► Trained     RefreshReference | GatherWeights | SaveShards | FreeMemory ─► Done     Stop
 
 Rank 0 executes the same commands itself. The other ranks wait for commands in `follow`.
 """
@@ -53,11 +53,15 @@ class SaveShards(msgspec.Struct, frozen=True, tag="save_shards"):
     folder: str
 
 
+class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
+    """Free the memory that only a step needs: gradients, and memory that torch keeps for the next step."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the run."""
 
 
-Command = Score | Train | RefreshReference | GatherWeights | SaveShards | Stop
+Command = Score | Train | RefreshReference | GatherWeights | SaveShards | FreeMemory | Stop
 
 
 class Scores(msgspec.Struct, frozen=True, tag="scores"):
@@ -140,6 +144,10 @@ class Team:
         self.own.ranks.answers()
         return written
 
+    def free_memory(self) -> None:
+        """Free the memory of all devices that only a step needs."""
+        self._tell([FreeMemory()] * self.num_ranks)
+
     def stop(self) -> None:
         """End `follow` on the other ranks."""
         self._tell_others(Stop())
@@ -179,6 +187,9 @@ def _obey(rank: LearnerRank, command: Command) -> Answer:
             rank.weights(apart=command.apart)
         case SaveShards():
             rank.save(Path(command.folder))
+        case FreeMemory():
+            rank.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()  # nothing without CUDA
         case Stop():
             raise AssertionError("Stop ends `follow` and is not executed")
         case _:

@@ -130,13 +130,7 @@ class TrainStep:
                 num_trajectories=len(samples.trajectories),
                 config=adaptive,
             )
-        numbers = {
-            **settings,
-            **masks.numbers(),
-            **reference.numbers,
-            **advantages.numbers,
-            **updates.numbers,
-        }
+        numbers = {**settings, **masks.numbers(), **reference.numbers, **advantages.numbers, **updates.numbers}
         times = {"times_s": reference.times | updates.times}
         kept = [trajectory for minibatch in minibatches for trajectory in minibatch.trajectories]
         possible, all_s = self.team.num_ranks * self.team.own.peak_flops, time.perf_counter() - started_s

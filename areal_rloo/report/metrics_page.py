@@ -17,6 +17,7 @@ from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, heal
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.scrapes import ScrapeStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
+from areal_rloo.turns import TurnStatistics
 from areal_rloo.weights.broadcast import BroadcastStatistics
 from areal_rloo.weights.receive import ReceiveStatistics
 from areal_rloo.wire.channels import ChannelStatistics
@@ -26,6 +27,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
     ("Refused answers (learner)", LieStatistics),
     ("Refused workers (learner)", FleetStatistics),
+    ("Turns on shared devices (learner)", TurnStatistics),
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),

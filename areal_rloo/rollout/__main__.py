@@ -94,7 +94,7 @@ async def _generate(config: Config, arguments: Arguments) -> None:
         device=torch.device(arguments.device),
         num_threads=arguments.num_threads,
         server_url=arguments.server_url,
-        logs=arguments.run_folder / "logs",
+        run_folder=arguments.run_folder,
     ) as running:
         engine = running.engine
         channel = _channel(config, arguments, incarnation)

@@ -20,6 +20,7 @@ from areal_rloo.engines.sglang import BucketLayout, ServerPlan, SGLangEngine, SG
 from areal_rloo.errors import WeightsError
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
+from areal_rloo.turns import EngineTurn
 from areal_rloo.weights.manifest import CollectiveOffer, Notice, by_bucket
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -59,7 +60,7 @@ async def running_engine(
     device: torch.device,
     num_threads: int,
     server_url: str | None,
-    logs: Path,
+    run_folder: Path,
 ) -> AsyncIterator[WorkerEngine]:
     """Run the engine that `rollout.engine` names, on the worker's event loop or on a thread; the engine is ready.
 
@@ -70,7 +71,7 @@ async def running_engine(
         device: of the engine.
         num_threads: CPU threads of a server.
         server_url: of an SGLang server that already runs; None: start a server.
-        logs: folder for a server's output.
+        run_folder: has the folder for a server's output, and names the turns with the learner.
 
     Raises:
         ModelError: the model cannot be read or served.
@@ -86,6 +87,7 @@ async def running_engine(
             context_tokens=config.context_tokens,
             options=rollout.embedded,
             lora=config.learner.lora if config.publishes_adapters else None,
+            turn=EngineTurn(run_folder) if rollout.share_devices == "in_turns" else None,
         )
         with closing(embedded):
             yield WorkerEngine(embedded, device)
@@ -104,7 +106,7 @@ async def running_engine(
         config=rollout.sglang,
         url=server_url,
         update_timeout_s=config.weights.timeout_s,
-        log=logs / f"{worker_id}.sglang.log",
+        log=run_folder / "logs" / f"{worker_id}.sglang.log",
     )
     async with engine as server:
         if (key := rollout.sglang.api_key_env) is not None:

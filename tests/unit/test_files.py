@@ -5,13 +5,16 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from areal_rloo import files
 from areal_rloo.files import (
     ScratchFolder,
+    SharedFolder,
     move_into_place,
     open_private,
     open_regular,
@@ -151,6 +154,55 @@ def test_a_scratch_folder_replaced_by_a_link_removes_nothing(tmp_path: Path) -> 
     folder.path.symlink_to(home)
     folder.close()
     assert set(home.iterdir()) == {home / "lock", home / "file"}
+
+
+def test_a_shared_folder_stays_while_any_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEMORY", tmp_path)
+    first, second = SharedFolder("test"), SharedFolder("test")
+    assert first.path == second.path == tmp_path / "areal_rloo-test"
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    descriptor = first.open("file")
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+    first.close()
+    remove_abandoned(tmp_path)
+    assert (second.path / "file").exists()
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_folder_is_never_removed_under_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEMORY", tmp_path)
+
+    def join_and_leave(_: int) -> bool:
+        there = []
+        for _ in range(100):
+            folder = SharedFolder("test")
+            os.close(folder.open("file"))
+            there.append((folder.path / "file").exists())
+            folder.close()
+        return all(there)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(join_and_leave, range(4)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_a_shared_folder_of_others_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEMORY", tmp_path)
+    path, home = tmp_path / "areal_rloo-test", tmp_path / "home"
+    home.mkdir()
+    if kind == "open":
+        path.mkdir()
+        path.chmod(0o755)
+    elif kind == "link":
+        path.symlink_to(home)
+    else:
+        path.touch()
+    with pytest.raises(OSError, match="areal_rloo-test"):
+        SharedFolder("test")
+    assert list(home.iterdir()) == []
 
 
 def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:

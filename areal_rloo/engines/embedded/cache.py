@@ -99,16 +99,18 @@ class Cache:
         context_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        has_memory: bool = True,
     ) -> None:
+        """`has_memory`: False to allocate the memory later (`allocate`)."""
         a = architecture
         self.capacities = _capacities(context_tokens)  # of rows
         smallest = self.capacities[0]
         self.num_tokens: int = max(num_tokens // smallest * smallest, self.capacities[-1])
         self.num_kv_heads, self.head_dim = a.num_kv_heads, a.head_dim
         self.num_vectors = self.num_tokens * a.num_kv_heads
-        self.tensor = torch.zeros(a.num_layers, 2 * self.num_vectors, a.head_dim, device=device, dtype=dtype)
-        self.mask = torch.full((self.num_vectors,), -torch.inf, device=device, dtype=dtype)
-        self._halves = self.tensor.unflatten(1, (2, self.num_vectors))
+        self._num_layers, self._device, self._dtype = a.num_layers, device, dtype
+        if has_memory:
+            self.allocate()
         self._sizes = [capacity for capacity in reversed(self.capacities) for _ in RowKind]
         self._blocks: list[Block] = [[] for _ in self._sizes]
         self.used_tokens = 0
@@ -117,6 +119,22 @@ class Cache:
     @property
     def free_tokens(self) -> int:
         return self.num_tokens - self.used_tokens
+
+    def allocate(self) -> None:
+        """Take the memory of the whole arena."""
+        shape = (self._num_layers, 2 * self.num_vectors, self.head_dim)
+        self.tensor = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        self.mask = torch.full((self.num_vectors,), -torch.inf, device=self._device, dtype=self._dtype)
+        self._halves = self.tensor.unflatten(1, (2, self.num_vectors))
+
+    def release(self) -> None:
+        """Forget all rows and give the memory back; no row can be added until `allocate`."""
+        self._blocks = [[] for _ in self._sizes]
+        self.used_tokens = 0
+        self.num_moves += 1
+        del self.tensor, self.mask, self._halves
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def capacity_for(self, num_tokens: int) -> int:
         return next(capacity for capacity in self.capacities if capacity >= num_tokens)
@@ -309,6 +327,11 @@ class Prefixes:
         self.withdraw(row)
         self._cache.remove(row)
         return True
+
+    def clear(self) -> None:
+        """Forget all rows; the caller frees their memory."""
+        self._rows.clear()
+        self.kept.clear()
 
     def forget_other_versions(self, policy_versions: Sequence[int]) -> None:
         """Drop rows that other versions computed: the weights were swapped."""

@@ -1,12 +1,15 @@
 """The engine's thread: take requests, aborts and weights between decode steps, and return completions.
 
-    each turn: swap staged weights ─► end aborted requests ─► place waiting requests in rows ─► prefill a chunk
-               ─► make room for the next tokens ─► one decode step of each batch
+    swap staged weights ─► end aborted requests ─► place waiting requests in rows ─► prefill a chunk
+        ─► make room for the next tokens ─► one decode step of each batch ─► again
 
 There are two batches: the running policy's, and a batch for pinned requests (evaluation) with a private copy of the
 weights. Both decode in turn, so neither waits for the other. Both share one cache, so an evaluation needs extra memory
 for the copy of the weights only. Callers wait only for their futures: no lock is held while weights are copied or
 tokens are computed.
+
+If learner and engine compute in turns (`turns.py`), the engine preempts all requests and frees the cache before it
+gives the turn. Meanwhile the thread does all that needs no cache: weights, aborts, questions for the tokens so far.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
+from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
 
 logger = get_logger(__name__)
 
@@ -53,12 +57,14 @@ class EmbeddedEngine:
         options: EmbeddedConfig | None = None,
         lora: LoraConfig | None = None,
         steps_ahead: int | None = None,
+        turn: EngineTurn | None = None,
     ) -> None:
         """Load the weights of `policy_version` from a Hugging Face folder.
 
         Matrices and cache have the dtype; everything else is float32. `lora`: new weights come with these adapters
         apart. `steps_ahead` steps are launched before the host reads the tokens of the last step. None: 1 on a GPU,
-        where the launch overlaps the computation; 0 on a CPU.
+        where the launch overlaps the computation; 0 on a CPU. `turn`: compute in turns with the learner; the engine
+        closes the turn.
         """
         options = options or EmbeddedConfig()
         self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
@@ -73,7 +79,15 @@ class EmbeddedEngine:
         self._policy_version = policy_version
         wanted = options.cache_tokens or tokens_for(num_slots, context_tokens, architecture, device=device, dtype=dtype)
         fitting = min(context_tokens, wanted)
-        self._cache = Cache(architecture, num_tokens=wanted, context_tokens=fitting, device=device, dtype=dtype)
+        self._turn = turn
+        self._cache = Cache(
+            architecture,
+            num_tokens=wanted,
+            context_tokens=fitting,
+            device=device,
+            dtype=dtype,
+            has_memory=turn is None,
+        )
         self._scheduler = Scheduler(self._cache, self._rope, prefill_chunk_tokens=options.prefill_chunk_tokens)
         self._running = self._make_batch(parameters, RowKind.RUNNING)
         self._waiting = WaitingQueue()
@@ -137,6 +151,8 @@ class EmbeddedEngine:
                 weight_updates=self._counts["updates"],
                 idle_s=self._idle.total_s(),
                 swap_s=self._swap_s,
+                turns_given=0 if self._turn is None else self._turn.num_given,
+                turn_wait_s=0.0 if self._turn is None else self._turn.waited_s,
             )
 
     def close(self) -> None:
@@ -186,16 +202,19 @@ class EmbeddedEngine:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._turn():
+                while self._work():
                     pass
         except BaseException as error:
             logger.exception("the engine stopped")
             self._die(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
+        finally:
+            if self._turn is not None:
+                self._turn.close()
 
-    def _turn(self) -> bool:
+    def _work(self) -> bool:
         """Do all work between two steps, then a step; return False at the end."""
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            self._changed.wait_for(self._has_work, None if self._turn is None else LOOK_EVERY_S)
             closing = self._closing
         if closing:
             self._end_all()
@@ -203,25 +222,38 @@ class EmbeddedEngine:
         self._swap_staged()
         self._end_aborted()
         self._tell_unfinished()
+        if self._turn is not None and not self._may_compute(self._turn):
+            return True
         self._renew_pinned()
         with self._changed:
             self._scheduler.admit(self._waiting, self._policy_version)
             self._idle.note(self._scheduler.num_placed == 0)
         for batch in list(self._scheduler.batches.values()):
             self._scheduler.prefill(batch)
-        ended, preempted = self._scheduler.make_room()
-        self._give(ended)
-        with self._changed:
-            for waiting in preempted:
-                self._waiting.add(waiting)
+        self._give_and_requeue(*self._scheduler.make_room())
         for batch in list(self._scheduler.batches.values()):
             if batch.running:
                 self._give(self._scheduler.step(batch), num_steps=1)
         return True
 
+    def _may_compute(self, turn: EngineTurn) -> bool:
+        """Give the turn to a learner that wants it, or take the turn for requests; return True with the turn."""
+        if turn.held and turn.is_wanted():
+            self._give_and_requeue(*self._scheduler.release_memory())
+            turn.give()
+        elif not turn.held:
+            with self._changed:
+                can_start = self._waiting.any_for(self._policy_version)
+            self._idle.note(not can_start)
+            if can_start and turn.take():
+                self._cache.allocate()
+        return turn.held
+
     def _has_work(self) -> bool:
         if self._closing or self._staged or self._aborts or self._asked or self._scheduler.num_placed:
             return True
+        if self._turn is not None and not self._turn.held:
+            return False  # `_may_compute` looks for the turn, after a timeout
         self._idle.note(True)
         return self._waiting.any_for(self._policy_version)
 
@@ -233,6 +265,12 @@ class EmbeddedEngine:
                 del self._live[submission.request.request_id]
         for submission, completion in ended:
             submission.future.set_result(completion)
+
+    def _give_and_requeue(self, ended: Ended, preempted: Iterable[WaitingRequest]) -> None:
+        self._give(ended)
+        with self._changed:
+            for waiting in preempted:
+                self._waiting.add(waiting)
 
     def _swap_staged(self) -> None:
         while self._staged:  # only this thread removes an update, after handling it

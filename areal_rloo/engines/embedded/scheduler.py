@@ -129,6 +129,19 @@ class Scheduler:
             ended += self._released(batch, batch.collect())
         return ended, [batch.so_far(placed) for batch in self.batches.values() for placed in batch.requests()]
 
+    def release_memory(self) -> tuple[Ended, list[WaitingRequest]]:
+        """Free the memory of the cache; return the requests ended meanwhile and the preempted requests.
+
+        Place no request until `Cache.allocate`.
+        """
+        ended, preempted = self.so_far()
+        for batch in self.batches.values():
+            for placed in batch.requests():
+                batch.leave(placed)
+        self._prefixes.clear()
+        self._cache.release()
+        return ended, preempted
+
     def new_version(self, policy_version: int) -> None:
         """Continue the running rows under swapped weights; reuse no row of earlier weights."""
         self.batches[RowKind.RUNNING].new_version(policy_version)

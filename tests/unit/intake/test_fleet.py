@@ -89,6 +89,17 @@ def test_a_single_token_is_progress() -> None:
         assert _stalled_at(fleet, 50.0 * number + 1.0) == []
 
 
+def test_a_wait_for_the_learners_step_is_no_time_without_progress() -> None:
+    fleet = Fleet(most_samples=8)
+    _joined(fleet, "w").hold(DUTY)
+    fleet.engines_wait = True
+    for now_s in (50.0, 200.0, 250.0):
+        assert _stalled_at(fleet, now_s) == []
+    fleet.engines_wait = False
+    assert _stalled_at(fleet, 309.0) == []
+    assert _stalled_at(fleet, 311.0) == ["w"]
+
+
 # -- overdue -----------------------------------------------------------------------------------------------------------
 
 

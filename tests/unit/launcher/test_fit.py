@@ -146,7 +146,8 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     plan = plan_run(request, model_path="/model")
     assert {spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.processes} == {"0"}
     assert "2 processes, 1 of 1 GPUs" in as_table(plan, placement)
-    assert memory_words(config, hosts, SMALL).endswith("of a GPU's 74.5 GiB; its engine shares this GPU")
+    words = memory_words(config, hosts, SMALL)
+    assert words.endswith("of a GPU's 74.5 GiB; learner and engine share the devices side by side")
 
 
 def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
@@ -158,20 +159,20 @@ def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
 
 def test_several_gpus_are_shared_if_the_user_says_so() -> None:
     hosts = _hosts(4, 80)
-    config = resolved(_config("rollout.share_devices=true"), hosts, SMALL)
+    config = resolved(_config("rollout.share_devices=side_by_side"), hosts, SMALL)
     placement = place(config, hosts)
     assert [seat.gpu_ids for seat in placement.learner] == [seat.gpu_ids for seat in placement.workers]
     assert (config.learner.num_ranks, config.rollout.num_workers) == (4, 4)
-    fewer = resolved(_config("rollout.share_devices=true", "rollout.num_workers=2"), hosts, SMALL)
+    fewer = resolved(_config("rollout.share_devices=side_by_side", "rollout.num_workers=2"), hosts, SMALL)
     assert (fewer.learner.num_ranks, len(place(fewer, hosts).workers)) == (4, 2)
 
 
 def test_gpus_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(PreflightError, match=r"rollout\.share_devices: expected false on 2 hosts, got true"):
-        resolved(_config("rollout.share_devices=true"), _hosts(4, 80, num=2), SMALL)
+    with pytest.raises(PreflightError, match=r"rollout\.share_devices: expected never on 2 hosts, got side_by_side"):
+        resolved(_config("rollout.share_devices=side_by_side"), _hosts(4, 80, num=2), SMALL)
     for other in ("rollout.tensor_parallel=2", "weights.transport=collective"):
-        with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected false with"):
-            _config("rollout.share_devices=true", other)
+        with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected never with"):
+            _config("rollout.share_devices=side_by_side", other)
     with pytest.raises(ConfigError, match=r"set weights\.transport=shared_memory"):
         resolved(_config("weights.transport=collective"), _hosts(1, 80), SMALL)
     config = resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
@@ -184,8 +185,84 @@ def test_gpus_that_cannot_be_shared_are_refused() -> None:
 def test_a_worker_of_a_running_server_shares_no_gpu() -> None:
     urls = "rollout.sglang={urls: [http://127.0.0.1:3000]}"
     config = resolved(_config(urls, "rollout.num_workers=1"), _hosts(1, 80), SMALL)
-    assert config.rollout.share_devices is False
+    assert config.rollout.share_devices == "never"
     assert [seat.gpu_ids for seat in place(config, _hosts(1, 80)).seats] == [("0",), ()]
+
+
+# -- in turns ----------------------------------------------------------------------------------------------------------
+
+EMBEDDED = ("rollout.engine=embedded", "rollout.num_slots=256")
+WAYS = ("side_by_side", "in_turns")
+
+
+def _engine_needs(config: Config, model: Sizes = SMALL) -> int:
+    """Return the bytes of an engine in bfloat16: weights, their copy for the evaluation, and the cache."""
+    assert config.rollout.embedded.cache_tokens is not None
+    return (
+        2 * 2 * model.num_parameters + config.rollout.embedded.cache_tokens * 2 * model.cache_numbers + OVERHEAD_BYTES
+    )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "way"), [(40, "in_turns"), (48, "in_turns"), (80, "side_by_side"), (141, "side_by_side")]
+)
+def test_without_room_for_a_cache_learner_and_engine_take_turns(gigabytes: int, way: str) -> None:
+    hosts = _hosts(1, gigabytes)
+    config = resolved(_config(*EMBEDDED), hosts, SMALL)
+    assert config.rollout.share_devices == way
+    parts = estimate(SMALL, config)
+    if way == "in_turns":
+        assert memory_words(config, hosts, SMALL).endswith("learner and engine share the devices in turns")
+        in_a_step = sum(parts.pop(part) for part in ("gradients", "activations", "logits"))
+        assert in_a_step > 2**30
+        # During a step, the engine has no cache. The overhead is a guess, so a learner that may just fit is accepted.
+        assert _needed(config) - OVERHEAD_BYTES + 2 * 2 * SMALL.num_parameters + OVERHEAD_BYTES <= hosts[0].gpu_bytes
+    assert sum(parts.values()) + OVERHEAD_BYTES + _engine_needs(config) <= hosts[0].gpu_bytes
+    placement = place(config, hosts)
+    assert [seat.gpu_ids for seat in placement.seats] == [("0",), ("0",)]
+    assert [seat.num_threads for seat in placement.seats] == [32 if way == "in_turns" else 16] * 2
+
+
+def test_side_by_side_leaves_the_cache_less_than_in_turns() -> None:
+    hosts = _hosts(1, 48)
+    beside, turns = (resolved(_config(*EMBEDDED, f"rollout.share_devices={way}"), hosts, SMALL) for way in WAYS)
+    caches = [config.rollout.embedded.cache_tokens or 0 for config in (beside, turns)]
+    assert 2 * caches[0] < caches[1], "and rows of the learner are longer, too"
+    assert beside.learner.microbatch_tokens < turns.learner.microbatch_tokens
+
+
+def test_the_users_own_cache_stays_side_by_side() -> None:
+    config = resolved(_config(*EMBEDDED, "rollout.embedded.cache_tokens=5000"), _hosts(1, 80), SMALL)
+    assert (config.rollout.share_devices, config.rollout.embedded.cache_tokens) == ("side_by_side", 5000)
+
+
+def test_on_cpus_turns_are_a_choice_and_give_both_all_cores() -> None:
+    host = Host("n", "127.0.0.1", 8, (), 128 * GIB)
+    for way, num_threads in (("auto", 4), ("side_by_side", 4), ("in_turns", 8)):
+        config = resolved(_config(*EMBEDDED, f"rollout.share_devices={way}"), [host], SMALL)
+        assert config.rollout.share_devices == ("in_turns" if way == "in_turns" else "never")
+        assert [seat.num_threads for seat in place(config, [host]).seats] == [num_threads] * 2
+        assert ("in turns" in memory_words(config, [host], SMALL)) == (way == "in_turns")
+    several = resolved(_config(*EMBEDDED, "rollout.share_devices=in_turns", "rollout.num_workers=2"), [host], SMALL)
+    assert [seat.num_threads for seat in place(several, [host]).seats] == [8, 4, 4]
+
+
+def test_turns_that_are_not_possible_are_refused() -> None:
+    in_turns = (*EMBEDDED, "rollout.share_devices=in_turns")
+    with pytest.raises(ConfigError, match=r"rollout\.share_devices: .*got in_turns; only the embedded engine frees"):
+        _config("rollout.share_devices=in_turns")
+    with pytest.raises(
+        ConfigError, match=r"expected never with rollout\.tensor_parallel=1 and .*=collective, got in_turn"
+    ):
+        _config(*in_turns, "weights.transport=collective")
+    with pytest.raises(PreflightError, match=r"expected never on 2 hosts, got in_turns; .* set it to never"):
+        resolved(_config(*in_turns), _hosts(1, 80, num=2), SMALL)
+    for devices in (("learner.device=cpu", 0, 1), ("rollout.device=cpu", 1, 0)):
+        words = rf"never with {devices[1]} GPUs for each learner rank and {devices[2]} for each worker, got in_turns"
+        with pytest.raises(PreflightError, match=words):
+            resolved(_config(*in_turns, devices[0]), _hosts(1, 80), SMALL)
+    with pytest.raises(PreflightError, match=r"a rank needs about .* a GPU has 22\.4, .* of them for the engine; set"):
+        resolved(_config(*in_turns), _hosts(1, 24), SMALL)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

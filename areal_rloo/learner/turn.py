@@ -1,0 +1,33 @@
+"""The learner's turn on the devices as its config says: a context manager around each train step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from areal_rloo.config import Config
+from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.team import Team
+from areal_rloo.telemetry.metrics import watch
+from areal_rloo.turns import LearnerTurn, TurnStatistics
+
+
+def turn_of_learner(
+    config: Config, run_folder: Path, team: Team, intake: IntakeService, registry: CollectorRegistry
+) -> AbstractContextManager[None]:
+    """Return the turns of a run whose engines wait during a step; otherwise a context without effect.
+
+    Raises:
+        PreflightError: the files of the turns cannot be made.
+    """
+    if config.rollout.share_devices != "in_turns":
+        return nullcontext()
+
+    def tell(computes: bool) -> None:
+        intake.fleet.engines_wait = computes  # a flag, which the loop reads
+
+    turn = LearnerTurn(run_folder, free=team.free_memory, tell=tell)
+    watch(registry, TurnStatistics, turn.statistics)
+    return turn
