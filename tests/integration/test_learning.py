@@ -1,12 +1,13 @@
-"""The quickstart learns on real clusters of two nodes: with SGLang on Slurm, with the embedded engine on Ray.
+"""The quickstart learns on real clusters of two nodes, and with learner and engine in turns on the same cores.
 
-The learner runs on one node and the rollout worker on the other, so weights travel over the network.
+On Slurm with SGLang, and on Ray with the embedded engine, the learner runs on one node and the rollout worker on the
+other, so weights travel over the network.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from support.slurm_cluster import missing_programs, slurm_cluster
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.warm_start import prepare_tiny_model
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
 
 REPO = Path(__file__).resolve().parents[2]
 MISSING = missing_programs()
@@ -35,10 +38,12 @@ def _model() -> str:
     return prepare_tiny_model(load_config("quickstart.yaml"), REPO / ".pytest_cache" / "models" / "models").path
 
 
-def _learn(folder: Path, launcher: str, *arguments: str, environment: Mapping[str, str]) -> list[str]:
+def _learn(
+    folder: Path, launcher: str, *arguments: str, environment: Mapping[str, str], places: Sequence[str] = ON_TWO_NODES
+) -> list[str]:
     """Run the quickstart; return the conditions that do not hold."""
     command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", "--config", "quickstart.yaml"]
-    changes = (f"run.folder={folder}", f"model.path={_model()}", *ON_TWO_NODES, *FASTER, *arguments)
+    changes = (f"run.folder={folder}", f"model.path={_model()}", *places, *FASTER, *arguments)
     ended = subprocess.run([*command, *changes], cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [text for text, holds in conditions(folder).items() if not holds]
@@ -58,3 +63,15 @@ def test_the_quickstart_learns_on_ray(tmp_path: Path) -> None:
         address = ("--address", cluster.address)
         run = _learn(tmp_path / "run", "ray", *address, environment={**os.environ, **cluster.environment})
     assert run == []
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_the_quickstart_learns_in_turns_on_the_same_cores(eta: int, tmp_path: Path) -> None:
+    in_turns = ("rollout.share_devices=in_turns", f"algorithm.max_staleness={eta}")
+    failed = _learn(tmp_path / "run", "local", *in_turns, environment=os.environ, places=())
+    if eta == 0:  # synchronous: no weights come while completions are made
+        failed = [text for text in failed if not text.startswith(("the run was asynchronous", "weights came while"))]
+    assert [text for text in failed if not text.startswith("generation and training overlapped")] == []
+    steps = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if isinstance(record, TrainRecord)]
+    assert len(steps) == 52
+    assert max(step.staleness_max for step in steps) <= eta

@@ -110,6 +110,43 @@ def test_a_stopped_engine_costs_the_learner_a_limited_time(takers: _Takers) -> N
     assert len(engine.intervals()) > 0
 
 
+def test_the_second_wait_for_a_stopped_engine_is_short(
+    takers: _Takers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(turns, "_SHORT_PATIENCE_S", 0.01)
+    engine = takers.start("engine")
+    wait_until(lambda: engine.num_turns() > 0)
+    engine.signal(signal.SIGSTOP)
+    learner = LearnerTurn(takers.folder, free=lambda: None, patience_s=1.0)
+    waits_s = [0.0]
+    for _ in range(3):
+        with learner:
+            waits_s.append(learner.statistics().wait_s)
+    assert waits_s[1] >= 1
+    assert waits_s[3] - waits_s[1] < 1
+    assert learner.statistics().missed == 3
+    assert caplog.text.count("an engine has not given the device for") == 3
+    engine.signal(signal.SIGCONT)
+    monkeypatch.setattr(turns, "_SHORT_PATIENCE_S", 60)
+    with learner:
+        assert learner.statistics().taken == 1
+    learner.close()
+
+
+def test_an_engine_takes_no_turn_while_the_learner_waits_for_another(takers: _Takers) -> None:
+    """Otherwise, two engines could keep the turn between them for ever."""
+    other = takers.start("engine")
+    wait_until(lambda: other.num_turns() > 0)
+    other.signal(signal.SIGSTOP)
+    engine = EngineTurn(takers.folder)
+    with told_learner(takers.folder) as learner:
+        learner.begin_to_take()
+        wait_until(engine._files.wanted.is_locked)
+        assert not engine.take()
+    assert engine.take(), "the learner is dead"
+    engine.close()
+
+
 def test_an_engine_waits_for_a_stopped_learner_and_not_for_a_dead_one(takers: _Takers) -> None:
     engine = takers.start("engine")
     with told_learner(takers.folder) as learner:
