@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -23,6 +24,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 _MEMORY = Path("/dev/shm")
 _PREFIX = "areal_rloo-"
 _LOCK = "lock"
+_REMOVAL_S = 10.0  # a removal takes milliseconds
 MOST_BYTES = 64 * 2**20  # of a file that describes others: far more than the index of the largest model
 
 
@@ -196,11 +198,14 @@ class SharedFolder:
         """Make the folder, or join the folder that another process made; the path begins with the package and `name`.
 
         Raises:
-            OSError: the folder cannot be made, is another user's, or its file system has no locks.
+            OSError: the folder cannot be made, is another user's, is still being removed after some seconds, or its
+                file system has no locks.
         """
         self.path = memory_folder() / f"{_PREFIX}{name}"
-        self._lock = -1
+        self._lock, ends_s = -1, time.monotonic() + _REMOVAL_S
         while self._lock < 0:
+            if time.monotonic() > ends_s:  # by a stopped process
+                raise BlockingIOError(errno.EAGAIN, "another process has locked the folder", str(self.path))
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile

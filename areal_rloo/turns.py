@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 LOOK_EVERY_S = 0.005  # an engine looks for the learner's wish, or for the end of the step
 _POLL_S = 0.001
-_PATIENCE_S = 60.0  # far more than a decode step, and a prefill between two steps
+PATIENCE_S = 60.0  # far more than a decode step, and a prefill between two steps
 _SHORT_PATIENCE_S = 5.0  # after an engine kept the turn: until the learner gets a turn again
 _SAY_EVERY_S = 30.0
 
@@ -63,7 +63,7 @@ class LearnerTurn:
         *,
         free: Callable[[], None],
         tell: Callable[[bool], None] = lambda computes: None,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Open the files of the run, on this host.
 

@@ -11,7 +11,7 @@ from areal_rloo.config import Config
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.metrics import watch
-from areal_rloo.turns import LearnerTurn, TurnStatistics
+from areal_rloo.turns import PATIENCE_S, LearnerTurn, TurnStatistics
 
 
 def turn_of_learner(
@@ -28,6 +28,8 @@ def turn_of_learner(
     def tell(computes: bool) -> None:
         intake.fleet.engines_wait = computes  # a flag, which the loop reads
 
-    turn = LearnerTurn(run_folder, free=team.free_memory, tell=tell)
+    # A drain must not end during the wait for an engine that hangs.
+    patience_s = min(PATIENCE_S, config.launcher.drain_timeout_s / 2)
+    turn = LearnerTurn(run_folder, free=team.free_memory, tell=tell, patience_s=patience_s)
     watch(registry, TurnStatistics, turn.statistics)
     return turn

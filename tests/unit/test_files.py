@@ -1,6 +1,7 @@
 """Atomic writes on file systems that cannot flush folders, and scratch folders of killed processes."""
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -186,6 +187,17 @@ def test_a_shared_folder_is_never_removed_under_a_process(tmp_path: Path, monkey
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(join_and_leave, range(4)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_folder_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEMORY", tmp_path)
+    monkeypatch.setattr(files, "_REMOVAL_S", 0.05)
+    (tmp_path / "areal_rloo-test").mkdir(mode=0o700)
+    with (tmp_path / "areal_rloo-test" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of a process that was stopped during the removal
+        with pytest.raises(BlockingIOError, match="another process has locked the folder"):
+            SharedFolder("test")
+    SharedFolder("test").close()
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
