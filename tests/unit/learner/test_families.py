@@ -1,5 +1,6 @@
 """Train a small model of each family, and compare with transformers: gradients, ranks, adapters, export and reload."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models import folder
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.equality import compare, small_model
-from areal_rloo.models.folder import TRAINED_FAMILIES, check_trainable
+from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_trainable
 from areal_rloo.models.loading import PACKED_ATTENTION, decoder_layers
 from areal_rloo.models.tiny import make_tiny_tokenizer
 
@@ -50,8 +51,11 @@ _UNLIKE = ("gemma2", "gemma3_text", "glm4", "gpt_neox", "mistral", "olmo2", "phi
 SOME = [name if name in _UNLIKE else pytest.param(name, marks=pytest.mark.full) for name in TRAINED]
 
 
-def test_every_trained_family_is_compared() -> None:
+def test_every_trained_family_is_compared_and_in_the_document() -> None:
     assert {FAMILIES[name]["model_type"] for name in TRAINED} == set(TRAINED_FAMILIES)
+    document = (Path(__file__).resolve().parents[3] / "docs" / "learner.md").read_text()
+    table = document.partition("## Models")[2].partition("`tests/unit")[0]
+    assert tuple(re.findall(r"`(\w+)`", table)[1:]) == (*SERVED_FAMILIES, *TRAINED_FAMILIES[len(SERVED_FAMILIES) :])
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_neox", "phi3", "qwen2"])
