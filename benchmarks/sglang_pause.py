@@ -28,9 +28,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import ServerConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang import Capabilities, ServerPlan, SGLangEngine
+from areal_rloo.engines.server import ServerEngine, ServerPlan
+from areal_rloo.engines.sglang import Capabilities, SGLang
 from areal_rloo.errors import WeightsError
 from areal_rloo.rollout.engines import joins_group
 from areal_rloo.trajectory import Completion
@@ -69,7 +70,8 @@ async def _of(
     way: str, python: str, folder: Path, model: Qwen2ForCausalLM, logs: Path, num_updates: int
 ) -> dict[str, float]:
     """Run worker and learner on one event loop, and return the row of the method."""
-    made = SGLangEngine(
+    made = ServerEngine(
+        SGLang(_without_tags() if way == "abort" else None),
         ServerPlan(
             folder,
             device="cpu",
@@ -79,11 +81,10 @@ async def _of(
             context_tokens=PROMPT_TOKENS + NEW_TOKENS,
             num_threads=1,
         ),
-        config=SGLangConfig(python=python, pause="retract" if way == "retract" else "in_place"),
+        config=ServerConfig(python=python, pause="retract" if way == "retract" else "in_place"),
         url=None,
         update_timeout_s=60.0,
         log=logs / f"{way}.log",
-        capabilities=_without_tags() if way == "abort" else None,
     )
     async with made as engine:
         load = _Load(engine)
@@ -113,7 +114,7 @@ async def _of(
 class _Load:
     """Keep a fixed number of running completions of equal length."""
 
-    def __init__(self, engine: SGLangEngine) -> None:
+    def __init__(self, engine: ServerEngine) -> None:
         self._engine = engine
         self._names = itertools.count()
         self._under_way: deque[Future[Completion]] = deque()
@@ -154,7 +155,7 @@ class _Load:
 class _Publisher:
     """Act as the learner: broadcast a version and wait until the engine runs this version."""
 
-    def __init__(self, engine: SGLangEngine, model: Qwen2ForCausalLM, *, through_files: bool) -> None:
+    def __init__(self, engine: ServerEngine, model: Qwen2ForCausalLM, *, through_files: bool) -> None:
         self._engine = engine
         self._model = model
         self._through_files = through_files

@@ -35,7 +35,7 @@ from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
-from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig, SGLangConfig
+from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig, ServerConfig
 from areal_rloo.config.schema import Config, ModelConfig, TinyModelConfig, WarmStartConfig, WireConfig, validate
 from areal_rloo.config.section import argument_name, is_loopback
 
@@ -64,8 +64,8 @@ __all__ = [
     "RewardConfig",
     "RewardsConfig",
     "RolloutConfig",
-    "SGLangConfig",
     "SamplingConfig",
+    "ServerConfig",
     "SourceConfig",
     "TinyModelConfig",
     "WarmStartConfig",

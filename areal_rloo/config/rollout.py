@@ -73,8 +73,8 @@ class EmbeddedConfig(Section, frozen=True):
     prefill_chunk_tokens: Tokens = 512  # prompt tokens computed between two decode steps while others decode
 
 
-class SGLangConfig(Section, frozen=True):
-    """An SGLang server for each rollout worker: started by the worker, or already running at one of `urls`."""
+class ServerConfig(Section, frozen=True):
+    """A server for each rollout worker: started by the worker, or already running at one of `urls`."""
 
     python: str | None = None  # interpreter with sglang; null: this one, else .venv-sglang/bin/python in this folder
     # More options of the server, by name. true: a bare flag. false or null: remove one of our options.
@@ -153,7 +153,7 @@ class RolloutConfig(Section, frozen=True):
     # use all cores. auto: if there is one GPU, side by side, or in turns if a cache of half contexts has no room.
     share_devices: Literal["auto", "side_by_side", "in_turns", "never"] = "auto"
     embedded: EmbeddedConfig = EmbeddedConfig()
-    sglang: SGLangConfig = SGLangConfig()
+    sglang: ServerConfig = ServerConfig()
 
     @property
     def server_urls(self) -> tuple[str, ...]:

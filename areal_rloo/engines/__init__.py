@@ -1,7 +1,7 @@
 """Engines turn token ids into completions.
 
 `base` defines the requests, the `Engine` protocol and the checks that all engines share. `embedded` computes in the
-worker's own process with pure torch. `sglang` drives an SGLang server over HTTP.
+worker's own process with pure torch. `server` drives a server process over HTTP; `sglang` holds the calls of SGLang.
 """
 
 from areal_rloo.engines.base import Engine, EngineStatistics, GenerationRequest, SamplingParameters

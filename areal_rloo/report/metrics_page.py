@@ -8,7 +8,7 @@ A test compares the file with the declarations.
 from __future__ import annotations
 
 from areal_rloo.engines.base import EngineStatistics
-from areal_rloo.engines.sglang import SGLangStatistics
+from areal_rloo.engines.server import ServerStatistics
 from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
@@ -31,7 +31,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),
-    ("SGLang server (rollout worker)", SGLangStatistics),
+    ("SGLang server (rollout worker)", ServerStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
     ("Scrapes (learner and rollout worker)", ScrapeStatistics),

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.engines.sglang import BucketLayout, ServerPlan, SGLangEngine, SGLangStatistics, UpdateGroup
+from areal_rloo.engines.server import BucketLayout, ServerEngine, ServerPlan, ServerStatistics, UpdateGroup
+from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import WeightsError
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
@@ -41,13 +42,13 @@ class WorkerEngine:
     engine: Engine
     device: torch.device
     join_group: Callable[[Notice, CollectiveOffer], Awaitable[int]] | None = None
-    server: SGLangEngine | None = None
+    server: ServerEngine | None = None
 
     def watch(self, registry: CollectorRegistry) -> None:
         """Add the server's own metrics, and our statistics about the server, to the registry."""
         server = self.server
         if server is not None:
-            watch(registry, SGLangStatistics, server.server_statistics)
+            watch(registry, ServerStatistics, server.server_statistics)
             relay(registry, server.metrics_text)  # each scrape runs on its own thread
 
 
@@ -101,7 +102,8 @@ async def running_engine(
         context_tokens=config.context_tokens,
         num_threads=num_threads,
     )
-    engine = SGLangEngine(
+    engine = ServerEngine(
+        SGLang(),
         plan,
         config=rollout.sglang,
         url=server_url,
@@ -114,7 +116,7 @@ async def running_engine(
         yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
 
 
-def joins_group(server: SGLangEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Awaitable[int]]:
+def joins_group(server: ServerEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Awaitable[int]]:
     """Make the receiver's callback for a server whose ranks join the collective themselves."""
 
     async def join_group(notice: Notice, offer: CollectiveOffer) -> int:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.local_runs import balanced
 from support.processes import command_of
-from support.sglang_support import sglang_python
+from support.server_support import sglang_python
 
 REPO = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = int(os.environ.get("AREAL_RLOO_CHAOS_ROUNDS", "1"))

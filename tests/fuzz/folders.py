@@ -18,7 +18,7 @@ from fuzz.targets import Target, work_folder
 from safetensors.torch import save_file
 from torch.optim import AdamW, Optimizer
 
-from areal_rloo.engines.sglang.model_folder import read_model
+from areal_rloo.engines.server.model_folder import read_model
 from areal_rloo.errors import DataError, DecodeError, ModelError, UserError
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream

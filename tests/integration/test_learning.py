@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.check_learned import conditions
 from support.ray_cluster import ray_cluster
-from support.sglang_support import sglang_python
+from support.server_support import sglang_python
 from support.slurm_cluster import missing_programs, slurm_cluster
 
 from areal_rloo.config import load_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S
-from support.sglang_support import (
+from support.server_support import (
     PROMPT,
     EngineOnThread,
     Sender,
@@ -28,7 +28,7 @@ from support.sglang_support import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_rloo.engines.sglang import BucketLayout
+from areal_rloo.engines.server import BucketLayout
 from areal_rloo.errors import EngineError, GenerationError
 
 pytestmark = pytest.mark.full

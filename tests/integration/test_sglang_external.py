@@ -15,7 +15,7 @@ from support.local_runs import Run
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
 from support.processes import ends_of_logs
-from support.sglang_support import (
+from support.server_support import (
     CAPABILITIES,
     PROMPT,
     assert_close,
@@ -31,8 +31,10 @@ from support.sglang_support import (
     version_runs,
 )
 
-from areal_rloo.config import SGLangConfig, load_config
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.config import ServerConfig, load_config
+from areal_rloo.engines.server import ServerPlan
+from areal_rloo.engines.server.process import ServerProcess
+from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import ConfigError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import write_model
@@ -65,7 +67,9 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     plan = ServerPlan(exported, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
-    process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log")
+    process = ServerProcess(
+        SGLang(), sglang_python(), ServerConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log"
+    )
     try:
         _wait_until_it_answers(process)
         os.environ[KEY] = process.api_key

@@ -14,7 +14,7 @@ import pytest
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
 from support.processes import command_of
-from support.sglang_support import (
+from support.server_support import (
     PROMPT,
     EngineOnThread,
     assert_close,
@@ -30,8 +30,10 @@ from support.sglang_support import (
 )
 from torch import Tensor
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server import ServerPlan
+from areal_rloo.engines.server.process import ServerProcess
+from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.full
@@ -123,7 +125,7 @@ def test_the_server_dies_with_a_killed_worker(folder: Path, tmp_path: Path) -> N
     program = f"""
         import time
         from pathlib import Path
-        from support.sglang_support import make_engine
+        from support.server_support import make_engine
         engine = make_engine(Path({str(folder)!r}), Path({str(log)!r}), python={sglang_python()!r})
         engine.ready.result(timeout=300)
         engine.load_weights(1, []).exception(timeout=120)
@@ -160,7 +162,7 @@ def test_a_failed_start_gives_the_servers_error_in_a_line(folder: Path, tmp_path
 
 def test_the_key_is_in_no_command_line_and_no_readable_file(folder: Path, tmp_path: Path) -> None:
     plan = ServerPlan(folder, "cpu", "float32", 1, 2, 64, 1, model_context_tokens=4096)
-    process = ServerProcess(sglang_python(), SGLangConfig(), plan, tmp_path / "server.log")
+    process = ServerProcess(SGLang(), sglang_python(), ServerConfig(), plan, tmp_path / "server.log")
     try:
         started = psutil.Process(process.pid)
         eventually(lambda: started.cmdline()[1:3] == ["-m", "sglang.launch_server"], "it becomes SGLang")

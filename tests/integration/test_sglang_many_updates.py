@@ -15,7 +15,7 @@ import torch
 from support.broadcasting import Broadcasting, Receiving
 from support.model_versions import cached_logprobs, model_of
 from support.patience import eventually
-from support.sglang_support import (
+from support.server_support import (
     EngineOnThread,
     assert_close,
     request,

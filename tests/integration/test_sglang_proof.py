@@ -9,7 +9,7 @@ import torch
 from support.faulty_server import Faults, faulty_proxy
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
-from support.sglang_support import (
+from support.server_support import (
     PROMPT,
     EngineOnThread,
     Sender,
@@ -23,8 +23,10 @@ from support.sglang_support import (
     version_runs,
 )
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server import ServerPlan
+from areal_rloo.engines.server.process import ServerProcess
+from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import EngineError
 from areal_rloo.loop_thread import LoopThread
 
@@ -42,7 +44,10 @@ def proxied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """An engine on a real external server, behind a proxy with faults."""
     plan = ServerPlan(folder, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     logs = tmp_path_factory.mktemp("proxied")
-    process, loop = ServerProcess(sglang_python(), SGLangConfig(), plan, logs / "server.log"), LoopThread("proxy")
+    process, loop = (
+        ServerProcess(SGLang(), sglang_python(), ServerConfig(), plan, logs / "server.log"),
+        LoopThread("proxy"),
+    )
     proxy = faulty_proxy(process.url, process.api_key)
     try:
         url, faults = loop.run(proxy.__aenter__())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.local_runs import Run, balanced
-from support.sglang_support import server_processes, sglang_python
+from support.server_support import server_processes, sglang_python
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -20,7 +20,7 @@ import yaml
 
 from areal_rloo import errors
 from areal_rloo.config import load_config
-from areal_rloo.engines.sglang.client import TESTED_VERSION
+from areal_rloo.engines.sglang import TESTED_VERSION
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.start import placed
 

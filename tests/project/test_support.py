@@ -14,7 +14,7 @@ from support.event_loops import BlockedLoops
 from support.local_runs import Run
 from support.patience import eventually
 from support.processes import children_with, command_of, processes_with
-from support.sglang_support import server_processes, sglang_python
+from support.server_support import server_processes, sglang_python
 from support.workers import fresh_address
 
 

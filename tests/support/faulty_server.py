@@ -14,10 +14,11 @@ from typing import Any, Literal
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from support.sglang_support import CAPABILITIES
+from support.server_support import CAPABILITIES
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import ServerPlan, SGLangEngine
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server import ServerEngine, ServerPlan
+from areal_rloo.engines.sglang import SGLang
 from areal_rloo.models.fingerprint import Fingerprint, Sample
 
 Fault = Literal["refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore", "wait"]
@@ -166,16 +167,16 @@ class FakeSGLang:
 @asynccontextmanager
 async def engine_on_faulty(
     folder: Path, fake: FakeSGLang, *, timeout_s: float, **options: Any
-) -> AsyncIterator[tuple[SGLangEngine, Faults]]:
+) -> AsyncIterator[tuple[ServerEngine, Faults]]:
     """An engine on a fake external server with faults."""
     async with faulty(fake.answer) as (url, faults):
-        engine = SGLangEngine(
+        engine = ServerEngine(
+            SGLang(dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged)),
             ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-            config=SGLangConfig(urls=(url,), health_every_s=0.2, **{"health_timeout_s": 2.0, **options}),
+            config=ServerConfig(urls=(url,), health_every_s=0.2, **{"health_timeout_s": 2.0, **options}),
             url=url,
             update_timeout_s=timeout_s,
             log=folder / "no.log",
-            capabilities=dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged),
         )
         async with engine:
             yield engine, faults

@@ -1,25 +1,11 @@
-"""The engine that drives an SGLang server: `from areal_rloo.engines.sglang import SGLangEngine`.
+"""SGLang as a server engine: `ServerEngine(SGLang(), ...)` of `areal_rloo.engines.server`.
 
-`engine` is the public class: tasks on the worker's event loop. `flights` holds each completion in progress and the
-queue. `sending` exchanges requests and answers with the server, and holds the shared state. `updates` loads new
-weights, and `readback` compares a sample of the server's parameters with them. `server` opens a managed or an external
-server, and restarts a crashed or hung server. `process` starts the process, `client` speaks HTTP and checks the
-server's features. `model_folder` reads and writes weight files.
+`api` is the public class, with the calls of a connection. `capabilities` checks the server's features. `command` makes
+the options of a managed server. `completions` makes bodies of requests and reads answers. `weights` loads new weights,
+and `readback` compares a sample of the server's parameters with them.
 """
 
-from areal_rloo.engines.sglang.client import Capabilities
-from areal_rloo.engines.sglang.engine import SGLangEngine, SGLangStatistics
-from areal_rloo.engines.sglang.process import ServerPlan, find_python
-from areal_rloo.engines.sglang.server import find_api_key
-from areal_rloo.engines.sglang.updates import BucketLayout, UpdateGroup
+from areal_rloo.engines.sglang.api import SGLang
+from areal_rloo.engines.sglang.capabilities import TESTED_VERSION, Capabilities
 
-__all__ = [
-    "BucketLayout",
-    "Capabilities",
-    "SGLangEngine",
-    "SGLangStatistics",
-    "ServerPlan",
-    "UpdateGroup",
-    "find_api_key",
-    "find_python",
-]
+__all__ = ["TESTED_VERSION", "Capabilities", "SGLang"]

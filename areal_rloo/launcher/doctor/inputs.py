@@ -37,15 +37,16 @@ def check_sglang(situation: Situation) -> Iterator[Finding]:
     config = situation.config
     if config.rollout.engine != "sglang":
         return
-    from areal_rloo.engines.sglang import find_api_key, find_python  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.server import find_api_key, find_python  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.sglang import SGLang  # noqa: PLC0415 - imports torch
 
     sglang = config.rollout.sglang
     key = "rollout.sglang.api_key_env" if sglang.urls else "rollout.sglang.python"
     try:
         if sglang.urls:
-            find_api_key(sglang)
+            find_api_key(SGLang(), sglang)
         else:
-            yield ok(key, find_python(sglang))
+            yield ok(key, find_python(SGLang(), sglang))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
 
@@ -55,12 +56,12 @@ def check_sglang_imports(situation: Situation) -> Iterator[Finding]:
     config = situation.config
     if config.rollout.engine != "sglang" or config.rollout.sglang.urls:
         return
-    from areal_rloo.engines.sglang import find_python  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.sglang.client import TESTED_VERSION  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.server import find_python  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.sglang import TESTED_VERSION, SGLang  # noqa: PLC0415 - imports torch
 
     key = "rollout.sglang.python"
     try:
-        python = find_python(config.rollout.sglang)
+        python = find_python(SGLang(), config.rollout.sglang)
     except ConfigError:
         return  # `check_sglang` reports the error
     _, seen = last_line([python, "-c", _SGLANG_ASK], timeout_s=_SGLANG_IMPORT_S)

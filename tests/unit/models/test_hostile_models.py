@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import ServerConfig
 from areal_rloo.engines.embedded.parameters import load_checkpoint
-from areal_rloo.engines.sglang.engine import SGLangEngine
-from areal_rloo.engines.sglang.process import ServerPlan
+from areal_rloo.engines.server.engine import ServerEngine
+from areal_rloo.engines.server.process import ServerPlan
 from areal_rloo.errors import ModelError
 from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.models.folder import check_weights
@@ -38,7 +38,7 @@ class Payload:
 
 def _sglang(folder: Path) -> None:
     plan = ServerPlan(folder, "cpu", "float32", tensor_parallel=1, num_slots=1, context_tokens=8, num_threads=1)
-    SGLangEngine(plan, config=SGLangConfig(), url=None, update_timeout_s=1.0, log=folder / "log")
+    ServerEngine(plan, config=ServerConfig(), url=None, update_timeout_s=1.0, log=folder / "log")
 
 
 LOADERS: dict[str, Callable[[Path], object]] = {

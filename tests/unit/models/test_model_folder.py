@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_rloo.engines.sglang.model_folder import read_model
+from areal_rloo.engines.server.model_folder import read_model
 from areal_rloo.errors import DecodeError, ModelError
 from areal_rloo.models.folder import cached_folder, check_trainable, check_weights, num_parameters, weight_files
 

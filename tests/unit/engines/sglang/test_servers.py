@@ -10,10 +10,13 @@ import pytest
 import torch
 from support.patience import eventually
 
-from areal_rloo.config import Config, RolloutConfig, SGLangConfig
+from areal_rloo.config import Config, RolloutConfig, ServerConfig
 from areal_rloo.config.schema import validate
-from areal_rloo.engines.sglang.model_folder import WeightsFolder, read_model
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, command_line, environment, find_python
+from areal_rloo.engines.server import ServerPlan, find_python
+from areal_rloo.engines.server.model_folder import WeightsFolder, read_model
+from areal_rloo.engines.server.process import ServerProcess
+from areal_rloo.engines.sglang import SGLang
+from areal_rloo.engines.sglang.command import command_line, environment
 from areal_rloo.errors import ConfigError
 
 
@@ -53,7 +56,7 @@ def test_a_server_is_started_for_its_device() -> None:
 
 
 def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:
-    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), tmp_path / "server.log")
+    server = ServerProcess(SGLang(), sys.executable, ServerConfig(), _plan(), tmp_path / "server.log")
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", server.port))
     server.kill()
@@ -66,7 +69,7 @@ def test_the_key_of_a_ready_server_is_in_no_file_and_no_command(tmp_path: Path) 
     log.write_text("of an earlier run\n")
     python.write_text('#!/bin/sh\ncat "$4"; echo options; cat "$4"; echo ready; exec sleep 100\n')  # logs its options
     python.chmod(0o755)
-    server = ServerProcess(str(python), SGLangConfig(), _plan(), log)
+    server = ServerProcess(SGLang(), str(python), ServerConfig(), _plan(), log)
     eventually(lambda: "ready" in log.read_text(), "the server logs nothing")
     assert log.read_text().count(server.api_key) == 2
     assert server.api_key not in Path(f"/proc/{server.pid}/cmdline").read_text()
@@ -81,7 +84,7 @@ def test_the_key_of_a_ready_server_is_in_no_file_and_no_command(tmp_path: Path) 
 def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("ValueError: of an earlier run\n")
-    server = ServerProcess(sys.executable, SGLangConfig(), _plan(), log)
+    server = ServerProcess(SGLang(), sys.executable, ServerConfig(), _plan(), log)
     server.kill()
     with log.open("a") as file:
         file.write(
@@ -98,7 +101,7 @@ def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) 
 
 def test_the_context_is_limited_only_below_the_models_own() -> None:
     assert "--context-length" not in _options({}, _plan(model_context_tokens=512))
-    assert "--disable-radix-cache" in _options({}, _plan(radix_cache=False))
+    assert "--disable-radix-cache" in _options({}, _plan(prefix_cache=False))
 
 
 def test_the_users_arguments_override_ours() -> None:
@@ -131,7 +134,7 @@ def test_the_users_arguments_override_ours() -> None:
     ],
 )
 def test_contradicting_options_are_refused(sglang: dict[str, Any], message: str) -> None:
-    rollout = RolloutConfig(engine="sglang", num_workers=2, sglang=SGLangConfig(**sglang))
+    rollout = RolloutConfig(engine="sglang", num_workers=2, sglang=ServerConfig(**sglang))
     with pytest.raises(ConfigError, match=message):
         validate(Config(rollout=rollout))
 
@@ -174,4 +177,4 @@ def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"found none at .*venv-sglang"):
-        find_python(SGLangConfig())
+        find_python(SGLang(), ServerConfig())

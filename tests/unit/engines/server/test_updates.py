@@ -9,19 +9,21 @@ from typing import cast
 
 import pytest
 from support.model_versions import model_of
-from support.sglang_support import CAPABILITIES, FakeServer, engine_on_fake, request
+from support.server_support import CAPABILITIES, FakeServer, engine_on_fake, request
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang import SGLangEngine
-from areal_rloo.engines.sglang.client import Connection, ServerClient
-from areal_rloo.engines.sglang.flights import FlightQueue
-from areal_rloo.engines.sglang.sending import Sending, ServerState
-from areal_rloo.engines.sglang.updates import Load, ServerUpdates, Swapping, Update
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server import ServerEngine
+from areal_rloo.engines.server.api import Connection
+from areal_rloo.engines.server.client import ServerClient
+from areal_rloo.engines.server.flights import FlightQueue
+from areal_rloo.engines.server.sending import Sending, ServerState
+from areal_rloo.engines.server.updates import Load, Swapping, Update
+from areal_rloo.engines.sglang.api import SGLangApi
 from areal_rloo.errors import EngineError
 from areal_rloo.waiting import cancel
 
 
-def _play(folder: Path, scenario: Callable[[SGLangEngine, FakeServer], Awaitable[None]]) -> None:
+def _play(folder: Path, scenario: Callable[[ServerEngine, FakeServer], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), engine_on_fake(folder) as (engine, fake):
             await scenario(engine, fake)
@@ -30,7 +32,7 @@ def _play(folder: Path, scenario: Callable[[SGLangEngine, FakeServer], Awaitable
 
 
 def test_a_cancelled_wait_does_not_cancel_the_update(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeServer) -> None:
         future = engine.load_weights(1, model_of(tiny_folders["qwen2"]).named_parameters())
         waiting = asyncio.ensure_future(asyncio.wrap_future(future))
         await fake.asked.wait()
@@ -46,7 +48,7 @@ def test_a_cancelled_wait_does_not_cancel_the_update(tiny_folders: dict[str, Pat
 def test_a_close_during_an_update_ends_although_the_server_is_gone(tiny_folders: dict[str, Path]) -> None:
     futures: list[Future[int]] = []
 
-    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeServer) -> None:
         futures.append(engine.load_weights(1, model_of(tiny_folders["qwen2"]).named_parameters()))
         await fake.asked.wait()
         fake.hangs_up = True
@@ -57,7 +59,7 @@ def test_a_close_during_an_update_ends_although_the_server_is_gone(tiny_folders:
 
 
 def test_a_blocked_event_loop_is_no_failure_of_the_server(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeServer) -> None:
         fake.num_blocks = 3
         await fake.asked.wait()
         await asyncio.sleep(0.3)
@@ -74,10 +76,11 @@ def test_a_close_in_the_turn_in_which_a_request_lands_ends(lands: bool) -> None:
 
     async def main() -> None:
         state, queue = ServerState(policy_version=0), FlightQueue(num_slots=2, context_tokens=64, vocab_size=64)
-        sending = Sending(state, queue, vocab_size=64, config=SGLangConfig())
+        sending = Sending(state, queue, vocab_size=64, config=ServerConfig())
         swapping = Swapping(state, sending)
         capabilities = dataclasses.replace(CAPABILITIES, weight_versions=False)
-        state.connection = Connection(cast(ServerClient, Client()), capabilities, "0", "abort")
+        api = SGLangApi(cast(ServerClient, Client()), capabilities, "in_place")
+        state.connection = Connection(api, "0", "abort")
         state.connected.set()
         running = asyncio.create_task(swapping.run())
         queue.submit([request("a")])
@@ -85,7 +88,7 @@ def test_a_close_in_the_turn_in_which_a_request_lands_ends(lands: bool) -> None:
 
         async def load() -> None: ...
 
-        async def prepare(updates: ServerUpdates) -> Load:
+        async def prepare(connection: Connection) -> Load:
             return load
 
         swapping.stage(Update(1, in_group=False, timeout_s=30.0, prepare=prepare))
@@ -103,7 +106,7 @@ def test_a_close_in_the_turn_in_which_a_request_lands_ends(lands: bool) -> None:
 
 
 def test_a_server_that_fails_for_good_fails_every_request(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeServer) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeServer) -> None:
         fake.reads.set()
         await asyncio.wrap_future(engine.load_weights(1, model_of(tiny_folders["qwen2"]).named_parameters()))
         fake.asked.clear()

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
-from areal_rloo.engines.sglang.client import Capabilities
-from areal_rloo.errors import ArealRlooError, EngineError, GenerationError, shortened
+from areal_rloo.errors import ArealRlooError, EngineError, GenerationError
 from areal_rloo.trajectory import Completion, FinishReason
 
-_LARGEST_SEED = 2**63 - 1
+NO_SPANS: Final = object()
+"""Stands for the `weight_versions` of a server that gives none; None is an invalid answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Output:
         logprobs: under the sampling distribution.
         end: why the output ended; `cut` if the flight continues (aborted, or unknown weights).
         overtaken: an update started after the request was sent and before the first token.
+        cached_tokens: of the prompt, found in the server's cache.
+        preempted: how often the server took the request's cache, and computed the cache again.
     """
 
     tokens: Sequence[int]
@@ -43,6 +45,8 @@ class Output:
     versions: Sequence[int]
     end: Literal["stop", "length", "cut"]
     overtaken: bool = False
+    cached_tokens: int = 0
+    preempted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,25 +71,22 @@ class Flight:
     aborted: bool = False
     futile: int = 0
 
-    def next_body(self, capabilities: Capabilities, cache_name: str) -> dict[str, Any]:
-        """Return the body of the HTTP request for the remaining tokens.
+    @property
+    def input_tokens(self) -> list[int]:
+        """Return the prompt of the next HTTP request: the prompt and every segment so far."""
+        return [*self.request.prompt_tokens, *self.tokens]
 
-        A cached prompt belongs to certain weights. In mode in_place the server's cache survives an update; the cache
-        name keeps a request from continuing prompts of another version.
-        """
-        if len(self.request.prompt_tokens) + len(self.tokens) > capabilities.prompt_tokens:
-            self.tokens, self.logprobs, self.versions = [], [], []  # SGLang refuses a prompt as long as the context
+    @property
+    def new_tokens(self) -> tuple[int, int]:
+        """Return the fewest and the most tokens of the next HTTP request."""
+        sampling, done = self.request.sampling, len(self.tokens)
+        return max(0, sampling.min_new_tokens - done), sampling.max_new_tokens - done
+
+    def depart(self, most_prompt_tokens: int) -> None:
+        """Prepare the next HTTP request. Tokens so far that no longer fit a prompt are discarded."""
+        if len(self.request.prompt_tokens) + len(self.tokens) > most_prompt_tokens:
+            self.tokens, self.logprobs, self.versions = [], [], []  # servers refuse a prompt as long as the context
         self.server_request_id = uuid.uuid4().hex
-        body: dict[str, Any] = {
-            "rid": self.server_request_id,
-            "input_ids": [*self.request.prompt_tokens, *self.tokens],
-            "sampling_params": self._sampling_params(capabilities),
-            "return_logprob": True,
-            "stream": False,
-        }
-        if capabilities.cache_key is not None:
-            body[capabilities.cache_key] = cache_name
-        return body
 
     def add(self, output: Output) -> None:
         self.tokens += output.tokens
@@ -113,36 +114,18 @@ class Flight:
             finish_reason=reason,
         )
 
-    def _sampling_params(self, capabilities: Capabilities) -> dict[str, Any]:
-        """Return the sampling parameters in SGLang's names.
 
-        `ignore_eos` also disables `stop_token_ids`, so it is set only for requests without stop tokens. Otherwise the
-        model's own end-of-sequence tokens end a completion too. A seed has an effect only with deterministic inference.
-        With top_p or top_k, SGLang's logprobs are those of the whole distribution.
-        """
-        sampling = self.request.sampling
-        params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens - len(self.tokens),
-            "min_new_tokens": max(0, sampling.min_new_tokens - len(self.tokens)),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": 1.0 if sampling.greedy else sampling.top_p,
-            "top_k": -1 if sampling.greedy or sampling.top_k == 0 else sampling.top_k,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-        }
-        if sampling.stop_token_ids:
-            params["stop_token_ids"] = list(sampling.stop_token_ids)
-        else:
-            params["ignore_eos"] = True
-        if sampling.seed is not None and capabilities.seeds:
-            params["sampling_seed"] = sampling.seed & _LARGEST_SEED
-        return params
-
-
-def read_output(
-    answer: dict[str, Any], *, sent_version: int, spans: bool, late_tokens: bool, vocab_size: int
+def checked_output(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    end: Literal["stop", "length", "cut"],
+    spans: object,
+    sent_version: int,
+    late_tokens: bool,
+    vocab_size: int,
 ) -> Output:
-    """Check a server's answer.
+    """Check the tokens of an answer, and tell the version of each.
 
     `late_tokens`: the server launches a step before the token of the last step arrives, and a pause in place does not
     wait for this token. The token arrives after the update, and the server tags it with the later version although the
@@ -153,21 +136,18 @@ def read_output(
     update starts after every request under way has returned, and no request is sent before the update ends. So the
     weights are the same from sending to return.
 
+    Args:
+        tokens: ids.
+        logprobs: of these tokens.
+        end: why the output ended.
+        spans: the answer's `weight_versions`, or NO_SPANS if the server gives none.
+        sent_version: the server's version when the request was sent.
+        late_tokens: see above.
+        vocab_size: token ids are smaller.
+
     Raises:
-        EngineError: tokens and logprobs do not match, a number is not finite, an id is outside the vocabulary, or the
-            spans do not cover the tokens.
+        EngineError: a number is not finite, an id is outside the vocabulary, or the spans do not cover the tokens.
     """
-    try:
-        meta = answer["meta_info"]
-        tokens, triples, reason = answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
-        logprobs = [triple[0] for triple in triples]
-        same = [triple[1] for triple in triples] == list(tokens)
-    except (KeyError, TypeError, IndexError) as error:
-        raise EngineError(
-            f"expected output_ids, output_token_logprobs and finish_reason, got {shortened(repr(answer))}"
-        ) from error
-    if not same:
-        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
     for token, logprob in zip(tokens, logprobs, strict=True):
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise EngineError(f"expected token ids below {vocab_size}, got {token}")
@@ -176,15 +156,12 @@ def read_output(
                 f"the logprob of token {token} is not a finite number but {logprob}: the server's weights or logits "
                 "are not finite"
             )
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
-    versions = versions_of(meta.get("weight_versions"), len(tokens)) if spans else [sent_version] * len(tokens)
+    versions = [sent_version] * len(tokens) if spans is NO_SPANS else versions_of(spans, len(tokens))
     known = len(versions)
     overtaken = bool(versions) and versions[0] > sent_version
-    if spans and late_tokens and versions:
+    if spans is not NO_SPANS and late_tokens and versions:
         versions = [min(sent_version, versions[0]), *versions[:-1]]
-    cut = reason == "abort" or known < len(tokens)
-    return Output(tokens[:known], logprobs[:known], versions, "cut" if cut else reason, overtaken)
+    return Output(tokens[:known], logprobs[:known], versions, "cut" if known < len(tokens) else end, overtaken)
 
 
 def versions_of(spans: object, num_tokens: int) -> list[int]:

@@ -5,13 +5,15 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from support.sglang_support import CAPABILITIES
+from support.server_support import CAPABILITIES
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import ServerConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang.client import Connection, ServerClient
-from areal_rloo.engines.sglang.flights import FlightQueue
-from areal_rloo.engines.sglang.sending import Sending, ServerState
+from areal_rloo.engines.server.api import Connection
+from areal_rloo.engines.server.client import ServerClient
+from areal_rloo.engines.server.flights import FlightQueue
+from areal_rloo.engines.server.sending import Sending, ServerState
+from areal_rloo.engines.sglang.api import SGLangApi
 from areal_rloo.errors import GenerationError
 
 NO_TOKEN: dict[str, Any] = {
@@ -32,10 +34,10 @@ def test_a_request_without_a_token_fails_after_five_tries() -> None:
         app.router.add_post("/generate", generate)
         async with TestServer(app) as server:
             client = ServerClient(str(server.make_url("")).rstrip("/"), api_key=None)
-            connection = Connection(client, CAPABILITIES, "0", "in_place")
+            connection = Connection(SGLangApi(client, CAPABILITIES, "in_place"), "0", "in_place")
             state = ServerState(connection=connection, policy_version=0)
             queue = FlightQueue(num_slots=2, context_tokens=64, vocab_size=100)
-            sending = asyncio.create_task(Sending(state, queue, vocab_size=100, config=SGLangConfig()).run())
+            sending = asyncio.create_task(Sending(state, queue, vocab_size=100, config=ServerConfig()).run())
             (future,) = queue.submit([GenerationRequest("a", (5, 6), SamplingParameters(max_new_tokens=10))])
             state.changed.set()
             await asyncio.wait([asyncio.wrap_future(future)])

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support.faulty_server import FIRST_TOKEN, FakeSGLang, Faults, engine_on_faulty, fake_sample
 from support.model_versions import model_of
-from support.sglang_support import in_buckets, request
+from support.server_support import in_buckets, request
 
-from areal_rloo.engines.sglang import SGLangEngine, UpdateGroup
+from areal_rloo.engines.server import ServerEngine, UpdateGroup
 from areal_rloo.errors import EngineError
 
-Scenario = Callable[[SGLangEngine, FakeSGLang, Faults], Awaitable[None]]
+Scenario = Callable[[ServerEngine, FakeSGLang, Faults], Awaitable[None]]
 
 
 def _play(folder: Path, scenario: Scenario, *, tagged: bool = True) -> None:
@@ -27,7 +27,7 @@ def _play(folder: Path, scenario: Scenario, *, tagged: bool = True) -> None:
     asyncio.run(main())
 
 
-async def _update(engine: SGLangEngine, folder: Path, version: int) -> None:
+async def _update(engine: ServerEngine, folder: Path, version: int) -> None:
     layouts, _ = in_buckets(model_of(folder))
     group = UpdateGroup("127.0.0.1", 1, f"group{version}", 1, 2, "gloo", 5.0)
     await asyncio.wrap_future(engine.update_from_group(version, group, layouts, [fake_sample(version)]))
@@ -35,7 +35,7 @@ async def _update(engine: SGLangEngine, folder: Path, version: int) -> None:
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])
 def test_requests_continue_after_each_call_back(tiny_folders: dict[str, Path], tagged: bool) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         futures = engine.submit([request(str(i), prompt=(1, 2), max_new_tokens=60) for i in range(12)])  # 8 slots
         lengths = []
         for _ in range(3):
@@ -56,7 +56,7 @@ def test_requests_continue_after_each_call_back(tiny_folders: dict[str, Path], t
 def test_a_call_back_during_an_update_waits_for_its_end(tiny_folders: dict[str, Path]) -> None:
     folder = tiny_folders["qwen2"]
 
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         (future,) = engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
         await asyncio.sleep(0.03)
         faults.path, faults.fault, faults.left = "/update_weights_from_distributed", "wait", 1
@@ -73,7 +73,7 @@ def test_a_call_back_during_an_update_waits_for_its_end(tiny_folders: dict[str, 
 def test_a_question_given_up_calls_nothing_back(tiny_folders: dict[str, Path]) -> None:
     folder = tiny_folders["qwen2"]
 
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         futures = engine.submit([request(str(i), prompt=(1, 2), max_new_tokens=60) for i in range(8)])
         await asyncio.sleep(0.03)
         faults.path, faults.fault, faults.left = "/update_weights_from_distributed", "wait", 1
@@ -91,9 +91,9 @@ def test_a_question_given_up_calls_nothing_back(tiny_folders: dict[str, Path]) -
 def test_a_server_that_returns_nothing_costs_only_the_wait(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_rloo.engines.sglang.engine._CALL_BACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("areal_rloo.engines.server.engine._CALL_BACK_TIMEOUT_S", 0.2)
 
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.loses = 1
         _, other = engine.submit([request(name, prompt=(1, 2), max_new_tokens=60) for name in ("lost", "other")])
         await asyncio.sleep(0.03)
@@ -106,7 +106,7 @@ def test_a_server_that_returns_nothing_costs_only_the_wait(
 
 
 def test_a_request_begun_elsewhere_is_continued(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
         await asyncio.sleep(0.05)
         begun = (await asyncio.wrap_future(engine.unfinished()))["a"]

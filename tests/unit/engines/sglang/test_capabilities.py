@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_rloo.engines.sglang import Capabilities
-from areal_rloo.engines.sglang.client import check_capabilities, read_capabilities
+from areal_rloo.engines.sglang.capabilities import check_capabilities, read_capabilities
 from areal_rloo.errors import ConfigError
 
 _BODIES = {

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, Fault, engine_on_faulty, fake_sample
 from support.model_versions import model_of
-from support.sglang_support import in_buckets, request
+from support.server_support import in_buckets, request
 
-from areal_rloo.engines.sglang import BucketLayout, SGLangEngine, UpdateGroup, server, updates
+from areal_rloo.engines.server import BucketLayout, ServerEngine, UpdateGroup, supervision, updates
+from areal_rloo.engines.sglang import weights
 from areal_rloo.errors import EngineError
 
 TIMEOUT_S = 0.6  # of each call of an update
@@ -28,12 +29,12 @@ CALLS = {  # the calls of an update: path, and calls of this path before the fai
 }
 
 
-async def _update(engine: SGLangEngine, version: int, layouts: list[BucketLayout]) -> int:
+async def _update(engine: ServerEngine, version: int, layouts: list[BucketLayout]) -> int:
     group = UpdateGroup("127.0.0.1", 1, f"group-{version}", 1, 2, "gloo", TIMEOUT_S)
     return await asyncio.wrap_future(engine.update_from_group(version, group, layouts, [fake_sample(version)]))
 
 
-async def _update_at_last(engine: SGLangEngine, versions: Iterator[int], layouts: list[BucketLayout]) -> int:
+async def _update_at_last(engine: ServerEngine, versions: Iterator[int], layouts: list[BucketLayout]) -> int:
     """Update to the first version that succeeds: a busy machine needs more than a call's time now and then."""
     for version in versions:
         try:
@@ -76,9 +77,10 @@ def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
     fault: Fault, tagged: bool, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(server, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(server, "_CHECK_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(server, "_RESTART_BACKOFF_S", (0.1,))
+    monkeypatch.setattr(weights, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(supervision, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(supervision, "_CHECK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(supervision, "_RESTART_BACKOFF_S", (0.1,))
     folder = tiny_folders["qwen2"]
     layouts, _ = in_buckets(model_of(folder))
 

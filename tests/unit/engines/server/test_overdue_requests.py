@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from support.faulty_server import FakeSGLang, Faults, engine_on_faulty, fake_sample
 from support.model_versions import model_of
-from support.sglang_support import in_buckets, request
+from support.server_support import in_buckets, request
 
-from areal_rloo.engines.sglang import SGLangEngine, UpdateGroup
+from areal_rloo.engines.server import ServerEngine, UpdateGroup
 from areal_rloo.errors import GenerationError
 from areal_rloo.trajectory import Completion
 
-Scenario = Callable[[SGLangEngine, FakeSGLang, Faults], Awaitable[None]]
+Scenario = Callable[[ServerEngine, FakeSGLang, Faults], Awaitable[None]]
 
 
 def _play(folder: Path, scenario: Scenario, **options: float) -> None:
@@ -34,12 +34,12 @@ def _play(folder: Path, scenario: Scenario, **options: float) -> None:
     asyncio.run(main())
 
 
-def _submit(engine: SGLangEngine, *names: str, max_new_tokens: int = 20) -> list[Future[Completion]]:
+def _submit(engine: ServerEngine, *names: str, max_new_tokens: int = 20) -> list[Future[Completion]]:
     return engine.submit([request(name, prompt=(1, 2), max_new_tokens=max_new_tokens) for name in names])
 
 
 def test_a_lost_request_is_sent_again(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.loses = 1
         for future in _submit(engine, "a", "b", "c"):
             assert len((await asyncio.wrap_future(future)).tokens) == 20
@@ -50,7 +50,7 @@ def test_a_lost_request_is_sent_again(tiny_folders: dict[str, Path]) -> None:
 
 
 def test_a_request_that_is_lost_each_time_fails_by_name(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.loses_prompt = (3, 4)
         (lost,) = engine.submit([request("lost", prompt=(3, 4))])
         number = 0
@@ -66,7 +66,7 @@ def test_a_request_that_is_lost_each_time_fails_by_name(tiny_folders: dict[str, 
 
 
 def test_a_slow_request_continues_from_its_tokens(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.token_s = 0.05
         (slow,) = _submit(engine, "slow", max_new_tokens=30)
         assert len((await asyncio.wrap_future(slow)).tokens) == 30
@@ -77,7 +77,7 @@ def test_a_slow_request_continues_from_its_tokens(tiny_folders: dict[str, Path])
 
 
 def test_a_server_that_answers_nothing_is_opened_again(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         fake.paused = True  # /health and all other calls still work
         for future in _submit(engine, "a", "b"):
             assert len((await asyncio.wrap_future(future)).tokens) == 20
@@ -87,7 +87,7 @@ def test_a_server_that_answers_nothing_is_opened_again(tiny_folders: dict[str, P
 
 
 def test_the_time_of_a_pause_does_not_count(tiny_folders: dict[str, Path]) -> None:
-    async def scenario(engine: SGLangEngine, fake: FakeSGLang, faults: Faults) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults) -> None:
         futures = _submit(engine, "a", "b", max_new_tokens=40)
         await asyncio.sleep(0.02)
         faults.path, faults.fault, faults.left = "/weights_checker", "wait", 1

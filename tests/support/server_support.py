@@ -1,4 +1,4 @@
-"""Shared by the tests of the SGLang engine: engines on a real server, reference models, a sender."""
+"""Shared by the tests of server engines: engines on a real server, reference models, a sender."""
 
 import asyncio
 import os
@@ -24,16 +24,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import PreTrainedModel
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import ServerConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, SamplingParameters
-from areal_rloo.engines.sglang import (
+from areal_rloo.engines.server import (
     BucketLayout,
-    Capabilities,
+    ServerEngine,
+    ServerKind,
     ServerPlan,
-    SGLangEngine,
-    SGLangStatistics,
+    ServerStatistics,
     UpdateGroup,
 )
+from areal_rloo.engines.sglang import Capabilities, SGLang
 from areal_rloo.errors import ArealRlooError
 from areal_rloo.loop_thread import LoopThread
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
@@ -68,19 +69,19 @@ def sglang_python() -> str:
 
 
 class EngineOnThread:
-    """An SGLang engine on an event loop of its own, for tests that call the engine from their thread.
+    """An engine on an event loop of its own, for tests that call the engine from their thread.
 
     `ready` is done when the server answers, or fails with the error of the start.
     """
 
-    def __init__(self, plan: ServerPlan, *, log: Path, **options: Any) -> None:
+    def __init__(self, kind: ServerKind, plan: ServerPlan, *, log: Path, **options: Any) -> None:
         self.log = log
         self.ready: Future[None] = Future()
         self._loop = LoopThread("engine")
         self._closing = self._loop.call(asyncio.Event)
         self._ended = threading.Event()
         self._is_closed = False
-        self._engine = self._loop.call(partial(SGLangEngine, plan, log=log, **options))
+        self._engine = self._loop.call(partial(ServerEngine, kind, plan, log=log, **options))
         self._loop.begin(self._run(), lambda task: self._ended.set())
 
     async def _run(self) -> None:
@@ -106,7 +107,7 @@ class EngineOnThread:
     def statistics(self) -> EngineStatistics:
         return self._loop.call(self._engine.statistics)
 
-    def server_statistics(self) -> SGLangStatistics:
+    def server_statistics(self) -> ServerStatistics:
         return self._loop.call(self._engine.server_statistics)
 
     def metrics_text(self) -> str:
@@ -125,13 +126,14 @@ class EngineOnThread:
 
 def make_engine(folder: Path, log: Path, **changes: Any) -> EngineOnThread:
     """Start an engine with a server, and do not wait for the server."""
-    own = {key: changes.pop(key) for key in list(changes) if key in SGLangConfig.__struct_fields__}
+    own = {key: changes.pop(key) for key in list(changes) if key in ServerConfig.__struct_fields__}
     sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 1200, "num_threads": 1}
     plan = ServerPlan(folder, device="cpu", dtype="float32", **{k: changes.pop(k, v) for k, v in sizes.items()})
     defaults: dict[str, Any] = {"url": None, "update_timeout_s": 30.0}
     if not changes.get("url"):
         own = {"python": sglang_python(), **own}
-    return EngineOnThread(plan, config=SGLangConfig(**own), log=log, **{**defaults, **changes})
+    kind = SGLang(changes.pop("capabilities", None))
+    return EngineOnThread(kind, plan, config=ServerConfig(**own), log=log, **{**defaults, **changes})
 
 
 @contextmanager
@@ -178,19 +180,19 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def engine_on_fake(folder: Path) -> AsyncIterator[tuple[SGLangEngine, FakeServer]]:
+async def engine_on_fake(folder: Path) -> AsyncIterator[tuple[ServerEngine, FakeServer]]:
     """An engine on this loop, connected to a fake external server."""
     fake, app = FakeServer(), web.Application()
     app.router.add_route("*", "/{path}", fake.answer)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        made = SGLangEngine(
+        made = ServerEngine(
+            SGLang(CAPABILITIES),
             ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-            config=SGLangConfig(urls=(url,), health_every_s=0.1, health_timeout_s=1.0),
+            config=ServerConfig(urls=(url,), health_every_s=0.1, health_timeout_s=1.0),
             url=url,
             update_timeout_s=30.0,
             log=folder / "no.log",
-            capabilities=CAPABILITIES,
         )
         async with made as engine:
             yield engine, fake

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.client import Connection, ServerGoneError, ServerRefusedError
-from areal_rloo.engines.sglang.flights import Flight, FlightQueue, Output, read_output
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server.api import Connection
+from areal_rloo.engines.server.client import ServerGoneError, ServerRefusedError
+from areal_rloo.engines.server.flights import Flight, FlightQueue, Output
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
@@ -102,7 +103,7 @@ class ServerState:
 class Sending:
     """Takes flights from the queue while the gate is open, and sends them."""
 
-    def __init__(self, state: ServerState, queue: FlightQueue, *, vocab_size: int, config: SGLangConfig) -> None:
+    def __init__(self, state: ServerState, queue: FlightQueue, *, vocab_size: int, config: ServerConfig) -> None:
         self._state = state
         self._queue = queue
         self._vocab_size = vocab_size
@@ -183,8 +184,7 @@ class Sending:
         connection = self._state.connection
         if connection is not None and flight.server_request_id:
             with suppress(EngineError):
-                body = {"rid": flight.server_request_id}
-                await connection.client.post("/abort_request", body, timeout_s=_CALL_TIMEOUT_S)
+                await connection.api.abort(flight.server_request_id, timeout_s=_CALL_TIMEOUT_S)
 
     async def _fly(self, flight: Flight) -> None:
         """Send an HTTP request, then end or requeue the flight."""
@@ -227,12 +227,10 @@ class Sending:
         connection, version = state.connection, state.policy_version
         if connection is None or flight.aborted or not state.gate_is_open:
             return None  # the state changed since the gate was open
-        capabilities = connection.capabilities
-        in_place = connection.update_mode == "in_place"
-        body = flight.next_body(capabilities, f"{self._cache_of}-{version}")
-        self._queue.prefill_tokens += len(body["input_ids"])
+        flight.depart(connection.api.capabilities.prompt_tokens)
+        self._queue.prefill_tokens += len(flight.input_tokens)
         try:
-            answer = await self._answer(connection, flight, body)
+            output = await self._answer(connection, flight, version)
         except ServerGoneError:
             state.suspicious = True
             return None
@@ -240,32 +238,32 @@ class Sending:
             if error.status < 500:
                 raise
             raise EngineError(str(error)) from error
-        output = read_output(
-            answer,
-            sent_version=version,
-            spans=capabilities.weight_versions,
-            late_tokens=in_place and capabilities.overlap,
-            vocab_size=self._vocab_size,
-        )
         state.num_answers += bool(output.tokens)
-        state.retractions += int(answer["meta_info"].get("num_retractions") or 0)
+        state.retractions += output.preempted
         # The update came between sending and the server's prefill, and the prompt was cached under the former version.
         # In the other modes the cache does not survive an update.
-        if in_place and output.overtaken and answer["meta_info"].get("cached_tokens"):
+        if connection.update_mode == "in_place" and output.overtaken and output.cached_tokens:
             return None
         return output
 
-    async def _answer(self, connection: Connection, flight: Flight, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request. Abort an overdue request, so that the server returns the tokens so far.
+    async def _answer(self, connection: Connection, flight: Flight, version: int) -> Output:
+        """Send a request. Abort an overdue request, so that the server returns the tokens so far.
 
         If no request got a token meanwhile, the server makes no progress, and is given up.
 
         Raises:
             ServerRefusedError, ServerGoneError: of the call.
-            EngineError: the server does not even return the aborted request.
+            EngineError: the answer is no completion, or the server does not even return the aborted request.
         """
         state, config, before = self._state, self._config, self._state.num_answers
-        asking = asyncio.create_task(connection.client.generate(body), name=f"answer to {flight.request.request_id}")
+        generating = connection.api.generate(
+            flight,
+            cache_name=f"{self._cache_of}-{version}",
+            sent_version=version,
+            mode=connection.update_mode,
+            vocab_size=self._vocab_size,
+        )
+        asking = asyncio.create_task(generating, name=f"answer to {flight.request.request_id}")
         try:
             if await self._returns(asking, config.request_timeout_s):
                 return asking.result()
@@ -276,16 +274,17 @@ class Sending:
                 await self._abort_once(flight)
                 await self._returns(asking, _ABORT_AGAIN_S)
                 left_s -= _ABORT_AGAIN_S
-            answer = asking.result() if asking.done() else {}
+            output = asking.result() if asking.done() else None
         finally:
             await cancel([asking])
-        if not answer.get("output_ids") and state.num_answers == before and state.connection is connection:
+        nothing = output is None or not output.tokens
+        if nothing and state.num_answers == before and state.connection is connection:
             state.hung = f"the server gave no token within {config.request_timeout_s:g} s"
-        if not answer:
+        if output is None:
             raise EngineError(f"no answer within {config.request_timeout_s:g} s, not even to an abort")
-        return answer
+        return output
 
-    async def _returns(self, asking: asyncio.Task[dict[str, Any]], timeout_s: float) -> bool:
+    async def _returns(self, asking: asyncio.Task[Output], timeout_s: float) -> bool:
         """Wait for an answer; the time of pauses does not count, because a paused server answers nothing."""
         while not asking.done() and timeout_s > 0:
             started_s = time.monotonic()

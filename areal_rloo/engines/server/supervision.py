@@ -2,7 +2,7 @@
 
 `Supervision` opens a connection, notices a crash or a hang, and opens a connection again. A crash of a managed server
 is noticed at once. A hanging server misses the deadline of an update call, or does not pass a health check for
-rollout.sglang.health_timeout_s.
+`health_timeout_s`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,13 @@ import time
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from areal_rloo.config import SGLangConfig
-from areal_rloo.engines.sglang.client import (
-    Capabilities,
-    Connection,
-    ServerClient,
-    ServerGoneError,
-    ServerRefusedError,
-    check_capabilities,
-    too_early,
-)
-from areal_rloo.engines.sglang.process import ServerPlan, ServerProcess, find_python
-from areal_rloo.engines.sglang.readback import first_difference, sample_of_folder
-from areal_rloo.engines.sglang.sending import UNKNOWN, Sending, ServerState
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server.api import Connection, Pause, ServerApi, ServerKind, ServerPlan
+from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.server.process import ServerProcess, find_python
+from areal_rloo.engines.server.readback import sample_of_folder
+from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
 from areal_rloo.models.fingerprint import Digest, Sample
 from areal_rloo.telemetry.logs import get_logger
@@ -45,7 +37,7 @@ _RESTART_BACKOFF_S = (0.0, 2.0, 5.0, 15.0)
 _HEALTHY_PERIOD_S = 300.0  # after this time, earlier restarts are not counted
 
 
-def find_api_key(config: SGLangConfig) -> str | None:
+def find_api_key(kind: ServerKind, config: ServerConfig) -> str | None:
     """Return the key of external servers; None if they have no key.
 
     Raises:
@@ -56,19 +48,19 @@ def find_api_key(config: SGLangConfig) -> str | None:
     key = os.environ.get(config.api_key_env)
     if not key:
         raise ConfigError(
-            f"rollout.sglang.api_key_env: expected the servers' key in the environment variable {config.api_key_env}, "
-            "got nothing; set it, or leave the option out for servers without a key"
+            f"{kind.key}.api_key_env: expected the servers' key in the environment variable {config.api_key_env}, got "
+            "nothing; set it, or leave the option out for servers without a key"
         )
     return key
 
 
 class _Server:
-    """The common part. If no capabilities are given, the server is asked."""
+    """The common part."""
 
-    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None) -> None:
+    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan) -> None:
+        self._kind = kind
         self._config = config
         self._plan = plan
-        self._given = capabilities
 
     def ended(self) -> str | None:
         """Return why the process ended; None while it runs, or if it is not ours."""
@@ -77,39 +69,35 @@ class _Server:
     def kill(self) -> None:
         """Kill our process, if there is one, and wait until it ends."""
 
-    async def _connected(
-        self, client: ServerClient, label: Awaitable[str], *, key: str, pause: Literal["in_place", "retract"]
-    ) -> Connection:
+    async def _connected(self, client: ServerClient, label: Awaitable[str], *, key: str, pause: Pause) -> Connection:
         """Await the label of the weights, which comes when the server is healthy, and check the server."""
-        plan = self._plan
         try:
             named = await label
-            found = self._given or await client.capabilities(timeout_s=_CALL_TIMEOUT_S)
-            check_capabilities(
-                found, key=key, tensor_parallel=plan.tensor_parallel, context_tokens=plan.context_tokens, pause=pause
-            )
-            digest = await self._usable_digest(client, found)
+            api = await self._kind.connect(client, pause=self._config.pause, timeout_s=_CALL_TIMEOUT_S)
+            api.check(key=key, plan=self._plan, pause=pause)
+            digest = await self._usable_digest(api)
         except BaseException:
             await client.close()
             await asyncio.to_thread(self.kill)
             raise
-        mode = self._config.pause if found.weight_versions else "abort"
-        return Connection(client, found, named, mode, digest)
+        mode = self._config.pause if api.capabilities.weight_versions else "abort"
+        return Connection(api, named, mode, digest)
 
-    async def _usable_digest(self, client: ServerClient, found: Capabilities) -> Digest | None:
+    async def _usable_digest(self, api: ServerApi) -> Digest | None:
         """Return the server's digest if known weights have the expected fingerprints; else later weights cannot be
         compared: the server has another device, or options that change the form of the weights.
         """
+        found = api.capabilities
         if found.digest is None:
-            why: str | None = f"SGLang {found.version} with these options gives no digests that we know"
+            why: str | None = f"{self._kind.name} {found.version} with these options gives no digests that we know"
         else:
             sample, names = await asyncio.to_thread(self._known, found.digest)
             try:
-                why = await first_difference(client, sample, names, timeout_s=_CHECK_TIMEOUT_S)
+                why = await api.weights.first_difference(sample, names, timeout_s=_CHECK_TIMEOUT_S)
             except ServerRefusedError as error:
                 why = str(error)
         if why is not None:
-            logger.warning("%s: updates cannot be proven: %s", client.url, why)
+            logger.warning("%s: updates cannot be proven: %s", api.client.url, why)
         return None if why is not None else found.digest
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
@@ -122,8 +110,8 @@ class ManagedServer(_Server):
 
     managed = True
 
-    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None, log: Path) -> None:
-        super().__init__(config, plan, capabilities)
+    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, log: Path) -> None:
+        super().__init__(kind, config, plan)
         self._log = log
         self._process: ServerProcess | None = None
 
@@ -135,11 +123,12 @@ class ManagedServer(_Server):
             EngineError: the server failed while answering.
         """
         connection = await self._start()
-        if self._plan.radix_cache and self._config.pause == "in_place" and connection.capabilities.cache_key is None:
-            logger.warning("SGLang cannot separate the cached prompts of two versions; restart without radix cache")
-            await connection.client.close()
+        separates = connection.api.capabilities.separates_prompts
+        if self._plan.prefix_cache and self._config.pause == "in_place" and not separates:
+            logger.warning("the server cannot separate the cached prompts of two versions; restart without this cache")
+            await connection.api.client.close()
             await asyncio.to_thread(self.kill)
-            self._plan = replace(self._plan, radix_cache=False)
+            self._plan = replace(self._plan, prefix_cache=False)
             connection = await self._start()
         return connection
 
@@ -156,13 +145,13 @@ class ManagedServer(_Server):
             self._process = None
 
     async def _start(self) -> Connection:
-        python = await asyncio.to_thread(find_python, self._config)
-        process = self._process = ServerProcess(python, self._config, self._plan, self._log)
+        python = await asyncio.to_thread(find_python, self._kind, self._config)
+        process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
         client = ServerClient(process.url, api_key=process.api_key)
-        pause = "retract" if self._plan.radix_cache else self._config.pause  # `open` handles in_place
+        pause: Pause = "retract" if self._plan.prefix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
-        return await self._connected(client, label, key="rollout.sglang.arguments", pause=pause)
+        return await self._connected(client, label, key=f"{self._kind.key}.arguments", pause=pause)
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
         plan = self._plan
@@ -174,15 +163,16 @@ class ManagedServer(_Server):
             try:
                 await client.text("/health", timeout_s=_CALL_TIMEOUT_S)
                 process.forget_secrets()
+                await self._kind.began(client, timeout_s=_CALL_TIMEOUT_S)
                 return "0"
             except EngineError as error:
                 if time.monotonic() > ends_s:
                     raise ConfigError(
-                        f"rollout.sglang.start_timeout_s: the server was not ready within "
+                        f"{self._kind.key}.start_timeout_s: the server was not ready within "
                         f"{self._config.start_timeout_s:g} s ({error}); its log is {self._log}"
                     ) from error
             await asyncio.sleep(_POLL_S)
-        raise ConfigError(f"rollout.sglang: {why}")
+        raise ConfigError(f"{self._kind.key}: {why}")
 
 
 class ExternalServer(_Server):
@@ -190,8 +180,8 @@ class ExternalServer(_Server):
 
     managed = False
 
-    def __init__(self, config: SGLangConfig, plan: ServerPlan, capabilities: Capabilities | None, url: str) -> None:
-        super().__init__(config, plan, capabilities)
+    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, url: str) -> None:
+        super().__init__(kind, config, plan)
         self._url = url
         self._api_key: str | None = None
         self._was_open = False
@@ -199,9 +189,9 @@ class ExternalServer(_Server):
     async def open(self) -> Connection:
         """Wait until the server answers; raises the errors of `ManagedServer.open`."""
         if not self._was_open:  # later, the variable is gone (rollout/engines.py)
-            self._api_key = find_api_key(self._config)
+            self._api_key = find_api_key(self._kind, self._config)
         client = ServerClient(self._url, api_key=self._api_key)
-        key, label = f"rollout.sglang.urls: {self._url}", self._until_it_answers(client)
+        key, label = f"{self._kind.key}.urls: {self._url}", self._until_it_answers(client)
         connection = await self._connected(client, label, key=key, pause=self._config.pause)
         self._was_open = True
         return connection
@@ -212,16 +202,13 @@ class ExternalServer(_Server):
         backoff_s = _POLL_S
         while True:
             try:
-                label = str((await client.get("/model_info", timeout_s=_CALL_TIMEOUT_S))["weight_version"])
-                await client.post("/continue_generation", timeout_s=_CALL_TIMEOUT_S)
+                label = await self._kind.label(client, timeout_s=_CALL_TIMEOUT_S)
                 await client.text("/health", timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
-                if error.status == 404:
-                    raise too_early("no endpoint /model_info") from error
                 if error.status in (401, 403):
                     raise ConfigError(
-                        f"rollout.sglang.api_key_env: {self._url} refuses the key ({error}); name the environment "
+                        f"{self._kind.key}.api_key_env: {self._url} refuses the key ({error}); name the environment "
                         "variable with the server's key"
                     ) from error
                 trouble: Exception = error
@@ -230,7 +217,7 @@ class ExternalServer(_Server):
             now_s = time.monotonic()
             if not self._was_open and now_s - started_s > self._config.start_timeout_s:
                 raise ConfigError(
-                    f"rollout.sglang.urls: {self._url} did not answer within rollout.sglang.start_timeout_s="
+                    f"{self._kind.key}.urls: {self._url} did not answer within {self._kind.key}.start_timeout_s="
                     f"{self._config.start_timeout_s:g} s ({trouble}); start the server, or correct the url"
                 )
             if now_s - warned_s > _WARN_EVERY_S:
@@ -246,7 +233,7 @@ Server = ManagedServer | ExternalServer
 class Supervision:
     """Supervises a server, on the engine's event loop."""
 
-    def __init__(self, state: ServerState, server: Server, sending: Sending, config: SGLangConfig) -> None:
+    def __init__(self, state: ServerState, server: Server, sending: Sending, config: ServerConfig) -> None:
         self._state = state
         self._server = server
         self._sending = sending
@@ -269,10 +256,11 @@ class Supervision:
         """
         state = self._state
         while True:
-            logger.info("ready: SGLang %s at %s", connection.capabilities.version, connection.client.url)
+            api = connection.api
+            logger.info("ready: version %s at %s", api.capabilities.version, api.client.url)
             state.changed.set()
             opened_s = time.monotonic()
-            why = await self._until_failed(connection.client)
+            why = await self._until_failed(api.client)
             logger.warning("%s", why)
             if time.monotonic() - opened_s > _HEALTHY_PERIOD_S:
                 self._num_restarts = 0
@@ -298,7 +286,7 @@ class Supervision:
         self._state.num_discards += 1
         await asyncio.to_thread(self._server.kill)
         await self._sending.take_back()
-        await connection.client.close()
+        await connection.api.client.close()
 
     async def _reopen(self, why: str) -> Connection:
         while True:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_rloo.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
 
 
 async def _without_end(request: web.Request) -> web.StreamResponse:
@@ -46,7 +46,7 @@ def _run(
 def test_an_answer_without_end_is_as_good_as_none() -> None:
     async def scenario(client: ServerClient) -> None:
         with pytest.raises(ServerGoneError, match="/generate: the answer has more than 67108864 bytes"):
-            await client.generate({})
+            await client.ask("/generate", {}, timeout_s=None)
         assert await asyncio.to_thread(client.metrics_text) == ""
 
     _run(_without_end, scenario)
@@ -55,7 +55,7 @@ def test_an_answer_without_end_is_as_good_as_none() -> None:
 def test_a_redirect_is_a_refusal() -> None:
     async def scenario(client: ServerClient) -> None:
         with pytest.raises(ServerRefusedError, match="HTTP 307"):
-            await client.generate({})
+            await client.ask("/generate", {}, timeout_s=None)
         assert await asyncio.to_thread(client.metrics_text) == ""
 
     _run(_redirect, scenario)

@@ -1,12 +1,12 @@
-"""Drive an SGLang server as an engine: submit requests, load weights in between, survive a server crash or hang.
+"""Drive a server as an engine: submit requests, load weights in between, survive a server crash or hang.
 
-    submit ─► queue ─► gate ─► POST /generate, at most num_slots ─► segment ─► completion, or back to the queue
+    submit ─► queue ─► gate ─► HTTP request, at most num_slots ─► segment ─► completion, or back to the queue
                         ▲
     open while the server is healthy and not paused, with known weights not older than before
 
 Tasks on the worker's event loop start the server and call it; file work and kills run on threads. Every flight leaves
-the queue exactly once, so a server failure neither loses nor doubles a completion. SGLang has a single set of weights,
-so `pinned` has no effect; the versions of a completion tell which weights made each token.
+the queue exactly once, so a server failure neither loses nor doubles a completion. A server has one set of weights, so
+`pinned` has no effect; the versions of a completion tell which weights made each token.
 
 With `pause: in_place` a token is tagged with the version that sampled it, over a cache that earlier versions filled. If
 an update came between a prompt and its first token, the token is tagged with the later version.
@@ -26,15 +26,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from areal_rloo.config import SGLangConfig
+from areal_rloo.config import ServerConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest
-from areal_rloo.engines.sglang.client import Capabilities, Connection, ServerGoneError
-from areal_rloo.engines.sglang.flights import FlightQueue
-from areal_rloo.engines.sglang.model_folder import WeightsFolder, check_shapes, read_model
-from areal_rloo.engines.sglang.process import ServerPlan
-from areal_rloo.engines.sglang.sending import Sending, ServerState
-from areal_rloo.engines.sglang.server import ExternalServer, ManagedServer, Server, Supervision
-from areal_rloo.engines.sglang.updates import BucketLayout, Load, ServerUpdates, Swapping, Update, UpdateGroup
+from areal_rloo.engines.server.api import BucketLayout, Connection, ServerKind, ServerPlan, UpdateGroup
+from areal_rloo.engines.server.client import ServerGoneError
+from areal_rloo.engines.server.flights import FlightQueue
+from areal_rloo.engines.server.model_folder import WeightsFolder, check_shapes, read_model
+from areal_rloo.engines.server.sending import Sending, ServerState
+from areal_rloo.engines.server.supervision import ExternalServer, ManagedServer, Server, Supervision
+from areal_rloo.engines.server.updates import Load, Swapping, Update, prove
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
 from areal_rloo.models.folder import check_weights
@@ -49,7 +49,7 @@ _LAST_CALLS_TIMEOUT_S = 2.0
 _CALL_BACK_TIMEOUT_S = 5.0
 
 
-class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the server behind the engine; counts are since the engine's start."""
 
     metrics_prefix: ClassVar[str] = "engine_server_"
@@ -70,21 +70,22 @@ class SGLangStatistics(msgspec.Struct, frozen=True, kw_only=True):
     last_pause_s: Annotated[float, Metric("Time that the last update of the weights paused the server", "s")]
 
 
-class SGLangEngine:
+class ServerEngine:
     """Implements `areal_rloo.engines.base.Engine`, which documents the methods, within `async with`."""
 
     def __init__(
         self,
+        kind: ServerKind,
         plan: ServerPlan,
         *,
-        config: SGLangConfig,
+        config: ServerConfig,
         url: str | None,
         update_timeout_s: float,
         log: Path,
-        capabilities: Capabilities | None = None,
     ) -> None:
         """
         Args:
+            kind: of the server.
             plan: settings of a managed server; an external server must fit them.
             url: of an external server; None for a managed server.
             update_timeout_s: of loading weights through files.
@@ -97,9 +98,7 @@ class SGLangEngine:
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         plan = replace(plan, model_context_tokens=facts.context_tokens)
         self._server: Server = (
-            ManagedServer(config, plan, capabilities, log)
-            if url is None
-            else ExternalServer(config, plan, capabilities, url)
+            ManagedServer(kind, config, plan, log) if url is None else ExternalServer(kind, config, plan, url)
         )
         self._queue = FlightQueue(
             num_slots=plan.num_slots, context_tokens=plan.context_tokens, vocab_size=facts.vocab_size
@@ -120,7 +119,7 @@ class SGLangEngine:
             EngineError: the server failed while answering.
         """
         connection = await self._supervision.start()
-        self._serving = asyncio.create_task(self._serve(connection), name="the SGLang engine")
+        self._serving = asyncio.create_task(self._serve(connection), name="the engine")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -148,19 +147,19 @@ class SGLangEngine:
     def load_weights(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Future[int]:
         """Load weights through files, written while generation continues and read by the server in the pause."""
 
-        async def prepare(updates: ServerUpdates) -> Load:
+        async def prepare(connection: Connection) -> Load:
             if self._folder is None:
                 self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
             folder, tensors = self._folder, await asyncio.to_thread(dict, weights)
             written = await asyncio.to_thread(folder.write, policy_version, tensors.items())
-            samples = await asyncio.to_thread(self._samples, policy_version, tensors, updates.connection)
+            samples = await asyncio.to_thread(self._samples, policy_version, tensors, connection)
 
             async def load() -> bool:
                 try:
-                    await updates.load_folder(policy_version, written, timeout_s=self._update_timeout_s)
+                    await connection.api.weights.load_folder(policy_version, written, timeout_s=self._update_timeout_s)
                 finally:
                     await asyncio.to_thread(folder.remove, written)
-                return await updates.prove(policy_version, samples, tensors)
+                return await prove(connection, policy_version, samples, tensors)
 
             return load
 
@@ -180,13 +179,13 @@ class SGLangEngine:
         """
         shapes = {n: shape for bucket in buckets for n, shape in zip(bucket.names, bucket.shapes, strict=True)}
 
-        async def prepare(updates: ServerUpdates) -> Load:
+        async def prepare(connection: Connection) -> Load:
             check_shapes(self._facts, shapes)
-            await updates.join(group)
+            await connection.api.weights.join(group)
 
             async def load() -> bool:
-                await updates.load_buckets(policy_version, group, buckets)
-                return await updates.prove(policy_version, samples, shapes)
+                await connection.api.weights.load_buckets(policy_version, group, buckets)
+                return await prove(connection, policy_version, samples, shapes)
 
             return load
 
@@ -202,9 +201,9 @@ class SGLangEngine:
             swap_s=state.swap_s,
         )
 
-    def server_statistics(self) -> SGLangStatistics:
+    def server_statistics(self) -> ServerStatistics:
         state = self._state
-        return SGLangStatistics(
+        return ServerStatistics(
             restarts=state.restarts,
             health_failures=state.health_failures,
             resumed=self._queue.resumed,
@@ -220,12 +219,12 @@ class SGLangEngine:
     def metrics_text(self) -> str:
         """Return the server's /metrics, as `ServerClient.metrics_text` does."""
         connection = self._state.connection
-        return "" if connection is None else connection.client.metrics_text()
+        return "" if connection is None else connection.api.client.metrics_text()
 
     def _samples(self, policy_version: int, tensors: Mapping[str, Tensor], connection: Connection) -> list[Sample]:
         if connection.digest is None:
             return []
-        num_ranks = connection.capabilities.tensor_parallel
+        num_ranks = connection.api.capabilities.tensor_parallel
         sampled = {name: tensors[name].to("cpu", self._dtype) for name in sampled_names(tensors, policy_version)}
         return [take_sample(sampled, digest=connection.digest, num_ranks=num_ranks)]
 
@@ -281,7 +280,7 @@ class SGLangEngine:
                 await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
         await self._sending.take_back()
         if connection is not None:
-            await connection.client.close()
+            await connection.api.client.close()
         await asyncio.to_thread(self._server.kill)
         if self._folder is not None:
             await asyncio.to_thread(self._folder.close)

@@ -1,0 +1,140 @@
+"""The process of a managed server: find a Python with the server, start and kill the process.
+
+The server runs in a separate session, so a signal to the session also ends the server's children, even if these are
+stopped. If this process is killed, Linux kills the server, and the children end with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server.api import Arguments, ServerKind, ServerPlan
+from areal_rloo.errors import ConfigError
+from areal_rloo.files import ScratchFolder, open_private
+from areal_rloo.parent_death import bound_to_this_process
+from areal_rloo.ports import ReservedPorts
+from areal_rloo.session_leader import SessionLeader
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+_VERSION_TIMEOUT_S = 60.0
+_KILL_TIMEOUT_S = 30.0
+_TAIL_BYTES = 64 * 1024
+_START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
+_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # a log line and the traceback
+_ERROR = re.compile(r"Error|ERROR|error:")
+
+
+class ServerProcess:
+    """A run of a server; `log` is appended to."""
+
+    def __init__(self, kind: ServerKind, python: str, config: ServerConfig, plan: ServerPlan, log: Path) -> None:
+        """Start the server. The calling thread must live as long as the server."""
+        self._harmless = kind.harmless
+        self._reserved = ReservedPorts(1)
+        (self.port,) = self._reserved.ports
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.api_key = secrets.token_hex(16)
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._secrets = ScratchFolder(Path(tempfile.gettempdir()), "server")
+        secrets_file = self._secrets.path / "secrets.yaml"
+        command = kind.command(python, config.arguments, plan, port=self.port, config=secrets_file)
+        try:
+            with open_private(secrets_file, "wb") as file:
+                file.write(f"api-key: {self.api_key}\n".encode())
+            with open_private(log, "ab") as output:  # servers log their options, with the api key (`forget_secrets`)
+                process = subprocess.Popen(
+                    bound_to_this_process(command, signal.SIGKILL),
+                    env={**os.environ, **kind.environment(plan)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._clear()
+            raise
+        self._leader = SessionLeader(process)
+        self.pid = process.pid
+
+    def exit_code(self) -> int | None:
+        """Return the exit code; None while the server runs."""
+        return self._leader.exit_code()
+
+    def forget_secrets(self) -> None:
+        """Remove the file with the api key, which the server has read, and the key from the log of the start."""
+        self._secrets.close()
+        with contextlib.suppress(OSError), self.log.open("r+b") as file:
+            file.seek(self._log_start)
+            for found in re.finditer(self.api_key.encode(), file.read(_START_BYTES)):
+                file.seek(self._log_start + found.start())
+                file.write(b"*" * len(self.api_key))  # the length stays: the server appends meanwhile
+
+    def kill(self) -> None:
+        """Kill the session, and reap the server."""
+        self._clear()
+        if not self._leader.kill(_KILL_TIMEOUT_S):  # a hung system call, for example of a GPU driver
+            logger.error("the server (pid %d) was killed and does not end; its device may stay in use", self.pid)
+
+    def last_words(self) -> str:
+        """Return the last error in this run's log, or the last line if there is no error."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        entries = [entry for entry in _ENTRY.split(text) if not any(words in entry for words in self._harmless)]
+        spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
+        errors = [line for line in spoken if _ERROR.search(line)]
+        return (errors or spoken or ["nothing"])[-1][:500]
+
+    def _clear(self) -> None:
+        self.forget_secrets()
+        self._reserved.close()
+
+
+def find_python(kind: ServerKind, config: ServerConfig) -> str:
+    """Return the Python that runs the server.
+
+    Raises:
+        ConfigError: there is no such Python, or none with the server.
+    """
+    # The distribution, not the module: any folder of that name on the path can be imported as a namespace package.
+    if config.python is None and any(distributions(name=kind.distribution)):
+        return sys.executable
+    python, key = config.python or str(Path(kind.folder).absolute() / "bin" / "python"), f"{kind.key}.python"
+    if not os.access(python, os.X_OK):
+        words = f"{key}: expected a Python that has {kind.distribution}, found none at {python}; {kind.remedy}"
+        raise ConfigError(words, absent=True)
+    ask = f"from importlib.metadata import version; version({kind.distribution!r})"
+    try:
+        asked = subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{key}: {python} cannot be run: {error}; {kind.remedy}") from error
+    if asked.returncode != 0:
+        raise ConfigError(f"{key}: {python} has no {kind.distribution}; {kind.remedy}", absent=True)
+    return python
+
+
+def in_words(options: Arguments) -> list[str]:
+    """Return options of a command line: true is a bare flag; false and null leave an option out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words += [f"--{name}", str(value)]
+    return words
