@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
+.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang vllm bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -46,6 +46,9 @@ extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters and Ray, which
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh
 
+vllm:  # a real vLLM server without a GPU, likewise
+	PYTHON=$(PYTHON) tests/vllm/install.sh
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/generation.py
@@ -73,7 +76,7 @@ gpu-wheels:  # the packages that a machine with torch and without a network lack
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_wheels.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

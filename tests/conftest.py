@@ -20,10 +20,11 @@ REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
 LONGEST = (  # files of several minutes run first, so that no process works alone at the end
     *("test_learning.py", "test_slurm_runs.py", "test_ray_runs.py"),
-    "test_sglang_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
+    "test_server_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
     # as soon as the process has two tests left
-    *("test_sglang_failures.py", "test_sglang_engine.py", "test_sglang_external.py", "test_sglang_server_dies.py"),
-    *("test_compiled.py", "test_sglang_many_updates.py", "test_learner_runs.py", "test_examples.py"),
+    *("test_server_failures.py", "test_server_engine.py", "test_server_external.py", "test_server_dies.py"),
+    *("test_server_proof.py", "test_compiled.py", "test_server_many_updates.py", "test_learner_runs.py"),
+    "test_examples.py",
     "test_ranks.py",  # finds in the cache of the compiler what test_compiled.py compiled
 )
 
@@ -36,6 +37,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_configure() -> None:
     os.environ["AREAL_RLOO_SGLANG_FORKS"] = "1"  # see tests/sglang/shims/areal_rloo_sglang.py
+    os.environ["AREAL_RLOO_VLLM_FORKS"] = "1"  # see tests/vllm/shims/areal_rloo_vllm_forks.py
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -132,22 +134,27 @@ def golden_cases() -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random checkpoint of each architecture, by name; weights large enough for distributions with a shape."""
+    return {name: _checkpoint(name, tmp_path_factory.mktemp(name)) for name in ("qwen2", "qwen3", "llama")}
+
+
+def _checkpoint(architecture: str, folder: Path, *, num_heads: int = 4, num_kv_heads: int = 2) -> Path:
     from areal_rloo.config import TinyModelConfig
     from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
-    folders = {}
-    for name in ("qwen2", "qwen3", "llama"):
-        recipe = TinyModelConfig(
-            architecture=name, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, warm_start=None
-        )
-        model = make_tiny_model(recipe)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 2:
-                    parameter.mul_(6)
-        folders[name] = tmp_path_factory.mktemp(name)
-        save_tiny_model(model, folders[name])
-    return folders
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    model = make_tiny_model(TinyModelConfig(architecture=architecture, warm_start=None, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    save_tiny_model(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with heads of 32: vLLM's attention on a CPU refuses 16."""
+    return _checkpoint("qwen2", tmp_path_factory.mktemp("wide"), num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture(scope="session")

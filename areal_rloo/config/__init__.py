@@ -2,6 +2,7 @@
 
 - `schema`: the root `Config`, the small sections, and the checks across sections.
 - `algorithm`, `data`, `launcher`, `learner`, `rollout`: one large section each, with the checks of that section.
+- `server`: the sections of servers, `rollout.sglang` and `rollout.vllm`.
 - `section`: the base struct, bounded numbers, and checks of hosts, URLs and paths.
 - `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
 - `reading`: reads YAML within limits, without a guess at types.
@@ -35,9 +36,10 @@ from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
-from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig, ServerConfig
+from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import Config, ModelConfig, TinyModelConfig, WarmStartConfig, WireConfig, validate
 from areal_rloo.config.section import argument_name, is_loopback
+from areal_rloo.config.server import ServerConfig
 
 __all__ = [
     "ENTRY",

@@ -39,7 +39,7 @@ class OptimizerConfig(Section, frozen=True):
 class LoraConfig(Section, frozen=True):
     """Train low-rank adapters instead of the weights (arXiv:2106.09685).
 
-    The embedded engine gets the adapters apart; an SGLang server gets merged weights, rounded to `model.dtype`.
+    The embedded engine gets the adapters apart; a server gets merged weights, rounded to `model.dtype`.
     """
 
     rank: PositiveInt = 16

@@ -80,6 +80,14 @@ def _refused(section: str, keys: str, words: str) -> dict[str, Rule]:
     return _each("refused", section, keys, words)
 
 
+def _server(section: str) -> dict[str, Rule]:
+    return {
+        **_allowed(section, "arguments python urls pause", "behaviour logprobs may differ in the last digits"),
+        **_exact(section, "api_key_env start_timeout_s health_every_s health_timeout_s max_server_restarts"),
+        **_allowed(section, "request_timeout_s", "slower requests are aborted, and go on from the tokens so far"),
+    }
+
+
 def _each(effect: Effect, section: str, keys: str, words: str) -> dict[str, Rule]:
     return {f"{section}.{key}": Rule(effect, words) for key in keys.split()}
 
@@ -146,9 +154,8 @@ _RULES: dict[str, Rule] = {
     **_allowed("rollout.sampling", "max_new_tokens", "finished samples stay; longer unfinished turns begin anew"),
     **_exact("rollout.sampling", "allow_truncated"),
     **_allowed("rollout.embedded", "cache_tokens prefill_chunk_tokens", _ARRIVAL),
-    **_allowed("rollout.sglang", "arguments python urls pause", "behaviour logprobs may differ in the last digits"),
-    **_exact("rollout.sglang", "api_key_env start_timeout_s health_every_s health_timeout_s max_server_restarts"),
-    **_allowed("rollout.sglang", "request_timeout_s", "slower requests are aborted, and go on from the tokens so far"),
+    **_server("rollout.sglang"),
+    **_server("rollout.vllm"),
     **_exact("algorithm", "preset"),  # the keys that the preset sets have rules
     **_allowed("algorithm", "group_size", "groups under way keep their size"),
     **_allowed("algorithm", "max_staleness", _FITTED),

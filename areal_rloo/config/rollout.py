@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
-from urllib.parse import urlsplit
-
-import msgspec
 
 from areal_rloo.config.section import (
     AutoInt,
@@ -24,11 +21,9 @@ from areal_rloo.config.section import (
     Share,
     Temperature,
     Tokens,
-    is_loopback,
-    owned_mistakes,
     path_mistakes,
-    url_mistakes,
 )
+from areal_rloo.config.server import ServerConfig, server_mistakes
 
 BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
 _READERS = {  # option of an episode: the built-in types that read the option
@@ -36,20 +31,6 @@ _READERS = {  # option of an episode: the built-in types that read the option
     **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
     **dict.fromkeys(("tools", "python"), ("tool_use",)),
     **dict.fromkeys(("num_agents", "agent_timeout_s", "max_trajectories"), ("agent",)),
-}
-_OWNED = {  # options of SGLang set by the package, in every spelling of SGLang
-    "host": "the host is 127.0.0.1",
-    "port": "the worker takes a free port",
-    "api-key": "the worker makes a key for each start",
-    "admin-api-key": "the api key gives all rights",
-    "config": "the worker writes this file, with the api key; give its options here instead",
-    **dict.fromkeys(("model", "model-path"), "set model.path"),
-    "device": "set rollout.device",
-    **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "set rollout.tensor_parallel"),
-    **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "raise rollout.num_workers: each worker has a server"),
-    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size"), "spread the model with rollout.tensor_parallel"),
-    "weight-version": "the value is the policy version",
-    "skip-tokenizer-init": "minimum lengths need the tokenizer",
 }
 
 
@@ -71,23 +52,6 @@ class EmbeddedConfig(Section, frozen=True):
     # num_slots full contexts, limited to half of the free memory after loading the weights.
     cache_tokens: PositiveInt | None = None
     prefill_chunk_tokens: Tokens = 512  # prompt tokens computed between two decode steps while others decode
-
-
-class ServerConfig(Section, frozen=True):
-    """A server for each rollout worker: started by the worker, or already running at one of `urls`."""
-
-    python: str | None = None  # interpreter with sglang; null: this one, else .venv-sglang/bin/python in this folder
-    # More options of the server, by name. true: a bare flag. false or null: remove one of our options.
-    arguments: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
-    urls: tuple[str, ...] = ()  # running servers, as many as rollout workers; empty: the workers start servers
-    api_key_env: str | None = None  # environment variable with the key of these servers
-    pause: Literal["in_place", "retract"] = "in_place"  # while weights load: keep the cache, or recompute it afterwards
-    start_timeout_s: Seconds = 600.0  # limit for the start of a server; large models take minutes
-    health_every_s: Seconds = 5.0
-    health_timeout_s: Seconds = 30.0  # a server without a good answer for this long counts as hung
-    # A request without an answer for this long is aborted, and continues from the tokens so far.
-    request_timeout_s: Seconds = 900.0
-    max_server_restarts: Natural = 3  # in a row; then the worker exits, and the launcher decides
 
 
 class PythonToolConfig(Section, frozen=True):
@@ -133,7 +97,7 @@ class EpisodeConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    engine: Literal["embedded", "sglang"] = "embedded"
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     num_workers: AutoInt = 1  # auto or 0: as many as GPUs without a learner rank, or as hosts
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
@@ -154,11 +118,17 @@ class RolloutConfig(Section, frozen=True):
     share_devices: Literal["auto", "side_by_side", "in_turns", "never"] = "auto"
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: ServerConfig = ServerConfig()
+    vllm: ServerConfig = ServerConfig()
+
+    @property
+    def server(self) -> ServerConfig | None:
+        """The section of the server that `engine` names; None without a server."""
+        return {"sglang": self.sglang, "vllm": self.vllm}.get(self.engine)
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """URLs of running SGLang servers, as many as workers; empty if the workers start engines."""
-        return self.sglang.urls if self.engine == "sglang" else ()
+        """URLs of running servers, as many as workers; empty if the workers start engines."""
+        return () if self.server is None else self.server.urls
 
     @property
     def shares(self) -> bool:
@@ -170,16 +140,18 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
     """Check dependent options; give the text of each error. `context_tokens`: longest prompt plus completion."""
     yield from _episode_mistakes(rollout.episode)
     yield from _sampling_mistakes(rollout.sampling)
-    yield from path_mistakes("rollout.sglang.python", rollout.sglang.python)
+    for engine, section in (("sglang", rollout.sglang), ("vllm", rollout.vllm)):
+        yield from path_mistakes(f"rollout.{engine}.python", section.python)
     yield from _sharing_mistakes(rollout, transport)
-    if rollout.engine == "sglang":
-        yield from owned_mistakes("rollout.sglang.arguments", rollout.sglang.arguments, _OWNED)
-        yield from _urls_mistakes(rollout, wire_host=wire_host, transport=transport)
+    if rollout.engine != "embedded" and (server := rollout.server) is not None:
+        yield from server_mistakes(
+            rollout.engine, server, num_workers=rollout.num_workers, wire_host=wire_host, transport=transport
+        )
         return
     if rollout.tensor_parallel != 1:
         yield (
             f"rollout.tensor_parallel: expected 1 with rollout.engine=embedded, got {rollout.tensor_parallel}; "
-            "set rollout.engine=sglang"
+            "set rollout.engine to sglang or vllm"
         )
     cache_tokens = rollout.embedded.cache_tokens
     if cache_tokens is not None and cache_tokens < context_tokens:
@@ -216,32 +188,6 @@ def _sampling_mistakes(sampling: SamplingConfig) -> Iterator[str]:
             f"and {sampling.min_new_tokens}; a truncated distribution does not match the learner's logprobs; set "
             "rollout.sampling.allow_truncated=true to accept this"
         )
-
-
-def _urls_mistakes(rollout: RolloutConfig, *, wire_host: str, transport: str) -> Iterator[str]:
-    sglang = rollout.sglang
-    if not sglang.urls:
-        if sglang.api_key_env is not None:
-            yield "rollout.sglang.api_key_env: nothing reads it without urls; leave it out"
-        return
-    if rollout.num_workers and len(sglang.urls) != rollout.num_workers:
-        yield (
-            f"rollout.sglang.urls: expected one for each of rollout.num_workers={rollout.num_workers}, "
-            f"got {len(sglang.urls)}"
-        )
-    if len(set(sglang.urls)) != len(sglang.urls):
-        yield f"rollout.sglang.urls: expected different servers, got {list(sglang.urls)}"
-    for url in sglang.urls:
-        yield from url_mistakes("rollout.sglang.urls", url)
-        if not is_loopback(urlsplit(url).hostname or "") and (is_loopback(wire_host) or transport == "shared_memory"):
-            yield (
-                f"rollout.sglang.urls: {url} is on another machine, which cannot receive weights from wire.host="
-                f"{wire_host} by weights.transport={transport}; set wire.host to an address that the machine can "
-                "reach, and the transport to collective"
-            )
-    for key, given in (("python", sglang.python), ("arguments", sglang.arguments)):
-        if given:
-            yield f"rollout.sglang.{key}: nothing reads it with urls; leave it out"
 
 
 def _episode_mistakes(episode: EpisodeConfig) -> Iterator[str]:

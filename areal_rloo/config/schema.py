@@ -120,8 +120,8 @@ class WireConfig(Section, frozen=True):
 class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
     keep: PositiveInt = 2
-    # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, SGLang aborts its
-    # requests at every checkpoint, and computes their cache again.
+    # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, a server aborts
+    # its requests at every checkpoint, and computes their cache again.
     partial_rollouts: bool = True
 
 
@@ -175,7 +175,7 @@ class Config(Section, frozen=True):
 
     @property
     def publishes_adapters(self) -> bool:
-        """True if the engine gets adapters apart, so that no rounding changes them; SGLang gets merged weights."""
+        """True if the engine gets adapters apart, so that no rounding changes them; servers get merged weights."""
         return self.learner.lora is not None and self.rollout.engine == "embedded"
 
     @property
@@ -208,7 +208,7 @@ class Config(Section, frozen=True):
     def weights_transport(self, *, same_host: bool) -> Literal["collective", "shared_memory"]:
         """The transport of the weights, with `auto` resolved.
 
-        SGLang servers receive weights from the learner directly. Shared memory would add a copy, through files.
+        Servers receive weights from the learner directly. Shared memory would add a copy, through files.
         """
         if self.weights.transport != "auto":
             return self.weights.transport
@@ -283,10 +283,10 @@ def _wire_host_mistakes(config: Config) -> Iterator[str]:
     host = config.wire.host
     if "%" in host:
         yield f"wire.host: expected an address without a zone, as in ::1 or fd00::1, got '{host}'"
-    elif ":" in host and config.rollout.engine == "sglang" and config.weights.transport != "shared_memory":
+    elif ":" in host and config.rollout.server is not None and config.weights.transport != "shared_memory":
         yield (
-            f"wire.host: expected an IPv4 address with rollout.engine=sglang, whose servers cannot meet the learner at "
-            f"{host}; name an IPv4 address, or set weights.transport=shared_memory"
+            f"wire.host: expected an IPv4 address with rollout.engine={config.rollout.engine}, whose servers cannot "
+            f"meet the learner at {host}; name an IPv4 address, or set weights.transport=shared_memory"
         )
 
 

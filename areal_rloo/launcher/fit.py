@@ -31,7 +31,7 @@ _UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
 _MARGIN = 1.1  # of the estimate, for the choices of `auto`
 _MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
-_FRACTION = "mem-fraction-static"  # SGLang's share of a GPU for weights and cache
+_FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}  # of a GPU, for weights and cache
 
 
 def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
@@ -160,11 +160,12 @@ def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
     if rollout.share_devices == "in_turns":
         parts = {part: size for part, size in parts.items() if part in STANDING}
     left = gpu_bytes - sum(parts.values()) - OVERHEAD_BYTES
-    if rollout.engine == "sglang":
-        if _FRACTION in map(argument_name, rollout.sglang.arguments):
+    if (server := rollout.server) is not None:
+        name = _FRACTIONS[rollout.engine]
+        if name in map(argument_name, server.arguments):
             return config
-        arguments = {**rollout.sglang.arguments, _FRACTION: math.floor(100 * (left - OVERHEAD_BYTES) / gpu_bytes) / 100}
-        return _with_rollout(config, sglang=msgspec.structs.replace(rollout.sglang, arguments=arguments))
+        arguments = {**server.arguments, name: math.floor(100 * (left - OVERHEAD_BYTES) / gpu_bytes) / 100}
+        return _with_rollout(config, **{rollout.engine: msgspec.structs.replace(server, arguments=arguments)})
     if rollout.embedded.cache_tokens is not None:
         return config
     most = math.ceil(_CACHE_FOR_SLOTS * rollout.num_slots * config.context_tokens)

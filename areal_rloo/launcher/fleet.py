@@ -118,7 +118,7 @@ def check_number(num_workers: int, config: Config) -> None:
     """
     most = len(config.rollout.server_urls)
     if num_workers < 1 or (most and num_workers > most):
-        expected = f"1 to {most}, the number of rollout.sglang.urls" if most else "at least 1"
+        expected = f"1 to {most}, the number of rollout.{config.rollout.engine}.urls" if most else "at least 1"
         raise PreflightError(f"num_workers: expected {expected}, got {num_workers}; drain the run to end all workers")
 
 

@@ -20,6 +20,7 @@ from areal_rloo.wire.address import SocketFile, tcp_text
 
 _TITLES = ("PROCESS", "ROLE", "HOST", "DEVICE", "CPUS", "MEMORY", "RESTARTS", "COMMAND")
 _GIB = 2**30
+_SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def _rollout_worker(config: Config, index: int, seat: Seat, arguments: tuple[str
     first_port, urls = config.telemetry.metrics_port, config.rollout.server_urls
     role = "rollout worker"
     if config.rollout.engine != "embedded":
-        role += f" of {urls[index]}" if urls else " and its SGLang server"
+        role += f" of {urls[index]}" if urls else f" and its {_SERVERS[config.rollout.engine]} server"
     return _spec(
         config,
         seat,
@@ -168,7 +169,8 @@ def _rollout_worker(config: Config, index: int, seat: Seat, arguments: tuple[str
 def _spec(
     config: Config, seat: Seat, *, name: str, role: str, module: str, arguments: tuple[str, ...], max_restarts: int = 0
 ) -> ProcessSpec:
-    threads, key = str(seat.num_threads), config.rollout.sglang.api_key_env
+    threads, server = str(seat.num_threads), config.rollout.server
+    key = None if server is None else server.api_key_env
     environment = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

@@ -24,7 +24,7 @@ from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Finding, Situation, findings, raise_first
 from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_wire_host
 from areal_rloo.launcher.doctor.disk import check_run_folder
-from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_sglang
+from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_server
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
@@ -124,7 +124,7 @@ def parse(
 
 
 def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> list[str]:
-    """Check the inputs of a run before the plan is made. A host that only submits the run needs no SGLang.
+    """Check the inputs of a run before the plan is made. A host that only submits the run needs no server.
 
     A dry run shows the plan of a host without the libraries and programs of the run: they are returned, in words.
 
@@ -134,7 +134,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     absent: list[str] = []
     situation = Situation(config, runs_here=runs_here)
     inputs = (check_models, check_functions, check_data_files)
-    for check_input in (check_processes, check_sglang, *inputs) if runs_here else inputs:
+    for check_input in (check_processes, check_server, *inputs) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user

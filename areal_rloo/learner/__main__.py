@@ -344,7 +344,7 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
             timeout_s=timeout_s,
             ranks_per_worker=config.rollout.tensor_parallel,
         )
-        if config.rollout.engine == "sglang":  # the servers receive the buckets, so no worker can check the bytes
+        if config.rollout.server is not None:  # the servers receive the buckets, so no worker can check the bytes
             on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
             sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
     call_timeout_s = 2 * config.wire.heartbeat_s

@@ -31,7 +31,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),
-    ("SGLang server (rollout worker)", ServerStatistics),
+    ("Server of an engine (rollout worker)", ServerStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
     ("Scrapes (learner and rollout worker)", ScrapeStatistics),

@@ -1,4 +1,4 @@
-"""Runs the engine of a rollout worker: embedded in this process, or an SGLang server with its weight updates."""
+"""Runs the engine of a rollout worker: embedded in this process, or a server with its weight updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import BucketLayout, ServerEngine, ServerPlan, ServerStatistics, UpdateGroup
-from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import WeightsError
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.telemetry.metrics import relay, watch
@@ -71,7 +71,7 @@ async def running_engine(
         worker_id: names the server's log.
         device: of the engine.
         num_threads: CPU threads of a server.
-        server_url: of an SGLang server that already runs; None: start a server.
+        server_url: of a server that already runs; None: start a server.
         run_folder: has the folder for a server's output, and names the turns with the learner.
 
     Raises:
@@ -79,7 +79,7 @@ async def running_engine(
         UserError: the server cannot start; says how to correct that.
     """
     rollout = config.rollout
-    if rollout.engine == "embedded":
+    if rollout.engine == "embedded" or (server_config := rollout.server) is None:
         embedded = EmbeddedEngine(
             model_path,
             device=device,
@@ -103,15 +103,15 @@ async def running_engine(
         num_threads=num_threads,
     )
     engine = ServerEngine(
-        SGLang(),
+        kind_of(rollout.engine),
         plan,
-        config=rollout.sglang,
+        config=server_config,
         url=server_url,
         update_timeout_s=config.weights.timeout_s,
-        log=run_folder / "logs" / f"{worker_id}.sglang.log",
+        log=run_folder / "logs" / f"{worker_id}.{rollout.engine}.log",
     )
     async with engine as server:
-        if (key := rollout.sglang.api_key_env) is not None:
+        if (key := server_config.api_key_env) is not None:
             os.environ.pop(key, None)  # the engine has read the key; the processes for rewards do not inherit it
         yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
 

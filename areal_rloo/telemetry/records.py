@@ -136,7 +136,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
         float, Metric("Largest |log behaviour - log proximal| of these tokens", "nats", keeps=True, chart=_GAP)
     ]
     lora_lost_share: Annotated[
-        float, Metric("Change by adapters that rounding takes from an SGLang server's merged weights", "share")
+        float, Metric("Change by adapters that rounding takes from a server's merged weights", "share")
     ]
     effective_sample_share: Annotated[
         float, Metric("(sum u)^2 / (n sum u^2) of the n ratios u = current / behaviour", "share", chart=_SAMPLE_SIZE)

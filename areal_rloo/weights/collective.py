@@ -4,7 +4,7 @@ The sender is rank 0. The workers present form a process group over a separate s
 changes, or a broadcast fails, the next broadcast forms a new group. Closing a store releases every rank
 that still waits there. Groups are made directly, so they collide with no other group of the process.
 
-A worker is a single rank, the `CollectiveReader` of its process, or as many ranks as its SGLang server has. Such a
+A worker is a single rank, the `CollectiveReader` of its process, or as many ranks as its server has. Such a
 server meets the others through torch's `_new_process_group_helper`, so `_group` uses the same store prefixes.
 
 Meeting and broadcasting block, so they run on daemon threads: a hung collective ends by a timeout, and must not

@@ -2,7 +2,7 @@
 
 A task of the worker's event loop awaits `receive`: take the buckets, verify the checksum, and wait until the engine has
 swapped them in between two decode steps. Generation goes on meanwhile: copies and collectives run on threads. An engine
-with separate processes (an SGLang server) joins the collective itself, through `join_group`; no bucket passes through
+with separate processes (a server) joins the collective itself, through `join_group`; no bucket passes through
 here then.
 """
 

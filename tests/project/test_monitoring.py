@@ -28,13 +28,13 @@ def expressions() -> list[str]:
 @pytest.mark.parametrize("expression", expressions())
 def test_an_expression_names_only_metrics_that_exist(expression: str) -> None:
     named = set(re.findall(rf"\b{PREFIX}\w+", expression))
-    assert named or re.search(r"\bsglang:", expression)  # those a real server is asked for, in the tests of SGLang
+    assert named or re.search(r"\b(sglang|vllm):", expression)  # a real server is asked for these, in its tests
     assert named <= metric_names()
 
 
 @pytest.mark.parametrize("expression", expressions())
 def test_only_a_counter_has_a_rate(expression: str) -> None:
-    for name in re.findall(rf"\b(?:rate|increase)\((({PREFIX}|sglang:)\w+)", expression):
+    for name in re.findall(rf"\b(?:rate|increase)\((({PREFIX}|sglang:|vllm:)\w+)", expression):
         assert name[0].endswith(("_total", "_bucket")), f"{name[0]} is a gauge"
 
 

@@ -1,4 +1,4 @@
-"""Checks of the tests' own helpers: zombies, a missing SGLang environment, a blocked event loop."""
+"""Checks of the tests' own helpers: zombies, a missing environment of a server, a blocked event loop."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from support.event_loops import BlockedLoops
 from support.local_runs import Run
 from support.patience import eventually
 from support.processes import children_with, command_of, processes_with
-from support.server_support import server_processes, sglang_python
+from support.server_support import SERVERS, server_processes
 from support.workers import fresh_address
 
 
@@ -45,7 +45,7 @@ def test_a_zombie_does_not_hide_other_processes(zombie: psutil.Process, tmp_path
     assert children_with(words[0]) == processes_with(words) == []
 
 
-def test_runs_and_sglang_servers_are_listed_beside_a_zombie(zombie: psutil.Process, tmp_path: Path) -> None:
+def test_runs_and_servers_are_listed_beside_a_zombie(zombie: psutil.Process, tmp_path: Path) -> None:
     run = Run.__new__(Run)
     run.folder = tmp_path
     assert run.children("areal_rloo.learner") == []
@@ -58,10 +58,13 @@ def test_the_socket_of_a_killed_test_is_in_a_folder_that_pytest_removes(
     assert fresh_address().path.is_relative_to(tmp_path_factory.getbasetemp())
 
 
-def test_without_an_sglang_environment_a_test_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("AREAL_RLOO_SGLANG_PYTHON", str(tmp_path / "python"))
-    with pytest.raises(pytest.skip.Exception, match="run make sglang"):
-        sglang_python()
+@pytest.mark.parametrize("name", SERVERS)
+def test_without_the_environment_of_a_server_a_test_is_skipped(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(f"AREAL_RLOO_{name.upper()}_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(pytest.skip.Exception, match=f"run make {name}"):
+        SERVERS[name].python()
 
 
 def test_waiting_for_a_processor_is_not_blocking(no_blocked_loop: BlockedLoops) -> None:

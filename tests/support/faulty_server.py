@@ -14,11 +14,12 @@ from typing import Any, Literal
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from support.server_support import CAPABILITIES
+from support.server_support import CAPABILITIES, VLLM_CAPABILITIES
 
 from areal_rloo.config import ServerConfig
-from areal_rloo.engines.server import ServerEngine, ServerPlan
+from areal_rloo.engines.server import ServerEngine, ServerKind, ServerPlan
 from areal_rloo.engines.sglang import SGLang
+from areal_rloo.engines.vllm import VLLM
 from areal_rloo.models.fingerprint import Fingerprint, Sample
 
 Fault = Literal["refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore", "wait"]
@@ -26,6 +27,7 @@ FAULTS: tuple[Fault, ...] = ("refuse", "break", "refuse after", "reset", "reset 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FIRST_TOKEN = 10
+NUM_BUCKETS = 3
 _DIGESTED = "model.layers.0.mlp.down_proj.weight"
 _MIXED = 99  # the version of partly loaded weights
 
@@ -85,7 +87,7 @@ async def faulty_proxy(url: str, api_key: str) -> AsyncIterator[tuple[str, Fault
     async with aiohttp.ClientSession(headers=headers) as session:
 
         async def forward(asked: web.Request) -> web.Response:
-            async with session.request(asked.method, url + asked.path, data=await asked.read()) as reply:
+            async with session.request(asked.method, url + asked.path_qs, data=await asked.read()) as reply:
                 content_type = reply.content_type
                 return web.Response(body=await reply.read(), status=reply.status, content_type=content_type)
 
@@ -164,6 +166,60 @@ class FakeSGLang:
         return {"output_ids": tokens, "meta_info": meta | ({"weight_versions": spans} if self.tagged else {})}
 
 
+@dataclass
+class FakeVLLM(FakeSGLang):
+    """The same server with vLLM's calls. The name of the group tells the version that the buckets bring."""
+
+    joined: int = 0
+    num_received: int = 0
+
+    async def answer(self, asked: web.Request) -> web.StreamResponse:
+        body: dict[str, Any] = await asked.json() if asked.method == "POST" else {}
+        match asked.path:
+            case "/inference/v1/generate":
+                return web.json_response(await self._complete(body))
+            case "/inference/v1/abort_requests":
+                self.aborted |= {name.removeprefix("generate-tokens-") for name in body["request_ids"]}
+            case "/pause" | "/resume":
+                self.paused = asked.path == "/pause"
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/collective_rpc":
+                return web.json_response({"results": [self._call(body["method"], body["kwargs"])]})
+        return web.json_response({"success": True, "weight_version": self.label})
+
+    def _call(self, method: str, arguments: dict[str, Any]) -> Any:
+        match method:
+            case "areal_join":
+                self.joined, self.num_received = int(arguments["name"].removeprefix("group-")), 0
+            case "areal_receive":
+                self.num_received += 1
+                self.version = self.joined if self.num_received == NUM_BUCKETS else _MIXED
+            case "areal_digests":
+                return {_DIGESTED: f"{self.version:016x}"}
+        return None
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = {"max_new_tokens": body["sampling_params"]["max_tokens"]}
+        asked = {"rid": body["request_id"], "input_ids": body["token_ids"], "sampling_params": sampling}
+        answer = await self._generate(asked)
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        choice = {
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
+            "finish_reason": meta["finish_reason"]["type"],
+            "weight_versions": meta.get("weight_versions"),
+        }
+        usage = {"prompt_tokens": len(body["token_ids"]), "prompt_tokens_details": {"cached_tokens": 0}}
+        return {"choices": [choice], "usage": usage}
+
+
+def _kind(fake: FakeSGLang) -> ServerKind:
+    if isinstance(fake, FakeVLLM):
+        return VLLM(dataclasses.replace(VLLM_CAPABILITIES, weight_versions=fake.tagged))
+    return SGLang(dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged))
+
+
 @asynccontextmanager
 async def engine_on_faulty(
     folder: Path, fake: FakeSGLang, *, timeout_s: float, **options: Any
@@ -171,7 +227,7 @@ async def engine_on_faulty(
     """An engine on a fake external server with faults."""
     async with faulty(fake.answer) as (url, faults):
         engine = ServerEngine(
-            SGLang(dataclasses.replace(CAPABILITIES, digest="sha256", weight_versions=fake.tagged)),
+            _kind(fake),
             ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
             config=ServerConfig(urls=(url,), health_every_s=0.2, **{"health_timeout_s": 2.0, **options}),
             url=url,

@@ -8,10 +8,11 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -19,13 +20,14 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.patience import PATIENCE_S, eventually
-from support.processes import command_of, processes_with
+from support.processes import command_of
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import PreTrainedModel
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, SamplingParameters
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import (
     BucketLayout,
     ServerEngine,
@@ -35,6 +37,7 @@ from areal_rloo.engines.server import (
     UpdateGroup,
 )
 from areal_rloo.engines.sglang import Capabilities, SGLang
+from areal_rloo.engines.vllm import Capabilities as VLLMCapabilities
 from areal_rloo.errors import ArealRlooError
 from areal_rloo.loop_thread import LoopThread
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
@@ -58,14 +61,70 @@ CAPABILITIES = Capabilities(
     overlap=False,
     digest=None,
 )
+VLLM_CAPABILITIES = VLLMCapabilities(
+    version="0.32.0",
+    tensor_parallel=1,
+    data_parallel=1,
+    pipeline_parallel=1,
+    context_tokens=64,
+    logprobs="processed_logprobs",
+    weight_versions=True,
+    digest="sha256",
+)
+
+
+@dataclass(frozen=True)
+class TestedServer:
+    """A kind of server, and the facts of its processes and metrics that tests use.
+
+    Attributes:
+        titles: words of the command of the server and of the process that computes.
+        prompt_tokens, new_tokens: regular expressions of the metrics that count tokens while requests run.
+        read_path, resume_path: of the calls that read weight files and end a pause.
+    """
+
+    engine: Literal["sglang", "vllm"]
+    titles: tuple[str, str]
+    prompt_tokens: str
+    new_tokens: str
+    read_path: str
+    resume_path: str
+
+    @property
+    def variable(self) -> str:
+        return f"AREAL_RLOO_{self.engine.upper()}_PYTHON"
+
+    def python(self) -> str:
+        """Return the Python with the server; skip the test without the server."""
+        python = os.environ.get(self.variable, str(REPO / f".venv-{self.engine}" / "bin" / "python"))
+        if not os.access(python, os.X_OK):
+            pytest.skip(f"no {self.engine} at {python}; run make {self.engine}, or set {self.variable}")
+        return str(Path(python).absolute())
+
+
+_REALTIME = r'sglang:realtime_tokens_total\{.*mode="%s".*\}'
+SERVERS = {
+    "sglang": TestedServer(
+        "sglang",
+        titles=("sglang.launch_server", "sglang::scheduler"),
+        prompt_tokens=_REALTIME % "prefill_(?:compute|cache)",
+        new_tokens=_REALTIME % "decode",
+        read_path="/update_weights_from_disk",
+        resume_path="/continue_generation",
+    ),
+    "vllm": TestedServer(
+        "vllm",
+        titles=("vllm.entrypoints.cli.main", "VLLM::EngineCore"),
+        prompt_tokens=r"vllm:prompt_tokens_total\{.*\}",
+        new_tokens=r"vllm:generation_tokens_total\{.*\}",
+        read_path="/collective_rpc",
+        resume_path="/resume",
+    ),
+}
 
 
 def sglang_python() -> str:
-    """Return the Python with SGLang; skip the test without SGLang."""
-    python = os.environ.get("AREAL_RLOO_SGLANG_PYTHON", str(REPO / ".venv-sglang" / "bin" / "python"))
-    if not os.access(python, os.X_OK):
-        pytest.skip(f"no SGLang at {python}; run make sglang, or set AREAL_RLOO_SGLANG_PYTHON")
-    return str(Path(python).absolute())
+    return SERVERS["sglang"].python()
 
 
 class EngineOnThread:
@@ -74,7 +133,8 @@ class EngineOnThread:
     `ready` is done when the server answers, or fails with the error of the start.
     """
 
-    def __init__(self, kind: ServerKind, plan: ServerPlan, *, log: Path, **options: Any) -> None:
+    def __init__(self, tested: TestedServer, kind: ServerKind, plan: ServerPlan, *, log: Path, **options: Any) -> None:
+        self.tested = tested
         self.log = log
         self.ready: Future[None] = Future()
         self._loop = LoopThread("engine")
@@ -124,16 +184,17 @@ class EngineOnThread:
         self._loop.close()
 
 
-def make_engine(folder: Path, log: Path, **changes: Any) -> EngineOnThread:
+def make_engine(folder: Path, log: Path, *, engine: str = "sglang", **changes: Any) -> EngineOnThread:
     """Start an engine with a server, and do not wait for the server."""
+    tested = SERVERS[engine]
     own = {key: changes.pop(key) for key in list(changes) if key in ServerConfig.__struct_fields__}
-    sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 1200, "num_threads": 1}
+    sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 4000, "num_threads": 1}
     plan = ServerPlan(folder, device="cpu", dtype="float32", **{k: changes.pop(k, v) for k, v in sizes.items()})
     defaults: dict[str, Any] = {"url": None, "update_timeout_s": 30.0}
     if not changes.get("url"):
-        own = {"python": sglang_python(), **own}
-    kind = SGLang(changes.pop("capabilities", None))
-    return EngineOnThread(kind, plan, config=ServerConfig(**own), log=log, **{**defaults, **changes})
+        own = {"python": tested.python(), **own}
+    kind = type(kind_of(tested.engine))(changes.pop("capabilities", None))
+    return EngineOnThread(tested, kind, plan, config=ServerConfig(**own), log=log, **{**defaults, **changes})
 
 
 @contextmanager
@@ -227,19 +288,16 @@ def more_tokens(engine: EngineOnThread, num_tokens: int) -> None:
 
 
 def _prompt_tokens(engine: EngineOnThread) -> float:
-    return _processed(engine, "prefill_compute") + _processed(engine, "prefill_cache")
+    return _counted(engine, engine.tested.prompt_tokens)
 
 
 def _new_tokens(engine: EngineOnThread) -> float:
-    return _processed(engine, "decode")
+    return _counted(engine, engine.tested.new_tokens)
 
 
-def _processed(engine: EngineOnThread, mode: str) -> float:
-    """Return the tokens that the server has processed in a mode; the engine counts them only when a request ends."""
-    found = re.findall(
-        rf'^sglang:realtime_tokens_total\{{.*mode="{mode}".*\}} (\S+)$', engine.metrics_text(), re.MULTILINE
-    )
-    return sum(map(float, found))
+def _counted(engine: EngineOnThread, metric: str) -> float:
+    """Return the tokens that the server has processed; the engine counts them only when a request ends."""
+    return sum(map(float, re.findall(rf"^{metric} (\S+)$", engine.metrics_text(), re.MULTILINE)))
 
 
 @torch.no_grad()
@@ -264,9 +322,8 @@ def version_runs(completion: Completion) -> list[int]:
 
 
 def server_processes(log: Path) -> list[psutil.Process]:
-    """Return SGLang's processes, the server before the children."""
-    found = [process for process in processes_with(["sglang.launch_server"]) if _output_of(process) == str(log)]
-    return [*found, *(child for process in found for child in process.children(recursive=True))]
+    """Return the processes of a server, with orphans: the server comes before the children."""
+    return [process for process in psutil.process_iter() if _output_of(process) == str(log)]
 
 
 def named(log: Path, title: str) -> psutil.Process:

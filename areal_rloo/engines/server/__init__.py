@@ -1,6 +1,7 @@
 """The engine that drives a server process, whatever the server's API: `ServerEngine`.
 
-`api` names the calls and facts that differ between servers; `engines/sglang` implements them.
+`api` names the calls and facts that differ between servers; `engines/sglang` and
+`engines/vllm` implement them.
 `engine` is the public class: tasks on the worker's event loop. `flights` holds each completion in progress and the
 queue. `sending` exchanges requests and answers with the server, and holds the shared state. `updates` loads new
 weights, and `readback` compares digests of a server's parameters with the published weights. `supervision` opens a

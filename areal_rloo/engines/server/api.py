@@ -1,4 +1,4 @@
-"""The parts of a server that differ between SGLang, vLLM and others: calls, options, facts.
+"""The parts of a server with differences between SGLang, vLLM and others: calls, options, facts.
 
 A `ServerKind` starts servers and connects to them. A `ServerApi` is a connection to a server; its `weights` load and
 compare weights. Everything else about servers is shared: see the other files of this package.
@@ -88,7 +88,7 @@ class BucketLayout:
 
 
 class Capabilities(Protocol):
-    """The features and sizes of a server that the shared code reads."""
+    """The features and sizes of a server, for the shared code."""
 
     @property
     def version(self) -> str: ...
@@ -110,11 +110,11 @@ class Capabilities(Protocol):
 
     @property
     def digest(self) -> Digest | None:
-        """Digest of the parameters that the server reports; None if the server reports none that we know."""
+        """Digest of the server's parameters; None if the server gives no known digest."""
 
 
 class WeightCalls(Protocol):
-    """The calls that load and compare weights. Each raises `ServerGoneError` without an answer."""
+    """The calls for loading and comparing weights. Each raises `ServerGoneError` without an answer."""
 
     async def join(self, group: UpdateGroup) -> None:
         """Join the sender's group, unless the server has joined already and no call in the group failed since."""
@@ -148,7 +148,7 @@ class WeightCalls(Protocol):
 
 
 class ServerApi(Protocol):
-    """The calls of a server that answered. Created and used on the engine's event loop."""
+    """The calls of a reachable server. Created and used on the engine's event loop."""
 
     @property
     def client(self) -> ServerClient: ...
@@ -197,15 +197,19 @@ class ServerKind(Protocol):
         key: section of the config.
         distribution: Python package of the server.
         folder: where `make` puts an environment of its own, relative to the current folder.
+        tested_version: of the package.
         remedy: how to install the server, for messages.
-        harmless: words of log entries that are no reason for the end of a server.
+        health: path of a GET; answers only if the engine behind the server answers.
+        harmless: words of log entries without importance for the end of a server.
     """
 
     name: ClassVar[str]
     key: ClassVar[str]
     distribution: ClassVar[str]
     folder: ClassVar[str]
+    tested_version: ClassVar[str]
     remedy: ClassVar[str]
+    health: ClassVar[str]
     harmless: ClassVar[tuple[str, ...]]
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:
@@ -235,7 +239,7 @@ class ServerKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A server that answered.
+    """A reachable server.
 
     Attributes:
         label: the server's name for the weights.

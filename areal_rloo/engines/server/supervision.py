@@ -58,6 +58,7 @@ class _Server:
     """The common part."""
 
     def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan) -> None:
+        self.health = kind.health
         self._kind = kind
         self._config = config
         self._plan = plan
@@ -161,7 +162,7 @@ class ManagedServer(_Server):
         ends_s = time.monotonic() + self._config.start_timeout_s
         while (why := self.ended()) is None:
             try:
-                await client.text("/health", timeout_s=_CALL_TIMEOUT_S)
+                await client.text(self._kind.health, timeout_s=_CALL_TIMEOUT_S)
                 process.forget_secrets()
                 await self._kind.began(client, timeout_s=_CALL_TIMEOUT_S)
                 return "0"
@@ -203,7 +204,7 @@ class ExternalServer(_Server):
         while True:
             try:
                 label = await self._kind.label(client, timeout_s=_CALL_TIMEOUT_S)
-                await client.text("/health", timeout_s=self._config.health_timeout_s)
+                await client.text(self._kind.health, timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
                 if error.status in (401, 403):
@@ -343,7 +344,7 @@ class Supervision:
 
     async def _health_error(self, client: ServerClient) -> str | None:
         try:
-            await client.text("/health", timeout_s=self._config.health_timeout_s)
+            await client.text(self._server.health, timeout_s=self._config.health_timeout_s)
         except EngineError as error:
             return str(error)
         return None

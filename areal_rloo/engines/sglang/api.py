@@ -30,10 +30,12 @@ class SGLang:
     key: ClassVar = "rollout.sglang"
     distribution: ClassVar = "sglang"
     folder: ClassVar = ".venv-sglang"
+    tested_version: ClassVar = TESTED_VERSION
     remedy: ClassVar = (
         f"run make sglang, or pip install 'sglang>={TESTED_VERSION}' in an environment of its own and name its "
         "bin/python there"
     )
+    health: ClassVar = "/health"
     harmless: ClassVar[tuple[str, ...]] = ("freeze_gc failed",)  # SGLang logs this at every start, before it listens
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:

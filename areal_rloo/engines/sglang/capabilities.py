@@ -42,7 +42,7 @@ class Capabilities:
         update_session: True if begin_weight_update and end_weight_update must bracket an update.
         seeds: True if a sampling_seed has an effect (--enable-deterministic-inference).
         overlap: True if a step is launched before the token of the last step has arrived.
-        digest: of the parameters that the server reports; None if the server reports none, or of changed parameters.
+        digest: of the server's parameters; None if the server gives none, or of changed parameters.
     """
 
     version: str

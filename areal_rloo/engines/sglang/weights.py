@@ -1,4 +1,4 @@
-"""The calls that load weights into an SGLang server: through a process group or from files, and read them back."""
+"""The calls for weights of an SGLang server: load through a process group or from files, and compare."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Checks before a run: everything that would end the run or slow it down, each with a fix.
 
 The quick checks take well under a second together, or a few seconds if the hub must be asked for a model or a dataset;
-every launcher makes them. Only the check for SGLang imports torch.
+every launcher makes them. Only the check for a server imports torch.
 The thorough checks start processes and open connections; `__main__` makes both kinds.
 
 - `base`: a finding, and the input of a check.
 - `software`: Python, packages, environment variables.
-- `inputs`: models, data, functions and SGLang as the config names them.
+- `inputs`: models, data, functions and the server as the config names them.
 - `disk`: the run folder, shared memory, the clock.
 - `limits`: ulimits, cores, memory, containers.
 - `devices`: GPUs, torch, NCCL; `probe_torch` is a process with torch.
@@ -35,7 +35,7 @@ QUICK: tuple[Check, ...] = (
     disk.check_clock,
 )
 QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
-    inputs.check_sglang,
+    inputs.check_server,
     inputs.check_hub_models,
     inputs.check_hub_datasets,
     addresses.check_hub,
@@ -64,7 +64,7 @@ NEED_A_CONFIG: tuple[Check, ...] = (
 THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
 THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
     devices.check_torch,
-    inputs.check_sglang_imports,
+    inputs.check_server_imports,
     addresses.check_host_name,
 )
 

@@ -1,4 +1,4 @@
-"""Checks of addresses: ports, the wire's host, this host's name, SGLang servers, reward services, the hub."""
+"""Checks of addresses: ports, the wire's host, this host's name, servers of engines, reward services, the hub."""
 
 from __future__ import annotations
 
@@ -101,13 +101,19 @@ def check_host_name(situation: Situation) -> Iterator[Finding]:
 
 
 def check_servers(situation: Situation) -> Iterator[Finding]:
-    """Connect to running SGLang servers and reward services."""
+    """Connect to running servers of engines and reward services."""
     config = situation.config
+    key = f"rollout.{config.rollout.engine}.urls"
     for url in config.rollout.server_urls:
         if trouble := _no_answer(f"{url.rstrip('/')}/health"):
-            yield wrong("rollout.sglang.urls", f"{url}: {trouble}", "start the server, or correct the url", ConfigError)
+            yield wrong(
+                f"rollout.{config.rollout.engine}.urls",
+                f"{url}: {trouble}",
+                "start the server, or correct the url",
+                ConfigError,
+            )
         else:
-            yield ok("rollout.sglang.urls", f"{url} answers")
+            yield ok(key, f"{url} answers")
     try:
         services = dict.fromkeys(part.config.url for part in reward_parts(config.data) if part.config.url is not None)
     except DataError:

@@ -1,4 +1,4 @@
-"""Checks of the inputs of a config: models, data, the user's functions, the Python with SGLang, the sandbox."""
+"""Checks of the inputs of a config: models, data, the user's functions, the Python of a server, the sandbox."""
 
 from __future__ import annotations
 
@@ -28,49 +28,51 @@ from areal_rloo.rollout.trial import try_own_episode
 from areal_rloo.tasks import check_data, hub_datasets
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
-_SGLANG_IMPORT_S = 180.0
-_SGLANG_ASK = "import sglang, torch; print(f'sglang {sglang.__version__} with torch {torch.__version__}')"
+_IMPORT_S = 180.0
 
 
-def check_sglang(situation: Situation) -> Iterator[Finding]:
-    """Check for a Python with SGLang, or for the key of running servers."""
-    config = situation.config
-    if config.rollout.engine != "sglang":
+def check_server(situation: Situation) -> Iterator[Finding]:
+    """Check for a Python with the server of the engine, or for the key of running servers."""
+    rollout = situation.config.rollout
+    if rollout.engine == "embedded" or (server := rollout.server) is None:
         return
+    from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
     from areal_rloo.engines.server import find_api_key, find_python  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.sglang import SGLang  # noqa: PLC0415 - imports torch
 
-    sglang = config.rollout.sglang
-    key = "rollout.sglang.api_key_env" if sglang.urls else "rollout.sglang.python"
+    kind = kind_of(rollout.engine)
+    key = f"{kind.key}.api_key_env" if server.urls else f"{kind.key}.python"
     try:
-        if sglang.urls:
-            find_api_key(SGLang(), sglang)
+        if server.urls:
+            find_api_key(kind, server)
         else:
-            yield ok(key, find_python(SGLang(), sglang))
+            yield ok(key, find_python(kind, server))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
 
 
-def check_sglang_imports(situation: Situation) -> Iterator[Finding]:
-    """Import SGLang in a process, and compare with the tested version."""
-    config = situation.config
-    if config.rollout.engine != "sglang" or config.rollout.sglang.urls:
+def check_server_imports(situation: Situation) -> Iterator[Finding]:
+    """Import the server in a process, and compare with the tested version."""
+    rollout = situation.config.rollout
+    if rollout.engine == "embedded" or (server := rollout.server) is None or server.urls:
         return
+    from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
     from areal_rloo.engines.server import find_python  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.sglang import TESTED_VERSION, SGLang  # noqa: PLC0415 - imports torch
 
-    key = "rollout.sglang.python"
+    kind = kind_of(rollout.engine)
+    key, name = f"{kind.key}.python", kind.distribution
     try:
-        python = find_python(SGLang(), config.rollout.sglang)
+        python = find_python(kind, server)
     except ConfigError:
-        return  # `check_sglang` reports the error
-    _, seen = last_line([python, "-c", _SGLANG_ASK], timeout_s=_SGLANG_IMPORT_S)
-    if not seen.startswith("sglang "):
-        yield wrong(key, f"sglang cannot be imported: {seen}", "run make sglang")
-    elif seen.split()[1] == TESTED_VERSION:
+        return  # `check_server` reports the error
+    ask = f"import {name}, torch; print(f'{name} {{{name}.__version__}} with torch {{torch.__version__}}')"
+    _, seen = last_line([python, "-c", ask], timeout_s=_IMPORT_S)
+    if not seen.startswith(f"{name} "):
+        yield wrong(key, f"{name} cannot be imported: {seen}", f"run make {name}")
+    elif seen.split()[1] == kind.tested_version:
         yield ok(key, seen)
     else:
-        yield unsure(key, f"{seen}; tested is {TESTED_VERSION}", f"pip install 'sglang=={TESTED_VERSION}' there")
+        fix = f"pip install '{name}=={kind.tested_version}' there"
+        yield unsure(key, f"{seen}; tested is {kind.tested_version}", fix)
 
 
 def check_models(situation: Situation) -> Iterator[Finding]:

@@ -62,7 +62,7 @@ def _counted(name: str, option: str, kind: int, *, needed: int, many: int) -> Fi
 def _num_connections(config: Config) -> int:
     """Estimate the connections of a process: a worker with server and services, or the learner with all workers."""
     rollout = config.rollout
-    slots = rollout.num_slots if rollout.engine == "sglang" else 0
+    slots = rollout.num_slots if rollout.server is not None else 0
     return max(slots + rollout.num_async_rewards + 4 * rollout.num_reward_workers, 4 * rollout.num_workers)
 
 

@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 0.5
 _SAY_FIRST_S = 5.0
 _SAY_EVERY_S = 30.0
 # Prefixes of the variables that the run's processes inherit.
-_FORWARDED = ("AREAL_RLOO_", "HF_", "NCCL_", "GLOO_", "SGLANG_", "WANDB_", "TORCH_")
+_FORWARDED = ("AREAL_RLOO_", "HF_", "NCCL_", "GLOO_", "SGLANG_", "VLLM_", "WANDB_", "TORCH_")
 
 
 class RayCluster:
@@ -172,7 +172,8 @@ class RayStarter:
         self._keeper = keeper
         self._request = request
         self._folder = folder
-        key = request.config.rollout.sglang.api_key_env
+        server = request.config.rollout.server
+        key = None if server is None else server.api_key_env
         self._variables = {name: v for name, v in os.environ.items() if name.startswith(_FORWARDED) or name == key}
         self._run_name = f"{request.folder.name}-{uuid.uuid4().hex[:6]}"  # unique in the cluster, also after a restart
         self._num_started = 0

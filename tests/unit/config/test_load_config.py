@@ -267,10 +267,11 @@ def test_an_ipv6_host_with_brackets_or_a_zone_is_refused(host: str, expected: st
     assert f"wire.host: expected {expected}" in refusal("quickstart.yaml", f"wire.host='{host}'")
 
 
-def test_an_ipv6_host_is_refused_for_the_collectives_of_sglang() -> None:
-    sglang = ("rollout.engine=sglang", "wire.host=fd00::1")
-    assert "wire.host: expected an IPv4 address with rollout.engine=sglang" in refusal("quickstart.yaml", *sglang)
-    load_config("quickstart.yaml", [*sglang, "weights.transport=shared_memory"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_ipv6_host_is_refused_for_the_collectives_of_servers(engine: str) -> None:
+    server = (f"rollout.engine={engine}", "wire.host=fd00::1")
+    assert f"wire.host: expected an IPv4 address with rollout.engine={engine}" in refusal("quickstart.yaml", *server)
+    load_config("quickstart.yaml", [*server, "weights.transport=shared_memory"])
     load_config("quickstart.yaml", ["wire.host=fd00::1"])
 
 

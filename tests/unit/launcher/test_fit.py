@@ -124,7 +124,10 @@ def test_on_a_cpu_half_of_the_memory_is_for_the_learner() -> None:
 # -- a GPU for both ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "embedded"])
 def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     hosts = _hosts(1, 80)
     config = resolved(_config(f"rollout.engine={engine}"), hosts, SMALL)
@@ -132,8 +135,8 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     assert [seat.gpu_ids for seat in placement.seats] == [("0",), ("0",)]
     assert config.weights_transport(same_host=True) == "shared_memory"
     left = hosts[0].gpu_bytes - _needed(config)
-    if engine == "sglang":
-        fraction = config.rollout.sglang.arguments["mem-fraction-static"]
+    if config.rollout.server is not None:
+        fraction = config.rollout.server.arguments[FRACTIONS[engine]]
         assert isinstance(fraction, float)
         assert 0.2 < fraction <= (left - OVERHEAD_BYTES) / hosts[0].gpu_bytes
     else:
@@ -153,6 +156,9 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
 def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
     config = resolved(_config("rollout.sglang.arguments={mem_fraction_static: 0.5}"), _hosts(1, 80), SMALL)
     assert config.rollout.sglang.arguments == {"mem_fraction_static": 0.5}
+    own = "rollout.vllm.arguments={gpu_memory_utilization: 0.5}"
+    config = resolved(_config("rollout.engine=vllm", own), _hosts(1, 80), SMALL)
+    assert config.rollout.vllm.arguments == {"gpu_memory_utilization": 0.5}
     config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=5000"), _hosts(1, 80), SMALL)
     assert config.rollout.embedded.cache_tokens == 5000
 

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, Fault, engine_on_faulty, fake_sample
+from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, FakeVLLM, Fault, engine_on_faulty, fake_sample
 from support.model_versions import model_of
 from support.server_support import in_buckets, request
 
 from areal_rloo.engines.server import BucketLayout, ServerEngine, UpdateGroup, supervision, updates
-from areal_rloo.engines.sglang import weights
+from areal_rloo.engines.sglang import weights as sglang_weights
+from areal_rloo.engines.vllm import weights as vllm_weights
 from areal_rloo.errors import EngineError
 
 TIMEOUT_S = 0.6  # of each call of an update
-CALLS = {  # the calls of an update: path, and calls of this path before the failing call
+CALLS = {  # the calls of an update of SGLang: path, and calls of this path before the failing call
     "leave": ("/destroy_weights_update_group", 0),
     "join": ("/init_weights_update_group", 0),
     "pause": ("/pause_generation", 0),
@@ -26,6 +27,15 @@ CALLS = {  # the calls of an update: path, and calls of this path before the fai
     "end": ("/end_weight_update", 0),
     "prove": ("/weights_checker", 0),
     "continue": ("/continue_generation", 0),
+}
+VLLM_CALLS = {
+    "join": ("/collective_rpc", 0),
+    "pause": ("/pause", 0),
+    "first bucket": ("/collective_rpc", 1),
+    "last bucket": ("/collective_rpc", 3),
+    "name": ("/update_weight_version", 0),
+    "prove": ("/collective_rpc", 4),
+    "continue": ("/resume", 0),
 }
 
 
@@ -45,15 +55,16 @@ async def _update_at_last(engine: ServerEngine, versions: Iterator[int], layouts
     raise AssertionError("no version is left")
 
 
-async def _fail(folder: Path, layouts: list[BucketLayout], tagged: bool, call: str, fault: Fault, times: int) -> None:
-    fake = FakeSGLang(tagged=tagged)
+async def _fail(
+    folder: Path, layouts: list[BucketLayout], fake: FakeSGLang, call: tuple[str, int], fault: Fault, times: int
+) -> None:
     async with asyncio.timeout(60), engine_on_faulty(folder, fake, timeout_s=TIMEOUT_S) as (engine, faults):
         versions = itertools.count(1)
         await _update_at_last(engine, versions, layouts)
         options: Any = {"max_new_tokens": 40, "prompt": (1, 2)}
         futures = engine.submit([request(f"r{i}", **options) for i in range(4)])
         await asyncio.sleep(0.03)
-        path, skip = CALLS[call]
+        path, skip = call
         faults.path, faults.fault, faults.skip, faults.left = path, fault, skip, times
         faulty = next(versions)
         try:
@@ -73,11 +84,18 @@ async def _fail(folder: Path, layouts: list[BucketLayout], tagged: bool, call: s
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("kind", "of_update"), [(FakeSGLang, CALLS), (FakeVLLM, VLLM_CALLS)], ids=["sglang", "vllm"])
 def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
-    fault: Fault, tagged: bool, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: type[FakeSGLang],
+    of_update: dict[str, tuple[str, int]],
+    fault: Fault,
+    tagged: bool,
+    tiny_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(updates, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(weights, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    for weights in (sglang_weights, vllm_weights):
+        monkeypatch.setattr(weights, "_CALL_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(supervision, "_CALL_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(supervision, "_CHECK_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(supervision, "_RESTART_BACKOFF_S", (0.1,))
@@ -86,9 +104,9 @@ def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
 
     async def main() -> None:
         # A server that only claims to pause cannot be noticed, and neither can a check that proves nothing be right.
-        calls = set(CALLS) - ({"pause", "prove", "continue"} if fault == "ignore" else set())
+        calls = set(of_update) - ({"pause", "prove", "continue"} if fault == "ignore" else set())
         cases = [(call, times) for call in calls for times in (1, 3)]
-        tries = [_fail(folder, layouts, tagged, call, fault, times) for call, times in cases]
+        tries = [_fail(folder, layouts, kind(tagged=tagged), of_update[call], fault, times) for call, times in cases]
         outcomes = await asyncio.gather(*tries, return_exceptions=True)
         failures = {case: repr(found) for case, found in zip(cases, outcomes, strict=True) if found is not None}
         assert failures == {}

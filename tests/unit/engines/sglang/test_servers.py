@@ -139,10 +139,26 @@ def test_contradicting_options_are_refused(sglang: dict[str, Any], message: str)
         validate(Config(rollout=rollout))
 
 
-def test_tensor_parallel_needs_sglang() -> None:
+@pytest.mark.parametrize(
+    ("vllm", "message"),
+    [
+        ({"arguments": {"tensor_parallel_size": 2}}, r"rollout.vllm.arguments.tensor_parallel_size: .*tensor_parallel"),
+        ({"arguments": {"--logprobs-mode": "raw_logprobs"}}, r"rollout.vllm.arguments.--logprobs-mode"),
+        ({"urls": ("http://a:1",)}, r"rollout.vllm.urls: expected one for each of rollout.num_workers=2, got 1"),
+        ({"api_key_env": "KEY"}, r"rollout.vllm.api_key_env: nothing reads it without urls"),
+    ],
+)
+def test_contradicting_options_of_vllm_are_refused(vllm: dict[str, Any], message: str) -> None:
+    rollout = RolloutConfig(engine="vllm", num_workers=2, vllm=ServerConfig(**vllm))
+    with pytest.raises(ConfigError, match=message):
+        validate(Config(rollout=rollout))
+
+
+def test_tensor_parallel_needs_a_server() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel: expected 1 with rollout.engine=embedded, got 2"):
         validate(Config(rollout=RolloutConfig(tensor_parallel=2)))
-    validate(Config(rollout=RolloutConfig(tensor_parallel=2, engine="sglang")))
+    for engine in ("sglang", "vllm"):
+        validate(Config(rollout=RolloutConfig(tensor_parallel=2, engine=engine)))
 
 
 def test_weight_files_are_owner_only_and_removed_after_a_crash(

@@ -19,8 +19,8 @@ from areal_rloo.launcher.doctor.inputs import (
     check_hub_datasets,
     check_hub_models,
     check_models,
-    check_sglang,
-    check_sglang_imports,
+    check_server,
+    check_server_imports,
     check_tool_sandbox,
 )
 
@@ -229,16 +229,17 @@ def test_a_sandbox_that_could_read_the_run_folder_is_wrong() -> None:
     assert found(check_tool_sandbox) == []
 
 
-def test_a_missing_or_broken_sglang_is_wrong(tmp_path: Path) -> None:
-    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
-    assert f"{sys.executable} has no sglang" in only(check_sglang, "wrong", *sglang).what
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_a_missing_or_broken_server_is_wrong(name: str, tmp_path: Path) -> None:
+    server = (f"rollout.engine={name}", f"rollout.{name}.python={sys.executable}")
+    assert f"{sys.executable} has no {name}" in only(check_server, "wrong", *server).what
     broken = tmp_path / "python"
     broken.write_text(
         "#!/bin/sh\ncase \"$2\" in *importlib*) exit 0;; esac\necho 'ImportError: no libnuma' >&2; exit 1\n"
     )
     broken.chmod(0o755)
-    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={broken}")
-    assert only(check_sglang, "ok", *sglang)
-    assert only(check_sglang_imports, "wrong", *sglang).what.endswith("ImportError: no libnuma")
-    broken.write_text("#!/bin/sh\necho 'sglang 0.1 with torch 2'\n")
-    assert only(check_sglang_imports, "unsure", *sglang).what.startswith("sglang 0.1 with torch 2; tested is ")
+    server = (f"rollout.engine={name}", f"rollout.{name}.python={broken}")
+    assert only(check_server, "ok", *server)
+    assert only(check_server_imports, "wrong", *server).what.endswith("ImportError: no libnuma")
+    broken.write_text(f"#!/bin/sh\necho '{name} 0.1 with torch 2'\n")
+    assert only(check_server_imports, "unsure", *server).what.startswith(f"{name} 0.1 with torch 2; tested is ")

@@ -11,6 +11,7 @@ from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
 from support.server_support import (
     PROMPT,
+    SERVERS,
     EngineOnThread,
     Sender,
     assert_close,
@@ -19,40 +20,49 @@ from support.server_support import (
     results,
     running_engine,
     samples_of,
-    sglang_python,
     version_runs,
 )
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.process import ServerProcess
-from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import EngineError
 from areal_rloo.loop_thread import LoopThread
 
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
-    with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log") as running:
+@pytest.fixture(scope="session")
+def folder(wide_folder: Path) -> Path:
+    return wide_folder
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def engine(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[EngineOnThread]:
+    with running_engine(folder, tmp_path_factory.mktemp("logs") / "server.log", engine=request.param) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def proxied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineOnThread, Faults]]:
+@pytest.fixture(scope="module", params=SERVERS)
+def proxied(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[EngineOnThread, Faults]]:
     """An engine on a real external server, behind a proxy with faults."""
+    tested = SERVERS[request.param]
     plan = ServerPlan(folder, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
     logs = tmp_path_factory.mktemp("proxied")
     process, loop = (
-        ServerProcess(SGLang(), sglang_python(), ServerConfig(), plan, logs / "server.log"),
+        ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, logs / "server.log"),
         LoopThread("proxy"),
     )
     proxy = faulty_proxy(process.url, process.api_key)
     try:
         url, faults = loop.run(proxy.__aenter__())
         health = {"health_every_s": 1.0, "health_timeout_s": 20.0}
-        with running_engine(folder, logs / "no.log", url=url, urls=(url,), **health) as running:
+        with running_engine(folder, logs / "no.log", engine=tested.engine, url=url, urls=(url,), **health) as running:
             yield running, faults
         loop.run(proxy.__aexit__(None, None, None))
     finally:
@@ -111,7 +121,7 @@ def test_a_server_that_only_says_it_loaded_is_noticed(proxied: tuple[EngineOnThr
     version = engine.statistics().policy_version + 2
     former, model = model_of(folder, factor=1.01), model_of(folder, factor=1.02)
     assert engine.load_weights(version, former.named_parameters()).result(timeout=PATIENCE_S) == version
-    faults.path, faults.fault, faults.left = "/update_weights_from_disk", "ignore", 1
+    faults.path, faults.fault, faults.left = engine.tested.read_path, "ignore", 1
     error = engine.load_weights(version + 1, model.named_parameters()).exception(timeout=PATIENCE_S)
     assert isinstance(error, EngineError)
     assert f"the server does not hold version {version + 1}" in str(error)
@@ -128,7 +138,7 @@ def test_a_server_that_does_not_continue_keeps_right_tags(
     models = {version + i: model_of(folder, factor=1 + i / 50) for i in range(3)}
     assert engine.load_weights(version, models[version].named_parameters()).result(timeout=PATIENCE_S) == version
     futures = engine.submit([request(f"{fault}{i}", max_new_tokens=700) for i in range(4)])
-    faults.path, faults.fault, faults.left = "/continue_generation", fault, times
+    faults.path, faults.fault, faults.left = engine.tested.resume_path, fault, times
     second = engine.load_weights(version + 1, models[version + 1].named_parameters())
     assert (second.exception(timeout=PATIENCE_S) is None) == (fault == "refuse")
     futures += engine.submit([request(f"{fault}-later{i}", max_new_tokens=300) for i in range(4)])

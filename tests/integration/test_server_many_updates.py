@@ -16,6 +16,7 @@ from support.broadcasting import Broadcasting, Receiving
 from support.model_versions import cached_logprobs, model_of
 from support.patience import eventually
 from support.server_support import (
+    SERVERS,
     EngineOnThread,
     assert_close,
     request,
@@ -88,12 +89,13 @@ class Load:
             self.done.append((prompt, future.result(timeout=120)))
 
 
+@pytest.mark.parametrize("kind", SERVERS)
 def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
-    tiny_folders: dict[str, Path], tmp_path: Path
+    kind: str, wide_folder: Path, tmp_path: Path
 ) -> None:
-    folder, log = tiny_folders["qwen2"], tmp_path / "server.log"
+    folder, log = wide_folder, tmp_path / "server.log"
     models = Models(folder)
-    with running_engine(folder, log) as engine:
+    with running_engine(folder, log, engine=kind) as engine:
         load = Load(engine)
         sizes = _publish_all(engine, models, load, lambda: _resident_bytes(log))
         load.finish()

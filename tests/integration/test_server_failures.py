@@ -1,4 +1,4 @@
-"""Kill, stop or restart a real SGLang server under its engine; check that an engine leaves nothing behind."""
+"""Kill, stop or restart a real server under its engine; check that an engine leaves nothing behind."""
 
 import signal
 import subprocess
@@ -16,6 +16,7 @@ from support.patience import PATIENCE_S, eventually
 from support.processes import command_of
 from support.server_support import (
     PROMPT,
+    SERVERS,
     EngineOnThread,
     assert_close,
     begin,
@@ -25,15 +26,14 @@ from support.server_support import (
     results,
     running_engine,
     server_processes,
-    sglang_python,
     version_runs,
 )
 from torch import Tensor
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.process import ServerProcess
-from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.full
@@ -41,31 +41,33 @@ pytestmark = pytest.mark.full
 HEALTH = {"health_every_s": 1.0, "health_timeout_s": 20.0, "max_server_restarts": 9}
 
 
-@pytest.fixture(scope="module")
-def victim(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOnThread]:
+@pytest.fixture(scope="session")
+def folder(wide_folder: Path) -> Path:
+    return wide_folder
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def victim(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[EngineOnThread]:
     log = tmp_path_factory.mktemp("victim") / "server.log"
-    with running_engine(folder, log, **HEALTH) as engine:
+    with running_engine(folder, log, engine=request.param, **HEALTH) as engine:
         yield engine
     assert not server_processes(log)
 
 
 @pytest.mark.parametrize(
-    ("title", "number"),
-    [
-        ("sglang.launch_server", signal.SIGKILL),
-        ("sglang.launch_server", signal.SIGSTOP),
-        ("sglang::scheduler", signal.SIGSTOP),
-    ],
+    ("index", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGKILL)]
 )
 def test_a_crashed_or_hung_server_is_replaced_without_loss(
-    title: str, number: signal.Signals, victim: EngineOnThread, folder: Path
+    index: int, number: signal.Signals, victim: EngineOnThread, folder: Path
 ) -> None:
-    engine, log = victim, victim.log
+    engine, log, title = victim, victim.log, victim.tested.titles[index]
     models = {1: model_of(folder, factor=1.02)}
     done: Counter[str] = Counter()
     assert engine.load_weights(1, models[1].named_parameters()).result(timeout=PATIENCE_S) == 1
     before = engine.server_statistics()
-    requests = [request(f"r{i}", max_new_tokens=400 + 10 * i) for i in range(12)]
+    requests = [request(f"r{i}", max_new_tokens=1000 + 10 * i) for i in range(12)]
     futures = begin(engine, requests, num_tokens=100)
     for asked, future in zip(requests, futures, strict=True):
         future.add_done_callback(lambda _, name=asked.request_id: done.update([name]))
@@ -93,7 +95,7 @@ def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Engine
     def weights() -> Iterator[tuple[str, Tensor]]:
         first, *others = model.named_parameters()
         yield first
-        named(victim.log, "sglang.launch_server").kill()
+        named(victim.log, victim.tested.titles[0]).kill()
         eventually(lambda: not engine.statistics().ready, "the engine notices")
         yield from others
 
@@ -104,11 +106,12 @@ def test_a_crash_while_weights_are_written_fails_only_that_update(victim: Engine
     assert version_runs(future.result(timeout=PATIENCE_S)) == [version]
 
 
-def test_a_server_that_keeps_crashing_ends_the_engine(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_that_keeps_crashing_ends_the_engine(kind: str, folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with running_engine(folder, log, max_server_restarts=0) as engine:
-        (future,) = begin(engine, [request("a", max_new_tokens=1000)])
-        named(log, "sglang.launch_server").kill()
+    with running_engine(folder, log, engine=kind, max_server_restarts=0) as engine:
+        (future,) = begin(engine, [request("a", max_new_tokens=3900)])
+        named(log, engine.tested.titles[0]).kill()
         error = future.exception(timeout=PATIENCE_S)
         assert isinstance(error, EngineError)
         assert "gave up after 0 restarts" in str(error)
@@ -119,14 +122,15 @@ def test_a_server_that_keeps_crashing_ends_the_engine(folder: Path, tmp_path: Pa
             engine.load_weights(1, [])
 
 
-def test_the_server_dies_with_a_killed_worker(folder: Path, tmp_path: Path) -> None:
-    sglang_python()  # skips here: in the worker's process a skip would be an error
+@pytest.mark.parametrize("kind", SERVERS)
+def test_the_server_dies_with_a_killed_worker(kind: str, folder: Path, tmp_path: Path) -> None:
+    python = SERVERS[kind].python()  # skips here: in the worker's process a skip would be an error
     log = tmp_path / "server.log"
     program = f"""
         import time
         from pathlib import Path
         from support.server_support import make_engine
-        engine = make_engine(Path({str(folder)!r}), Path({str(log)!r}), python={sglang_python()!r})
+        engine = make_engine(Path({str(folder)!r}), Path({str(log)!r}), engine={kind!r}, python={python!r})
         engine.ready.result(timeout=300)
         engine.load_weights(1, []).exception(timeout=120)
         print("ready", flush=True)
@@ -146,29 +150,33 @@ def test_the_server_dies_with_a_killed_worker(folder: Path, tmp_path: Path) -> N
     assert not alive, [command_of(process) for process in alive]
 
 
-def test_a_python_without_sglang_is_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
-    engine = make_engine(folder, tmp_path / "server.log", python=sys.executable)
-    with pytest.raises(ConfigError, match=r"rollout.sglang.python: .* has no sglang; run make sglang"):
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_python_without_the_server_is_refused_with_a_remedy(kind: str, folder: Path, tmp_path: Path) -> None:
+    engine = make_engine(folder, tmp_path / "server.log", engine=kind, python=sys.executable)
+    with pytest.raises(ConfigError, match=rf"rollout.{kind}.python: .* has no {kind}; run make {kind}"):
         engine.ready.result(timeout=PATIENCE_S)
     engine.close()
 
 
-def test_a_failed_start_gives_the_servers_error_in_a_line(folder: Path, tmp_path: Path) -> None:
-    engine = make_engine(folder, tmp_path / "server.log", arguments={"no-such-option": True})
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_failed_start_gives_the_servers_error_in_a_line(kind: str, folder: Path, tmp_path: Path) -> None:
+    engine = make_engine(folder, tmp_path / "server.log", engine=kind, arguments={"no-such-option": True})
     with pytest.raises(ConfigError, match=r"the server ended with code .*no-such-option.*its log is .*server.log"):
         engine.ready.result(timeout=PATIENCE_S)
     engine.close()
 
 
-def test_the_key_is_in_no_command_line_and_no_readable_file(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+def test_the_key_is_in_no_command_line_and_no_readable_file(kind: str, folder: Path, tmp_path: Path) -> None:
+    tested = SERVERS[kind]
     plan = ServerPlan(folder, "cpu", "float32", 1, 2, 64, 1, model_context_tokens=4096)
-    process = ServerProcess(SGLang(), sglang_python(), ServerConfig(), plan, tmp_path / "server.log")
+    process = ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, tmp_path / "server.log")
     try:
         started = psutil.Process(process.pid)
-        eventually(lambda: started.cmdline()[1:3] == ["-m", "sglang.launch_server"], "it becomes SGLang")
+        eventually(lambda: started.cmdline()[1:3] == ["-m", tested.titles[0]], "it becomes the server")
         words = started.cmdline()
         assert process.api_key not in " ".join(words)
         assert Path(words[words.index("--config") + 1]).stat().st_mode & 0o777 == 0o600
-        assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600, "SGLang writes its options there"
+        assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600, "servers write their options there"
     finally:
         process.kill()
