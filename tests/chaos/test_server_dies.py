@@ -1,4 +1,4 @@
-"""Kill or stop the SGLang server of a run at random moments: the run continues and loses nothing.
+"""Kill or stop the server of a run at random moments: the run continues and loses nothing.
 
 `AREAL_RLOO_CHAOS_ROUNDS` is the number of failures (1 by default). A round ends after another train step.
 """
@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.local_runs import balanced
 from support.processes import command_of
-from support.server_support import sglang_python
+from support.server_support import SERVERS
 
 REPO = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = int(os.environ.get("AREAL_RLOO_CHAOS_ROUNDS", "1"))
@@ -26,14 +26,16 @@ ROUND_TIMEOUT_S = 180
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120 + NUM_ROUNDS * ROUND_TIMEOUT_S)]
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+@pytest.fixture(params=SERVERS)
+def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    kind, key = request.param, f"rollout.{request.param}"
     command = [
         *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
-        *(f"run.folder={tmp_path / 'run'}", "rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}"),
-        *("rollout.sglang.health_every_s=1", "rollout.sglang.health_timeout_s=6", "weights.timeout_s=15"),
-        *("rollout.sglang.max_server_restarts=1000", "rollout.num_slots=8", "rollout.sampling.max_new_tokens=48"),
-        *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2", "data.eval=null"),
+        *(f"run.folder={tmp_path / 'run'}", f"rollout.engine={kind}", f"{key}.python={SERVERS[kind].python()}"),
+        *(f"{key}.health_every_s=1", f"{key}.health_timeout_s=6", "weights.timeout_s=15"),
+        *(f"{key}.max_server_restarts=1000", "rollout.num_slots=8", "rollout.sampling.max_new_tokens=48"),
+        *("model.tiny.warm_start=null", "model.tiny.num_layers=2", "data.eval=null"),
+        *("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2"),  # vLLM needs heads of 32
         *("algorithm.group_size=4", "learner.groups_per_step=6", "learner.num_train_steps=100000"),
         *("checkpoint.every_n_steps=0", "telemetry.progress=false"),
     ]
@@ -87,6 +89,8 @@ def _wait_for_step(number: int, folder: Path, launcher: "subprocess.Popen[bytes]
 
 
 def _server_processes(launcher_pid: int) -> list[psutil.Process]:
-    """Return the server, its scheduler and its detokenizer. All exist, because a step was made."""
+    """Return the processes of the server. All exist, because a step was made."""
     words = {p: " ".join(command_of(p)) for p in psutil.Process(launcher_pid).children(recursive=True)}
-    return [p for p, line in words.items() if "sglang.launch_server" in line or line.startswith("sglang::")]
+    starts = ("sglang::", "VLLM::")
+    names = ("sglang.launch_server", "vllm.entrypoints.cli.main")
+    return [p for p, line in words.items() if line.startswith(starts) or any(name in line for name in names)]

@@ -1,19 +1,19 @@
-"""The quickstart learns on real clusters of two nodes, and with learner and engine in turns on the same cores.
+"""The quickstart learns: with SGLang on Slurm, with the embedded engine on Ray, with vLLM, and in turns.
 
-On Slurm with SGLang, and on Ray with the embedded engine, the learner runs on one node and the rollout worker on the
-other, so weights travel over the network.
+On a cluster the learner runs on one node and the rollout worker on the other, so weights travel over the network. In
+turns, learner and engine compute on the same cores.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support.check_learned import conditions
 from support.ray_cluster import ray_cluster
-from support.server_support import sglang_python
+from support.server_support import SERVERS, sglang_python
 from support.slurm_cluster import missing_programs, slurm_cluster
 
 from areal_rloo.config import load_config
@@ -33,17 +33,17 @@ FASTER = (  # as much learning from fewer samples; .ci/run runs the quickstart w
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
-def _model() -> str:
+def _model(*changes: str) -> str:
     """Return the folder of the quickstart's model; make the model if no run has done so."""
-    return prepare_tiny_model(load_config("quickstart.yaml"), REPO / ".pytest_cache" / "models" / "models").path
+    return prepare_tiny_model(
+        load_config("quickstart.yaml", list(changes)), REPO / ".pytest_cache" / "models" / "models"
+    ).path
 
 
-def _learn(
-    folder: Path, launcher: str, *arguments: str, environment: Mapping[str, str], places: Sequence[str] = ON_TWO_NODES
-) -> list[str]:
+def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment: Mapping[str, str]) -> list[str]:
     """Run the quickstart; return the conditions that do not hold."""
     command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", "--config", "quickstart.yaml"]
-    changes = (f"run.folder={folder}", f"model.path={_model()}", *places, *FASTER, *arguments)
+    changes = (f"run.folder={folder}", f"model.path={model}", *FASTER, *arguments)
     ended = subprocess.run([*command, *changes], cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [text for text, holds in conditions(folder).items() if not holds]
@@ -53,25 +53,35 @@ def _learn(
 def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
     sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", "rollout.num_slots=128")
     with slurm_cluster(tmp_path / "cluster") as cluster:
-        run = _learn(tmp_path / "run", "slurm", "--wait", *sglang, environment=cluster.environment)
+        arguments = ("--wait", *ON_TWO_NODES, *sglang)
+        run = _learn(tmp_path / "run", "slurm", *arguments, model=_model(), environment=cluster.environment)
     assert run == []
 
 
 def test_the_quickstart_learns_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed here: make extras")
     with ray_cluster(tmp_path, num_cpus=1) as cluster:
-        address = ("--address", cluster.address)
-        run = _learn(tmp_path / "run", "ray", *address, environment={**os.environ, **cluster.environment})
+        arguments = ("--address", cluster.address, *ON_TWO_NODES)
+        environment = {**os.environ, **cluster.environment}
+        run = _learn(tmp_path / "run", "ray", *arguments, model=_model(), environment=environment)
     assert run == []
 
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_the_quickstart_learns_in_turns_on_the_same_cores(eta: int, tmp_path: Path) -> None:
     in_turns = ("rollout.share_devices=in_turns", f"algorithm.max_staleness={eta}")
-    failed = _learn(tmp_path / "run", "local", *in_turns, environment=os.environ, places=())
+    failed = _learn(tmp_path / "run", "local", *in_turns, model=_model(), environment=os.environ)
     if eta == 0:  # synchronous: no weights come while completions are made
         failed = [text for text in failed if not text.startswith(("the run was asynchronous", "weights came while"))]
     assert [text for text in failed if not text.startswith("generation and training overlapped")] == []
     steps = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if isinstance(record, TrainRecord)]
     assert len(steps) == 52
     assert max(step.staleness_max for step in steps) <= eta
+
+
+def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
+    """The model has heads of 32, because vLLM's attention on a CPU refuses 16."""
+    vllm = ("rollout.engine=vllm", f"rollout.vllm.python={SERVERS['vllm'].python()}", "rollout.num_slots=128")
+    arguments = (*vllm, "learner.num_threads=1", "rollout.num_threads=1")
+    model = _model("model.tiny.num_heads=3", "model.tiny.num_kv_heads=3")
+    assert _learn(tmp_path / "run", "local", *arguments, model=model, environment=os.environ) == []

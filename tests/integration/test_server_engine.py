@@ -2,6 +2,8 @@
 
 import json
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -211,6 +213,15 @@ def test_weights_that_do_not_fit_change_nothing(engine: EngineOnThread, folder: 
             engine.load_weights(version + 1, wrong[case].items()).result(timeout=PATIENCE_S)
     (completion,) = results(engine.submit([request("f")]))
     assert_close(completion, fresh_logprobs({version: model_of(folder)}, PROMPT, completion))
+
+
+def test_calls_without_the_key_are_refused(engine: EngineOnThread) -> None:
+    for path in (engine.tested.read_path, engine.tested.resume_path):
+        asked = urllib.request.Request(engine.url() + path, data=b"{}", headers={"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=PATIENCE_S)
+        assert refused.value.code == 401
+        refused.value.close()
 
 
 def test_the_dashboard_uses_metrics_of_the_server(engine: EngineOnThread) -> None:

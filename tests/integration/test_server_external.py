@@ -1,4 +1,4 @@
-"""SGLang on an external server: whole runs, key, unknown weights, absences, and a server without version tags."""
+"""An external server of each kind: whole runs, key, unknown weights, absences, and a server without version tags."""
 
 import dataclasses
 import os
@@ -18,6 +18,9 @@ from support.processes import ends_of_logs
 from support.server_support import (
     CAPABILITIES,
     PROMPT,
+    SERVERS,
+    VLLM_CAPABILITIES,
+    RealServer,
     assert_close,
     begin,
     fresh_logprobs,
@@ -27,14 +30,13 @@ from support.server_support import (
     results,
     running_engine,
     server_processes,
-    sglang_python,
     version_runs,
 )
 
 from areal_rloo.config import ServerConfig, load_config
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.process import ServerProcess
-from areal_rloo.engines.sglang import SGLang
 from areal_rloo.errors import ConfigError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import write_model
@@ -43,19 +45,35 @@ from areal_rloo.models.files import load_tokenizer
 
 pytestmark = pytest.mark.full
 
-KEY = "AREAL_RLOO_TEST_SGLANG_KEY"
-UNTAGGED = dataclasses.replace(
-    CAPABILITIES,
-    version="0.4",
-    context_tokens=1216,
-    prompt_tokens=1210,
-    cache_tokens=9728,
-    cache_key=None,
-    weight_versions=False,
-)
+KEY = "AREAL_RLOO_TEST_SERVER_KEY"
+UNTAGGED = {
+    "sglang": dataclasses.replace(
+        CAPABILITIES,
+        version="0.4",
+        context_tokens=4016,
+        prompt_tokens=4010,
+        cache_tokens=32128,
+        cache_key=None,
+        weight_versions=False,
+    ),
+    "vllm": dataclasses.replace(VLLM_CAPABILITIES, version="0.4", context_tokens=4000, weight_versions=False),
+}
 
 
-@pytest.fixture(scope="module")
+@dataclasses.dataclass(frozen=True)
+class External:
+    """A running server, and its kind."""
+
+    tested: RealServer
+    process: ServerProcess
+
+
+@pytest.fixture(scope="session")
+def folder(wide_folder: Path) -> Path:
+    return wide_folder
+
+
+@pytest.fixture(scope="session")
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model in the form of a checkpoint, with tokenizer."""
     made = tmp_path_factory.mktemp("exported") / "model"
@@ -64,16 +82,18 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    plan = ServerPlan(exported, "cpu", "float32", 1, 8, 1200, 1, model_context_tokens=4096)
-    process = ServerProcess(
-        SGLang(), sglang_python(), ServerConfig(), plan, tmp_path_factory.mktemp("logs") / "external.log"
-    )
+@pytest.fixture(scope="module", params=SERVERS)
+def server(
+    exported: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[External]:
+    tested = SERVERS[request.param]
+    plan = ServerPlan(exported, "cpu", "float32", 1, 8, 4000, 1, model_context_tokens=4096)
+    log = tmp_path_factory.mktemp("logs") / "external.log"
+    process = ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, log)
     try:
         _wait_until_it_answers(process)
         os.environ[KEY] = process.api_key
-        yield process
+        yield External(tested, process)
     finally:
         os.environ.pop(KEY, None)
         process.kill()
@@ -94,19 +114,26 @@ def _wait_until_it_answers(server: ServerProcess) -> None:
             time.sleep(0.2)
 
 
-def _options(server: ServerProcess, **changes: Any) -> dict[str, Any]:
-    options = {"url": server.url, "urls": (server.url,), "api_key_env": KEY, "health_every_s": 1.0}
+def _options(server: External, **changes: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "engine": server.tested.engine,
+        "url": server.process.url,
+        "urls": (server.process.url,),
+        "api_key_env": KEY,
+        "health_every_s": 1.0,
+    }
     return {**options, "health_timeout_s": 20.0, **changes}
 
 
-def _run_at(start: Callable[..., Run], server: ServerProcess, model: Path, name: str, *arguments: str) -> Run:
-    where = (f"model.path={model}", f"rollout.sglang.urls=[{server.url}]", f"rollout.sglang.api_key_env={KEY}")
+def _run_at(start: Callable[..., Run], server: External, model: Path, name: str, *arguments: str) -> Run:
+    kind = server.tested.engine
+    where = (f"model.path={model}", f"rollout.{kind}.urls=[{server.process.url}]", f"rollout.{kind}.api_key_env={KEY}")
     # Versions differ enough to reveal a wrong version.
     steps = ("data.eval=null", "rollout.num_slots=8", "learner.optimizer.learning_rate=0.01")
-    return start("rollout.engine=sglang", *where, *steps, *arguments, name=name)
+    return start(f"rollout.engine={kind}", *where, *steps, *arguments, name=name)
 
 
-def test_two_runs_in_sequence_share_a_server(server: ServerProcess, exported: Path, start: Callable[..., Run]) -> None:
+def test_two_runs_in_sequence_share_a_server(server: External, exported: Path, start: Callable[..., Run]) -> None:
     """The second run finds the last weights and the prompt cache of the first run, and uses neither."""
     for name in ("first", "second"):
         run = _run_at(start, server, exported, name)
@@ -116,16 +143,15 @@ def test_two_runs_in_sequence_share_a_server(server: ServerProcess, exported: Pa
         fresh = run.records()[0]
         assert set(fresh.staleness_tokens) == {0}
         assert fresh.mismatch_max < 1e-3, "its tokens are of the first weights, cache and all"
-    assert server.exit_code() is None
-    assert len(server_processes(server.log)) >= 3
+    assert server.process.exit_code() is None
+    assert len(server_processes(server.process.log)) >= 3
     code, output = _run_at(start, server, exported, "third", "rollout.tensor_parallel=2").wait()
     assert code == 2
-    assert "expected a server with tp_size 2, as rollout.tensor_parallel says, got 1" in output
+    size = {"sglang": "tp_size", "vllm": "tensor-parallel-size"}[server.tested.engine]
+    assert f"expected a server with {size} 2, as rollout.tensor_parallel says, got 1" in output
 
 
-def test_nothing_is_generated_before_the_learners_weights_load(
-    server: ServerProcess, folder: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_generated_before_the_learners_weights_load(server: External, folder: Path, tmp_path: Path) -> None:
     with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
         assert engine.statistics().policy_version == -1
         (future,) = engine.submit([request("a")])
@@ -135,48 +161,48 @@ def test_nothing_is_generated_before_the_learners_weights_load(
         completion = future.result(timeout=PATIENCE_S)
         assert version_runs(completion) == [0]
         assert_close(completion, cached_logprobs({0: model_of(folder)}, PROMPT, completion))
-    assert server.exit_code() is None, "it is not ours to end"
+    assert server.process.exit_code() is None, "it is not ours to end"
 
 
-def test_a_server_with_its_weights_continues_after_an_absence(
-    server: ServerProcess, folder: Path, tmp_path: Path
-) -> None:
+def test_a_server_with_its_weights_continues_after_an_absence(server: External, folder: Path, tmp_path: Path) -> None:
     with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
         assert engine.load_weights(3, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 3
-        futures = begin(engine, [request(f"b{i}", max_new_tokens=900) for i in range(10)], num_tokens=100)
-        os.killpg(server.pid, signal.SIGSTOP)
+        futures = begin(engine, [request(f"b{i}", max_new_tokens=2500) for i in range(10)], num_tokens=100)
+        os.killpg(server.process.pid, signal.SIGSTOP)
         eventually(lambda: engine.statistics().num_running == 0, "it is noticed")
-        os.killpg(server.pid, signal.SIGCONT)
+        os.killpg(server.process.pid, signal.SIGCONT)
         for completion in results(futures):
-            assert len(completion.tokens) == 900
+            assert len(completion.tokens) == 2500
             assert version_runs(completion) == [3]
             assert_close(completion, cached_logprobs({3: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
         assert engine.server_statistics().weights_lost == 0
-    assert server.exit_code() is None
+    assert server.process.exit_code() is None
 
 
 def test_a_server_without_tags_is_updated_without_running_requests(
-    server: ServerProcess, folder: Path, tmp_path: Path
+    server: External, folder: Path, tmp_path: Path
 ) -> None:
     models = {v: model_of(folder, factor=f) for v, f in ((5, 1.0), (6, 1.02), (7, 0.98))}
-    with running_engine(folder, tmp_path / "no.log", capabilities=UNTAGGED, **_options(server)) as engine:
+    with running_engine(
+        folder, tmp_path / "no.log", capabilities=UNTAGGED[server.tested.engine], **_options(server)
+    ) as engine:
         assert engine.load_weights(5, models[5].named_parameters()).result(timeout=PATIENCE_S) == 5
-        futures = begin(engine, [request(f"c{i}", max_new_tokens=900) for i in range(12)])
+        futures = begin(engine, [request(f"c{i}", max_new_tokens=2500) for i in range(12)])
         for version in (6, 7):
             more_tokens(engine, 100)
             weights = models[version].named_parameters()
             assert engine.load_weights(version, weights).result(timeout=PATIENCE_S) == version
         completions = results(futures)
         for completion in completions:
-            assert len(completion.tokens) == 900
+            assert len(completion.tokens) == 2500
             assert_close(completion, fresh_logprobs(models, PROMPT, completion))
         assert version_runs(completions[0]) == [5, 6, 7]
         assert engine.server_statistics().resumed > 0
 
 
 def test_a_wrong_key_is_refused_with_the_option_to_fix(
-    server: ServerProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: External, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREAL_RLOO_TEST_WRONG_KEY", "wrong")
     for name, message in (
@@ -184,21 +210,22 @@ def test_a_wrong_key_is_refused_with_the_option_to_fix(
         ("AREAL_RLOO_TEST_NO_KEY", "got nothing; set it"),
     ):
         engine = make_engine(folder, tmp_path / "no.log", **_options(server, api_key_env=name))
-        with pytest.raises(ConfigError, match=f"rollout.sglang.api_key_env: .*{message}"):
+        with pytest.raises(ConfigError, match=f"rollout.{server.tested.engine}.api_key_env: .*{message}"):
             engine.ready.result(timeout=PATIENCE_S)
         engine.close()
 
 
-def test_a_server_that_does_not_fit_or_answer_is_refused(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_fit_or_answer_is_refused(server: External, folder: Path, tmp_path: Path) -> None:
     nobody = {"url": "http://127.0.0.1:9", "urls": ("http://127.0.0.1:9",), "start_timeout_s": 1.0}
-    small = dataclasses.replace(UNTAGGED, context_tokens=100)
+    kind = server.tested.engine
+    small = dataclasses.replace(UNTAGGED[kind], context_tokens=100)
     for changes, message in (
-        ({"tensor_parallel": 2}, "tp_size 2"),
-        ({"capabilities": small}, "expected room for 1200 tokens"),
-        (nobody, "did not answer within rollout.sglang.start_timeout_s=1 s"),
+        ({"tensor_parallel": 2}, "(tp_size|tensor-parallel-size) 2"),
+        ({"capabilities": small}, "expected room for 4000 tokens"),
+        (nobody, f"did not answer within rollout.{kind}.start_timeout_s=1 s"),
     ):
         engine = make_engine(folder, tmp_path / "no.log", **_options(server, **changes))
-        with pytest.raises(ConfigError, match=f"rollout.sglang.urls: .*{message}"):
+        with pytest.raises(ConfigError, match=f"rollout.{kind}.urls: .*{message}"):
             engine.ready.result(timeout=PATIENCE_S)
         engine.close()
-    assert server_processes(server.log), "it is left alone"
+    assert server_processes(server.process.log), "it is left alone"

@@ -74,7 +74,7 @@ VLLM_CAPABILITIES = VLLMCapabilities(
 
 
 @dataclass(frozen=True)
-class TestedServer:
+class RealServer:
     """A kind of server, and the facts of its processes and metrics that tests use.
 
     Attributes:
@@ -104,7 +104,7 @@ class TestedServer:
 
 _REALTIME = r'sglang:realtime_tokens_total\{.*mode="%s".*\}'
 SERVERS = {
-    "sglang": TestedServer(
+    "sglang": RealServer(
         "sglang",
         titles=("sglang.launch_server", "sglang::scheduler"),
         prompt_tokens=_REALTIME % "prefill_(?:compute|cache)",
@@ -112,7 +112,7 @@ SERVERS = {
         read_path="/update_weights_from_disk",
         resume_path="/continue_generation",
     ),
-    "vllm": TestedServer(
+    "vllm": RealServer(
         "vllm",
         titles=("vllm.entrypoints.cli.main", "VLLM::EngineCore"),
         prompt_tokens=r"vllm:prompt_tokens_total\{.*\}",
@@ -133,7 +133,7 @@ class EngineOnThread:
     `ready` is done when the server answers, or fails with the error of the start.
     """
 
-    def __init__(self, tested: TestedServer, kind: ServerKind, plan: ServerPlan, *, log: Path, **options: Any) -> None:
+    def __init__(self, tested: RealServer, kind: ServerKind, plan: ServerPlan, *, log: Path, **options: Any) -> None:
         self.tested = tested
         self.log = log
         self.ready: Future[None] = Future()
@@ -172,6 +172,12 @@ class EngineOnThread:
 
     def metrics_text(self) -> str:
         return self._engine.metrics_text()
+
+    def url(self) -> str:
+        """Return the address of the server."""
+        connection = self._engine._state.connection
+        assert connection is not None
+        return connection.api.client.url
 
     def close(self) -> None:
         """Close the engine; a second call does nothing."""

@@ -20,7 +20,7 @@ def command_line(arguments: Arguments, plan: ServerPlan, *, port: int) -> list[s
     chosen: dict[str, str | float | bool | None] = {
         "dtype": plan.dtype,
         "max-num-seqs": plan.num_slots,
-        "max-model-len": plan.context_tokens,
+        "max-model-len": min(plan.context_tokens, plan.model_context_tokens or plan.context_tokens),
         "generation-config": "vllm",  # the model's own may change the sampling
         "no-enable-prefix-caching": not plan.prefix_cache,
         "disable-uvicorn-access-log": True,

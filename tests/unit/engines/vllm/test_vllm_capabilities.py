@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.client import ServerClient
-from areal_rloo.engines.vllm import VLLM, Capabilities
+from areal_rloo.engines.vllm import TESTED_VERSION, VLLM, Capabilities
 from areal_rloo.engines.vllm.capabilities import ask_capabilities, check_capabilities, read_capabilities
 from areal_rloo.errors import ConfigError
 
@@ -129,6 +129,7 @@ def test_a_server_is_started_for_its_device() -> None:
     assert on_cuda["--tensor-parallel-size"] == "2"
     assert (on_cpu["--max-model-len"], on_cpu["--max-num-seqs"]) == ("512", "8")
     assert "--no-enable-prefix-caching" not in on_cpu
+    assert _options({}, model_context_tokens=256)["--max-model-len"] == "256", "vLLM would not start with more"
 
 
 def test_the_users_arguments_override_ours_but_not_the_fixed_ones() -> None:
@@ -147,3 +148,10 @@ def test_the_environment_of_a_server_finds_the_extension(monkeypatch: pytest.Mon
     assert mine == "/mine"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("2", "")
+
+
+def test_the_environment_for_tests_and_the_documents_name_the_tested_version() -> None:
+    repo = Path(__file__).resolve().parents[4]
+    assert f"\nvllm-cpu=={TESTED_VERSION}\n" in (repo / "tests" / "vllm" / "requirements.txt").read_text()
+    assert (repo / "tests" / "vllm" / "shims" / f"vllm-{TESTED_VERSION}+cpu.dist-info" / "METADATA").is_file()
+    assert f"'vllm=={TESTED_VERSION}'" in (repo / "docs" / "engines.md").read_text()
