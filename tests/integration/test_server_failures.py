@@ -166,6 +166,17 @@ def test_a_failed_start_gives_the_servers_error_in_a_line(kind: str, folder: Pat
     engine.close()
 
 
+def test_a_model_that_a_server_cannot_run_is_named_with_the_cause(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The attention of vLLM on a CPU refuses heads of 16 in the first request."""
+    engine = make_engine(tiny_folders["qwen2"], tmp_path / "server.log", engine="vllm")
+    with pytest.raises(EngineError, match=r"Unsupported CPU attention configuration: head_dim=16.*server\.log"):
+        engine.ready.result(timeout=PATIENCE_S)
+    engine.close()
+    assert not server_processes(tmp_path / "server.log")
+
+
 @pytest.mark.parametrize("kind", SERVERS)
 def test_the_key_is_in_no_command_line_and_no_readable_file(kind: str, folder: Path, tmp_path: Path) -> None:
     tested = SERVERS[kind]

@@ -200,7 +200,7 @@ class ServerKind(Protocol):
         tested_version: of the package.
         remedy: how to install the server, for messages.
         health: path of a GET; answers only if the engine behind the server answers.
-        harmless: words of log entries without importance for the end of a server.
+        harmless: words of log entries without the cause of the end of a server.
     """
 
     name: ClassVar[str]

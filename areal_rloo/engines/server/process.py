@@ -32,7 +32,7 @@ _VERSION_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
 _START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
-_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d )", re.MULTILINE)  # a log line and the traceback
+_ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d |\(\w+ pid=)", re.MULTILINE)  # a log line and the traceback
 _ERROR = re.compile(r"Error|ERROR|error:")
 
 

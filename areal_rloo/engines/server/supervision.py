@@ -74,7 +74,7 @@ class _Server:
         """Await the label of the weights, which comes when the server is healthy, and check the server."""
         try:
             named = await label
-            api = await self._kind.connect(client, pause=self._config.pause, timeout_s=_CALL_TIMEOUT_S)
+            api = await self._kind.connect(client, pause=self._config.pause, timeout_s=_CHECK_TIMEOUT_S)
             api.check(key=key, plan=self._plan, pause=pause)
             digest = await self._usable_digest(api)
         except BaseException:
@@ -152,7 +152,11 @@ class ManagedServer(_Server):
         client = ServerClient(process.url, api_key=process.api_key)
         pause: Pause = "retract" if self._plan.prefix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
-        return await self._connected(client, label, key=f"{self._kind.key}.arguments", pause=pause)
+        try:
+            return await self._connected(client, label, key=f"{self._kind.key}.arguments", pause=pause)
+        except EngineError as error:  # of the first request, for example: the model does not run on this device
+            words = f"{error}; the server's last error: {process.last_words()}; its log is {process.log}"
+            raise EngineError(words) from error
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
         plan = self._plan

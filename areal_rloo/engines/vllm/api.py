@@ -39,7 +39,7 @@ class VLLM:
         "there"
     )
     health: ClassVar = "/is_paused"  # /health asks the engine nothing
-    harmless: ClassVar[tuple[str, ...]] = ()
+    harmless: ClassVar[tuple[str, ...]] = ("WARNING", "EngineDeadError", "EngineCore encountered")
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:
         start = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(plan.model_path), "--config", str(config)]

@@ -150,7 +150,7 @@ def test_the_environment_of_a_server_finds_the_extension(monkeypatch: pytest.Mon
     assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("2", "")
 
 
-def test_the_environment_for_tests_and_the_documents_name_the_tested_version() -> None:
+def test_every_file_names_the_tested_version() -> None:
     repo = Path(__file__).resolve().parents[4]
     assert f"\nvllm-cpu=={TESTED_VERSION}\n" in (repo / "tests" / "vllm" / "requirements.txt").read_text()
     assert (repo / "tests" / "vllm" / "shims" / f"vllm-{TESTED_VERSION}+cpu.dist-info" / "METADATA").is_file()
