@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -36,11 +34,21 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: i
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float) -> Tensor:
-    """Compute scores in float32 at least, as in an engine's fused function: bfloat16 would round 50 by up to 0.1."""
     if q.shape[1] != k.shape[1]:
         k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
-    wide = torch.promote_types(v.dtype, torch.float32)
+    mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
+    return attend_capped(q, k.transpose(2, 3), v, mask, scale=scale, cap=cap)
+
+
+def attend_capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, cap: float) -> Tensor:
+    """Attend with scores cap tanh(scale q k / cap) + mask, all in memory; learner and embedded engine use the same.
+
+    `q` is [..., num_queries, head_dim], `keys` [..., head_dim, num_keys], `values` [..., num_keys, head_dim]; the mask
+    broadcasts to [..., num_queries, num_keys]. Scores are float32 at least, as in an engine's fused function: bfloat16
+    would round a score of 50 by up to 0.1.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        products = q.to(wide) @ k.to(wide).transpose(2, 3)
+        products = q.to(wide) @ keys.to(wide)
     scores = cap * torch.tanh(products * (scale / cap))
-    return scores.masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype) @ v
+    return torch.softmax(scores + mask, dim=-1).to(values.dtype) @ values
