@@ -154,7 +154,7 @@ def _checkpoint(architecture: str, folder: Path, *, num_heads: int = 4, num_kv_h
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with heads of 32: vLLM's attention on a CPU refuses 16."""
-    return _checkpoint("qwen2", tmp_path_factory.mktemp("wide"), num_heads=2, num_kv_heads=1)
+    return _checkpoint("qwen2", tmp_path_factory.mktemp("wide"), num_heads=2, num_kv_heads=2)
 
 
 @pytest.fixture(scope="session")

@@ -32,3 +32,25 @@ def test_gsm8k_trains_on_a_managed_server(
     assert ledger["dropped"].keys() <= {"stale"}, "a slow machine; the prompts come again"
     assert ledger["trained"] == 4 * 4 * 4
     assert server_processes(run.folder / "logs" / f"rollout-0.{kind}.log") == []
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_policy_learns_from_the_samples_of_a_server(kind: str, start: Callable[..., Run], tmp_path: Path) -> None:
+    """A random model learns to prefer half of the vocabulary. Samples of other weights than tagged teach nothing."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def low(completion_ids: list[int]) -> float:\n"
+        "    return sum(token < 129 for token in completion_ids) / len(completion_ids)\n"
+    )
+    run = start(
+        *(f"rollout.engine={kind}", f"rollout.{kind}.python={SERVERS[kind].python()}"),
+        *("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2"),  # vLLM needs heads of 32
+        f"data.train.rewards=[{{function: '{reward}:low'}}]",
+        *("data.eval=null", "evaluation.every_n_versions=0", "checkpoint.every_n_steps=0"),
+        *("learner.optimizer.learning_rate=0.003", "learner.num_train_steps=25", "algorithm.group_size=8"),
+    )
+    code, output = run.wait()
+    assert code == 0, output
+    rewards = [record.reward_mean for record in run.records()]
+    assert sum(rewards[:3]) / 3 < 0.6
+    assert sum(rewards[-3:]) / 3 > 0.7, rewards

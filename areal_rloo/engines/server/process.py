@@ -33,6 +33,7 @@ _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
 _START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
 _ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d |\(\w+ pid=)", re.MULTILINE)  # a log line and the traceback
+_EXCEPTION = re.compile(r"\b\w+(Error|Exception): ")
 _ERROR = re.compile(r"Error|ERROR|error:")
 
 
@@ -96,8 +97,9 @@ class ServerProcess:
             text = file.read().decode(errors="replace")
         entries = [entry for entry in _ENTRY.split(text) if not any(words in entry for words in self._harmless)]
         spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
+        exceptions = [line for line in spoken if _EXCEPTION.search(line)]
         errors = [line for line in spoken if _ERROR.search(line)]
-        return (errors or spoken or ["nothing"])[-1][:500]
+        return (exceptions or errors or spoken or ["nothing"])[-1][:500]
 
     def _clear(self) -> None:
         self.forget_secrets()
