@@ -151,15 +151,18 @@ def _cache_bytes(config: Config, model: Sizes) -> int:
     return number_bytes(config) * model.cache_numbers
 
 
-def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
-    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did.
+def _left_for_engine(config: Config, model: Sizes, gpu_bytes: int) -> float:
+    """Return the memory of a GPU beside the learner: in turns, the learner keeps only a part between two steps."""
+    if not config.rollout.shares:
+        return gpu_bytes
+    in_turns = config.rollout.share_devices == "in_turns"
+    kept = (size for part, size in estimate(model, config).items() if not in_turns or part in STANDING)
+    return gpu_bytes - sum(kept) - OVERHEAD_BYTES
 
-    In turns, the rest is all but the memory that the learner keeps between two steps.
-    """
-    parts, rollout = estimate(model, config), config.rollout
-    if rollout.share_devices == "in_turns":
-        parts = {part: size for part, size in parts.items() if part in STANDING}
-    left = gpu_bytes - sum(parts.values()) - OVERHEAD_BYTES
+
+def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
+    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did."""
+    left, rollout = _left_for_engine(config, model, gpu_bytes), config.rollout
     if (server := rollout.server) is not None:
         name = _FRACTIONS[rollout.engine]
         if name in map(argument_name, server.arguments):
@@ -175,7 +178,7 @@ def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
 
 
 def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
-    """Name the memory of a rank of the learner, by the estimate, for a config without `auto`."""
+    """Name the memory of a learner rank and an engine's room for a cache, by the estimate; the config has no `auto`."""
     if model is None:
         return "learner: the model is not here yet, so its memory is unknown"
     parts = estimate(model, config)
@@ -184,7 +187,23 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
     words = f"learner: a rank needs about {(num_bytes + on_gpu * OVERHEAD_BYTES) / GIB:.1f} GiB ({in_words(parts)})"
     how = config.rollout.share_devices.replace("_", " ")
     engine = f"; learner and engine share the devices {how}" if config.rollout.shares else ""
-    return f"{words}, of a GPU's {there / GIB:.1f} GiB{engine}" if there else f"{words}{engine}"
+    if not there:
+        return words + engine
+    return f"{words}, of a GPU's {there / GIB:.1f} GiB{engine}; {_cache_words(config, model, there)}"
+
+
+def _cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
+    """Name the memory that an engine has for its cache on each GPU, and how many completions of full length fit."""
+    rollout = config.rollout
+    room = _left_for_engine(config, model, gpu_bytes) - OVERHEAD_BYTES
+    room -= (_engine_weights(config, model) - OVERHEAD_BYTES) / rollout.tensor_parallel
+    num_tokens = int(max(0, room) * rollout.tensor_parallel / _cache_bytes(config, model))
+    if rollout.engine == "embedded":
+        num_tokens = min(num_tokens, rollout.embedded.cache_tokens or num_tokens)
+    return (
+        f"an engine has about {room / GIB:.1f} GiB for a cache, {num_tokens // config.context_tokens} completions of "
+        f"{config.context_tokens} tokens"
+    )
 
 
 def _fitted(config: Config, model: Sizes, device_bytes: int) -> Config:

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError
 from areal_rloo.learner.memory import GIB, activation_bytes, estimate, in_words
-from areal_rloo.models.attention import head_dim
 from areal_rloo.models.device import memory_of
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
@@ -40,15 +39,13 @@ def train_flops(
     `lengths` and `num_targets` are, of each sequence, the tokens and the places that reach the head. `frozen`: the
     weights have no gradient, as with adapters (products of adapters are not counted).
     """
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads  # a family without groups may lack the option
-    projections = config.hidden_size * head_dim(config) * (2 * heads + 2 * kv_heads)
-    layer = projections + 3 * config.hidden_size * config.intermediate_size
+    sizes = Sizes.of(config.to_dict())
+    assert sizes is not None, "the learner trains families whose config.json has all sizes"
+    layer = sum(rows * columns for rows, columns in sizes.matrices.values())
     scores = sum(length * (length + 1) // 2 for length in lengths)  # a token attends to itself and all tokens before
-    attention = 2 * heads * head_dim(config) * scores  # with keys, and with values
-    head = config.vocab_size * config.hidden_size * sum(num_targets)
-    weights = config.num_hidden_layers * layer * sum(lengths) + head
-    return float((4 if frozen else 6) * weights + 6 * config.num_hidden_layers * attention)
+    attention = 2 * sizes.num_heads * sizes.head_dim * scores  # with keys, and with values
+    weights = sizes.num_layers * layer * sum(lengths) + sizes.head * sum(num_targets)
+    return float((4 if frozen else 6) * weights + 6 * sizes.num_layers * attention)
 
 
 def speed(

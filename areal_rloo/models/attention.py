@@ -10,16 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from areal_rloo.models.capped_attention import capped_attention, visible_keys
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _MOST_PADDING = 0.1  # share of a block's attention scores that padding may take; fewer blocks are fewer calls
 _SHORT_TOKENS = 64  # for blocks as short as this, only the call costs time
@@ -85,11 +82,6 @@ def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
             scores = padded = lengths[index] ** 2
         blocks[-1].append(index)
     return blocks
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    """Return the configured head dimension, or the hidden size divided by the number of heads."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def packed_attention(

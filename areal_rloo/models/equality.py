@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from areal_rloo.errors import ModelError
-from areal_rloo.models.attention import PackedLayout, head_dim
+from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.files import model_folder, reading_model
 from areal_rloo.models.folder import check_trainable
 from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
+from areal_rloo.models.sizes import Sizes
 
 _LENGTHS = [21, 5, 13]  # longer and shorter than the window
 _WINDOW = 8
@@ -83,8 +84,9 @@ def compare(model: PreTrainedModel) -> tuple[float, float]:
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     """Copy a config with few layers of each type, few heads, short windows and a small vocabulary."""
     small: Any = copy.deepcopy(config)
-    size, heads = head_dim(config), config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = Sizes.of(config.to_dict())
+    assert sizes is not None, "the learner trains families whose config.json has all sizes"
+    heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     small.vocab_size = _VOCABULARY
     small.num_hidden_layers = _NUM_LAYERS
     small.num_attention_heads = 4

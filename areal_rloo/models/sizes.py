@@ -14,12 +14,15 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }  # names of some families
-_TIED = ("gemma", "gemma2", "gemma3_text", "smollm3", "cohere2", "starcoder2")  # unless config.json says otherwise
+_TIED = (  # unless config.json says otherwise
+    *("gemma", "gemma2", "gemma3_text", "vaultgemma", "smollm3", "cohere", "cohere2", "starcoder2", "ernie4_5"),
+)
+_UNGATED = ("arcee", "gpt_neox", "nanochat", "phi", "starcoder2")  # their MLP is two matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The dimensions of a decoder-only model with gated MLPs."""
+    """The dimensions of a decoder-only model."""
 
     vocab_size: int
     hidden_size: int
@@ -29,6 +32,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     tied: bool
+    gated: bool = True  # the MLP
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
@@ -47,7 +51,8 @@ class Sizes:
         }
         sizes = {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
         tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
-        return cls(**sizes, tied=bool(tied)) if len(sizes) == len(found) else None
+        gated = config.get("model_type") not in _UNGATED
+        return cls(**sizes, tied=bool(tied), gated=gated) if len(sizes) == len(found) else None
 
     @classmethod
     def of_tiny(cls, tiny: TinyModelConfig) -> Sizes:
@@ -66,7 +71,7 @@ class Sizes:
             "k_proj": (kv, hidden),
             "v_proj": (kv, hidden),
             "o_proj": (hidden, heads),
-            "gate_proj": (inner, hidden),
+            **({"gate_proj": (inner, hidden)} if self.gated else {}),
             "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),
         }

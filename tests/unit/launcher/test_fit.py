@@ -15,6 +15,7 @@ from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate
+from areal_rloo.models.folder import TRAINED_FAMILIES
 from areal_rloo.models.sizes import SHIPPED, Sizes
 
 REPO = Path(__file__).resolve().parents[3]
@@ -150,7 +151,7 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     assert {spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.processes} == {"0"}
     assert "2 processes, 1 of 1 GPUs" in as_table(plan, placement)
     words = memory_words(config, hosts, SMALL)
-    assert words.endswith("of a GPU's 74.5 GiB; learner and engine share the devices side by side")
+    assert "of a GPU's 74.5 GiB; learner and engine share the devices side by side; an engine has about" in words
 
 
 def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
@@ -218,7 +219,7 @@ def test_without_room_for_a_cache_learner_and_engine_take_turns(gigabytes: int, 
     assert config.rollout.share_devices == way
     parts = estimate(SMALL, config)
     if way == "in_turns":
-        assert memory_words(config, hosts, SMALL).endswith("learner and engine share the devices in turns")
+        assert "; learner and engine share the devices in turns; " in memory_words(config, hosts, SMALL)
         in_a_step = sum(parts.pop(part) for part in ("gradients", "activations", "logits"))
         assert in_a_step > 2**30
         # During a step, the engine has no cache. The overhead is a guess, so a learner that may just fit is accepted.
@@ -285,7 +286,7 @@ def test_the_sizes_count_the_parameters_of_a_model(tiny_folders: dict[str, Path]
     assert sizes.matrices == weights
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "starcoder2"])  # without gates
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name]["model_type"] in TRAINED_FAMILIES])
 def test_the_sizes_count_the_parameters_of_a_family(name: str, tmp_path: Path) -> None:
     """Read config.json as transformers writes it, and as older versions write it, without the default of ties."""
     model = save_family(name, tmp_path)
@@ -298,7 +299,8 @@ def test_the_sizes_count_the_parameters_of_a_family(name: str, tmp_path: Path) -
         sizes = Sizes.of(read)
         assert sizes is not None
         assert sizes.num_parameters == sum(p.numel() for p in matrices.values())
-        assert sizes.num_adapted(3, tuple(targets)) == 3 * sides
+        if sizes.gated:  # the others have names of their own
+            assert sizes.num_adapted(3, tuple(targets)) == 3 * sides
     assert Sizes.of(config | {"tie_word_embeddings": not model.config.tie_word_embeddings}).tied != sizes.tied
 
 
@@ -322,3 +324,33 @@ def test_every_model_of_a_shipped_config_is_known_before_the_download() -> None:
 @pytest.mark.parametrize("config", [{}, {"hidden_size": 8, "num_attention_heads": 0}, {"hidden_size": "8"}])
 def test_a_config_without_a_size_has_none(config: dict[str, object]) -> None:
     assert Sizes.of(config) is None
+
+
+# -- the engine's cache in words ---------------------------------------------------------------------------------------
+
+
+def _room(config: Config, hosts: list[Host], model: Sizes = SMALL) -> tuple[float, int]:
+    words = re.search(
+        r"an engine has about ([\d.]+) GiB for a cache, (\d+) completions of ", memory_words(config, hosts, model)
+    )
+    assert words is not None
+    return float(words[1]), int(words[2])
+
+
+def test_the_words_give_an_engines_room_for_its_cache() -> None:
+    hosts = _hosts(2, 80)
+    config = resolved(_config("rollout.engine=sglang"), hosts, SMALL)
+    weights, each = 2 * SMALL.num_parameters, 2 * SMALL.cache_numbers * config.context_tokens
+    room = hosts[0].gpu_bytes - weights - OVERHEAD_BYTES
+    assert _room(config, hosts) == (pytest.approx(room / GIB, abs=0.05), room // each)
+    shared = resolved(_config("rollout.engine=sglang"), _hosts(1, 80), SMALL)
+    assert shared.rollout.share_devices == "side_by_side"
+    assert _room(shared, _hosts(1, 80)) == (
+        pytest.approx((room - _needed(shared)) / GIB, abs=0.05),
+        (room - _needed(shared)) // each,
+    )
+
+
+def test_an_embedded_engine_has_no_more_cache_than_its_option_says() -> None:
+    config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=20000"), _hosts(2, 80), SMALL)
+    assert _room(config, _hosts(2, 80))[1] == 20_000 // config.context_tokens
