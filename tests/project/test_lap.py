@@ -23,6 +23,7 @@ BESIDE = (
         "models/head.py",
         "models/capped_attention.py",
         "models/device.py",
+        "models/sizes.py",
         "config/",
         "decoding.py",
     ),
