@@ -90,9 +90,9 @@ def launcher_mistakes(launcher: LauncherConfig) -> Iterator[str]:
     """Check dependent options; give the text of each error."""
     slurm, container = launcher.slurm, launcher.container
     for name in ("memory_per_host", "memory_per_gpu"):
-        if 0 < getattr(launcher, name) < 2**30:
+        if 0 < getattr(launcher, name) < 2**20:
             yield (
-                f"launcher.{name}: expected bytes, at least 1073741824 (1 GiB), or 0 for all, got "
+                f"launcher.{name}: expected bytes, at least 1048576, or 0 for all, got "
                 f"{getattr(launcher, name)}; 24 GB are 24000000000"
             )
     if slurm.time_limit is not None and not _TIME.fullmatch(slurm.time_limit):

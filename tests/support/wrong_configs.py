@@ -113,9 +113,9 @@ BY_HAND = [
     ("learner.num_replicas=3", "learner.num_replicas: expected a divisor of learner.num_ranks=1"),
     (
         "launcher.memory_per_gpu=24",
-        "launcher.memory_per_gpu: expected bytes, at least 1073741824 (1 GiB), or 0 for all",
+        "launcher.memory_per_gpu: expected bytes, at least 1048576, or 0 for all",
     ),
-    ("launcher.memory_per_host=64000", "launcher.memory_per_host: expected bytes, at least 1073741824 (1 GiB)"),
+    ("launcher.memory_per_host=64000", "launcher.memory_per_host: expected bytes, at least 1048576"),
     ("launcher.num_hosts=100000", "launcher.num_hosts: expected int <= 1024"),
     ("launcher.gpus_per_host=1000000000", "launcher.gpus_per_host: expected int <= 4096"),
     ("launcher.slurm.num_seeds=1000000", "launcher.slurm.num_seeds: expected int <= 4096"),
