@@ -13,7 +13,7 @@ from areal_rloo.models.sizes import SHIPPED, Sizes
 SHAPES = {
     "0.5b": SHIPPED["Qwen/Qwen2.5-0.5B-Instruct"],
     "1.5b": SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"],
-    "small": Sizes(1024, 64, 192, 2, 4, 2, 16, tied=True),  # to try a benchmark out
+    "small": Sizes(1024, 64, 192, 2, 4, 2, 16, tied=True, gated=True),  # to try a benchmark out
 }
 
 

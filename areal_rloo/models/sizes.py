@@ -32,7 +32,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     tied: bool
-    gated: bool = True  # the MLP
+    gated: bool  # the MLP
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
@@ -59,7 +59,9 @@ class Sizes:
         """Give the sizes of the built-in model."""
         hidden, heads = tiny.hidden_size, tiny.num_heads
         inner, head_dim = 3 * hidden, hidden // heads
-        return cls(_TINY_VOCABULARY, hidden, inner, tiny.num_layers, heads, tiny.num_kv_heads, head_dim, tied=True)
+        return cls(
+            _TINY_VOCABULARY, hidden, inner, tiny.num_layers, heads, tiny.num_kv_heads, head_dim, tied=True, gated=True
+        )
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -102,8 +104,8 @@ class Sizes:
 
 
 SHIPPED = {
-    "Qwen/Qwen2.5-0.5B-Instruct": Sizes(151_936, 896, 4_864, 24, 14, 2, 64, tied=True),
-    "Qwen/Qwen2.5-1.5B-Instruct": Sizes(151_936, 1_536, 8_960, 28, 12, 2, 128, tied=True),
-    "Qwen/Qwen3-8B": Sizes(151_936, 4_096, 12_288, 36, 32, 8, 128, tied=False),
+    "Qwen/Qwen2.5-0.5B-Instruct": Sizes(151_936, 896, 4_864, 24, 14, 2, 64, tied=True, gated=True),
+    "Qwen/Qwen2.5-1.5B-Instruct": Sizes(151_936, 1_536, 8_960, 28, 12, 2, 128, tied=True, gated=True),
+    "Qwen/Qwen3-8B": Sizes(151_936, 4_096, 12_288, 36, 32, 8, 128, tied=False, gated=True),
 }
 """The models of the shipped configs, for a plan before the first download."""

@@ -20,7 +20,7 @@ from areal_rloo.models.sizes import SHIPPED, Sizes
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"]
-LARGE = Sizes(152_064, 3_584, 18_944, 28, 28, 4, 128, tied=False)  # 7B
+LARGE = Sizes(152_064, 3_584, 18_944, 28, 28, 4, 128, tied=False, gated=True)  # 7B
 
 
 def _hosts(gpus: int, gigabytes: int, num: int = 1) -> list[Host]:
