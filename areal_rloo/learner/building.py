@@ -29,11 +29,15 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
     ranks, learner, settings = ranks or Ranks(), config.learner, config.model.reference
     offload = learner.offload == "parameters"
     sharding = Sharding.over(ranks, device, replicas=learner.num_replicas, offload=offload)
+    reference, paths = None, [model_path]
+    if settings is not None and config.algorithm.kl.coefficient > 0 and settings.path != "initial":
+        paths.append(settings.path)
+    if ranks.rank == 0:
+        for path in dict.fromkeys(paths):
+            check_equality(path, context_tokens=config.context_tokens)
     policy = _policy(model_path, config, device=device, ranks=ranks, sharding=sharding, trained=True)
-    reference = None
     if settings is not None and config.algorithm.kl.coefficient > 0:
-        path = model_path if settings.path == "initial" else settings.path
-        frozen = _policy(path, config, device=device, ranks=ranks, sharding=sharding, trained=False)
+        frozen = _policy(paths[-1], config, device=device, ranks=ranks, sharding=sharding, trained=False)
         own, other = policy.causal.config.vocab_size, frozen.causal.config.vocab_size
         if own != other:
             raise ModelError(
@@ -51,8 +55,6 @@ def _policy(
 ) -> Policy:
     """Load a policy; in shards, rank 0 loads the whole weights and spreads them over empty models."""
     dtype = computation_dtype(config.model)
-    if ranks.rank == 0:
-        check_equality(path, context_tokens=config.context_tokens)
     whole = load_policy(path, device=device if sharding is None else torch.device("cpu")) if ranks.rank == 0 else None
     causal = whole if whole is not None and sharding is None else empty_policy(path)
     reference, lora = config.model.reference, config.learner.lora
