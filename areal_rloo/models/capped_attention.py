@@ -28,12 +28,16 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: i
         places = range(start, min(start + chunk, longest))
         visible = visible_keys(places, window, q.device)
         q_part, k_part, v_part = q[:, :, start : places.stop], k[:, :, : places.stop], v[:, :, : places.stop]
-        part: Tensor = checkpoint(_chunk, q_part, k_part, v_part, visible, scale, cap, use_reentrant=False)
+        part: Tensor = checkpoint(capped_chunk, q_part, k_part, v_part, visible, scale, cap, use_reentrant=False)
         parts.append(part)
     return torch.cat(parts, dim=2)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float) -> Tensor:
+def capped_chunk(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float) -> Tensor:
+    """Map [num_sequences, num_heads, num_queries, head_dim] to the same shape; `k` and `v` may have fewer heads.
+
+    `visible` is [num_queries, num_keys] bool.
+    """
     if q.shape[1] != k.shape[1]:
         k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)

@@ -30,7 +30,7 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
     *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gpt_neox", "helium", "hunyuan_v1_dense", "internlm3"),
     *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
 )
-_ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
@@ -120,10 +120,10 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
                 f"{shown(longest)} tokens; expected sequences of at most as many, got up to {context_tokens} "
                 "(data.max_prompt_tokens and rollout.sampling.max_new_tokens); shorten them, or take another model"
             )
-        if kind not in _ROTARY:
+        if kind not in ROTARY_TYPES:
             raise ModelError(
                 f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
-                f"config.json); expected {', '.join(_ROTARY)}: with the others, a token's logprob depends on the "
+                f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
                 "length of the row; take another model"
             )
 

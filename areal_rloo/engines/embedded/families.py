@@ -18,12 +18,12 @@ from transformers import PretrainedConfig
 
 from areal_rloo.errors import ModelError, shown
 from areal_rloo.models.files import reading_model
+from areal_rloo.models.folder import ROTARY_TYPES
 from areal_rloo.models.sizes import Sizes
 
 Switches = dict[str, Any]
 Activation = Callable[[Tensor], Tensor]
 
-_ROTARY = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -111,11 +111,11 @@ def _check_rotary(path: Path, switches: Switches) -> None:
     for parameters in (rotary.parameters for rotary in switches["rotary"] if rotary.parameters is not None):
         by_type = any(isinstance(value, dict) for value in parameters.values())
         kind = parameters if by_type else parameters.get("rope_type", "default")
-        if kind not in _ROTARY:
+        if kind not in ROTARY_TYPES:
             raise _refused(
                 path,
                 f"has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in config.json); "
-                f"expected {', '.join(_ROTARY)}: with the others, the angles depend on the length of the row",
+                f"expected {', '.join(ROTARY_TYPES)}: with the others, the angles depend on the length of the row",
             )
     if switches["rotary_dim"] % 2:
         raise _refused(path, f"rotates {switches['rotary_dim']} numbers of a head; expected an even number")

@@ -23,8 +23,8 @@ from areal_rloo.engines.embedded.cache import Block, Cache, CacheRow
 from areal_rloo.engines.embedded.families import Architecture
 from areal_rloo.engines.embedded.parameters import Layer, Parameters, Projection
 from areal_rloo.models.attention import PackedLayout
-from areal_rloo.models.capped_attention import attend_capped
-from areal_rloo.models.head import head_product
+from areal_rloo.models.capped_attention import attend_capped, capped_chunk, visible_keys
+from areal_rloo.models.head import LogitForm, head_product
 
 _SHORT_TOKENS = 128  # shorter segments attend together, padded to the longest
 _CAPPED_TOKENS = 512  # whose scores with a cap are in memory at the same time
@@ -224,13 +224,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, a: Architec
     scale, shared = a.attention_scale, a.num_heads // a.num_kv_heads
     if a.attention_cap is not None:
         assert visible is not None, "scores with a cap need a mask"
-        mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
-        keys, values = (part.repeat_interleave(shared, dim=1) for part in (k.transpose(2, 3), v))
-        parts = zip(q.split(_CAPPED_TOKENS, dim=2), mask.split(_CAPPED_TOKENS), strict=True)
-        out = torch.cat(
-            [attend_capped(part, keys, values, seen, scale=scale, cap=a.attention_cap) for part, seen in parts],
-            dim=2,
-        )
+        parts = zip(q.split(_CAPPED_TOKENS, dim=2), visible.split(_CAPPED_TOKENS), strict=True)
+        out = torch.cat([capped_chunk(part, k, v, seen, scale, a.attention_cap) for part, seen in parts], dim=2)
     elif visible is None or shared == 1:
         causal = visible is None
         out = F.scaled_dot_product_attention(
@@ -250,12 +245,9 @@ def _visible(start: int, end: int, window: int | None, device: torch.device, *, 
 
     None if the attention is causal without a mask, unless `masked`.
     """
-    if window is None or window >= end:
-        window = end
-        if start == 0 and not masked:
-            return None
-    behind = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)
-    return (behind >= 0) & (behind < window)
+    if (window is None or window >= end) and start == 0 and not masked:
+        return None
+    return visible_keys(range(start, end), window, device)
 
 
 def _embedded(tokens: Tensor, parameters: Parameters) -> Tensor:
@@ -267,10 +259,8 @@ def _embedded(tokens: Tensor, parameters: Parameters) -> Tensor:
 def _logits(hidden: Tensor, parameters: Parameters) -> Tensor:
     """Map [num_tokens, hidden_size] float32 to [num_tokens, vocab_size]."""
     a = parameters.architecture
-    logits = head_product(_input(hidden, parameters.final_norm, parameters), parameters.head)
-    if a.logit_scale != 1:
-        logits = logits * a.logit_scale
-    return logits if a.logit_cap is None else a.logit_cap * torch.tanh(logits / a.logit_cap)
+    products = head_product(_input(hidden, parameters.final_norm, parameters), parameters.head)
+    return LogitForm(scale=a.logit_scale, cap=a.logit_cap).logits(products)
 
 
 def normed(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
