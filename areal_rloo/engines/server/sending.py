@@ -39,7 +39,7 @@ class ServerState:
         num_discards: counts how often all output under way became useless, and is discarded.
         exclusive: held by an update, and while flights are called back; both have deadlines, so health checks pause.
         paused: the server is paused for new weights, or is about to be, or the flights are called back.
-        suspicious: a connection broke, and no health check has succeeded since.
+        suspicious: a connection broke or the server failed, and no health check has succeeded since.
         hung: why the connection is given up.
         num_answers: number of answers with a token.
         overdue: number of requests that were aborted because they took too long.
@@ -237,6 +237,7 @@ class Sending:
         except ServerRefusedError as error:
             if error.status < 500:
                 raise
+            state.suspicious = True  # an API server outlives its engine for a moment, and refuses every try
             raise EngineError(str(error)) from error
         state.num_answers += bool(output.tokens)
         state.retractions += output.preempted

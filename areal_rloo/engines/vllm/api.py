@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
-from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
+from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
 from areal_rloo.engines.server.flights import Flight, Output
 from areal_rloo.engines.vllm.capabilities import (
     TESTED_VERSION,
@@ -21,7 +21,6 @@ from areal_rloo.engines.vllm.completions import body_of, read_output
 from areal_rloo.engines.vllm.weights import VLLMWeights
 from areal_rloo.errors import EngineError
 
-_DEAD = "EngineCore encountered an issue"  # of vLLM's EngineDeadError
 _PREFIX = "generate-tokens-"  # vLLM puts this before the id of a request
 
 
@@ -81,12 +80,7 @@ class VLLMApi:
     async def generate(
         self, flight: Flight, *, cache_name: str, sent_version: int, mode: UpdateMode, vocab_size: int
     ) -> Output:
-        try:
-            answer = await self.client.ask("/inference/v1/generate", body_of(flight, cache_name), timeout_s=None)
-        except ServerRefusedError as error:
-            if error.status == 500 and _DEAD in error.words:  # the API server answers for a while longer
-                raise ServerGoneError(error.words) from error
-            raise
+        answer = await self.client.ask("/inference/v1/generate", body_of(flight, cache_name), timeout_s=None)
         spans = self.capabilities.weight_versions
         return read_output(answer, sent_version=sent_version, spans=spans, vocab_size=vocab_size)
 

@@ -1,20 +1,13 @@
 """vLLM's requests and answers: a flight as a body, and an answer as an output."""
 
-import asyncio
 import math
-import re
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
-from support.server_support import VLLM_CAPABILITIES
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.server.flights import Flight, Output
-from areal_rloo.engines.vllm.api import VLLMApi
 from areal_rloo.engines.vllm.completions import body_of, read_output
 from areal_rloo.errors import EngineError
 
@@ -108,33 +101,3 @@ def test_only_the_stop_tokens_of_the_request_end_a_completion() -> None:
     assert "seed" not in params
     greedy = body_of(_flight(greedy=True, temperature=0.7), "n-0")["sampling_params"]
     assert (greedy["temperature"], greedy["top_k"]) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("EngineCore encountered an issue. See stack trace (above) for the root cause.", ServerGoneError),
-        ("list index out of range", ServerRefusedError),
-    ],
-)
-def test_an_answer_for_a_dead_engine_is_no_refusal(message: str, expected: type[EngineError]) -> None:
-    """The API server outlives the engine for a moment; its answers must not fail the requests."""
-
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": message, "code": 500}}, status=500)
-
-    async def scenario() -> None:
-        application = web.Application()
-        application.router.add_post("/inference/v1/generate", refuse)
-        async with TestServer(application) as server:
-            client = ServerClient(str(server.make_url("")), api_key=None)
-            api = VLLMApi(client, VLLM_CAPABILITIES)
-            request = GenerationRequest("r", (1, 2), SamplingParameters(max_new_tokens=3))
-            flight = Flight(request, Future(), 0)
-            try:
-                with pytest.raises(expected, match=re.escape(message)):
-                    await api.generate(flight, cache_name="c", sent_version=1, mode="in_place", vocab_size=100)
-            finally:
-                await client.close()
-
-    asyncio.run(scenario())
