@@ -27,6 +27,9 @@ NO_SPANS: Final = object()
 """Stands for the `weight_versions` of a server that gives none; None is an invalid answer."""
 
 
+End = Literal["stop", "length", "cut"]
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """The checked output of an HTTP request; three lists of the same length.
@@ -43,7 +46,7 @@ class Output:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
-    end: Literal["stop", "length", "cut"]
+    end: End
     overtaken: bool = False
     cached_tokens: int = 0
     preempted: int = 0
@@ -119,7 +122,8 @@ def checked_output(
     tokens: Sequence[int],
     logprobs: Sequence[float],
     *,
-    end: Literal["stop", "length", "cut"],
+    logprobs_of: Sequence[int],
+    reason: object,
     spans: object,
     sent_version: int,
     late_tokens: bool,
@@ -138,16 +142,22 @@ def checked_output(
 
     Args:
         tokens: ids.
-        logprobs: of these tokens.
-        end: why the output ended.
+        logprobs: as many as ids.
+        logprobs_of: the ids that the answer names beside the logprobs.
+        reason: the answer's finish_reason; after an abort, the output is cut.
         spans: the answer's `weight_versions`, or NO_SPANS if the server gives none.
         sent_version: the server's version when the request was sent.
         late_tokens: see above.
         vocab_size: token ids are smaller.
 
     Raises:
-        EngineError: a number is not finite, an id is outside the vocabulary, or the spans do not cover the tokens.
+        EngineError: tokens and logprobs do not match, the reason is unknown, a number is not finite, an id is outside
+            the vocabulary, or the spans do not cover the tokens.
     """
+    if list(logprobs_of) != list(tokens):
+        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
     for token, logprob in zip(tokens, logprobs, strict=True):
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise EngineError(f"expected token ids below {vocab_size}, got {token}")
@@ -161,7 +171,9 @@ def checked_output(
     overtaken = bool(versions) and versions[0] > sent_version
     if spans is not NO_SPANS and late_tokens and versions:
         versions = [min(sent_version, versions[0]), *versions[:-1]]
-    return Output(tokens[:known], logprobs[:known], versions, "cut" if known < len(tokens) else end, overtaken)
+    end: End = "stop" if reason == "stop" else "length"
+    cut = known < len(tokens) or reason == "abort"
+    return Output(tokens[:known], logprobs[:known], versions, "cut" if cut else end, overtaken)
 
 
 def versions_of(spans: object, num_tokens: int) -> list[int]:

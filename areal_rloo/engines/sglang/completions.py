@@ -70,19 +70,17 @@ def read_output(
         meta = answer["meta_info"]
         tokens, triples, reason = answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
         logprobs = [triple[0] for triple in triples]
-        same = [triple[1] for triple in triples] == list(tokens)
+        logprobs_of = [triple[1] for triple in triples]
+        tokens = list(tokens)
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(
             f"expected output_ids, output_token_logprobs and finish_reason, got {shortened(repr(answer))}"
         ) from error
-    if not same:
-        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
     output = checked_output(
         tokens,
         logprobs,
-        end="cut" if reason == "abort" else reason,
+        logprobs_of=logprobs_of,
+        reason=reason,
         spans=meta.get("weight_versions") if spans else NO_SPANS,
         sent_version=sent_version,
         late_tokens=late_tokens,

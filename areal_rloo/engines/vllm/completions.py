@@ -59,23 +59,21 @@ def read_output(answer: dict[str, Any], *, sent_version: int, spans: bool, vocab
         (choice,), usage = answer["choices"], answer["usage"]
         tokens, content, reason = choice["token_ids"], choice["logprobs"]["content"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in content]
-        same = [entry["token_id"] for entry in content] == list(tokens)
+        logprobs_of = [entry["token_id"] for entry in content]
+        tokens = list(tokens)
         details = usage.get("prompt_tokens_details")
         cached = details["cached_tokens"] if details else usage["prompt_tokens"]  # unknown: perhaps all
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(
             f"expected token_ids, logprobs and finish_reason of a choice, got {shortened(repr(answer))}"
         ) from error
-    if not same:
-        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
     if _CLAMPED in logprobs:
         raise EngineError("a logprob is not a finite number: the server's weights or logits are not finite")
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
     output = checked_output(
         tokens,
         logprobs,
-        end="cut" if reason == "abort" else reason,
+        logprobs_of=logprobs_of,
+        reason=reason,
         spans=choice.get("weight_versions") if spans and tokens else NO_SPANS,
         sent_version=sent_version,
         late_tokens=False,
