@@ -76,7 +76,7 @@ class DataError(UserError):
 
 
 class SourceError(DataError):
-    """A task refuses an option of its source. The text begins with the option; the caller puts the source's key before.
+    """A task refuses an option of its source. The text begins with the option; the caller puts the source key before.
 
     So `parameters.size: expected ...` becomes `data.train.1.parameters.size: expected ...`.
     """

@@ -262,7 +262,8 @@ def remove_abandoned(*parents: Path) -> None:
                 _opened(_LOCK, os.O_RDWR | os.O_NONBLOCK, inside) as lock,
             ):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the process lives
-                _remove_from(inside, folder)
+                if os.fstat(lock).st_nlink:  # else another process removed this lock, and the next lock is not ours
+                    _remove_from(inside, folder)
 
 
 @contextlib.contextmanager

@@ -274,7 +274,7 @@ class WorkerProtocol:
     def is_deaf(self) -> bool:
         """Return True, once, if the heartbeats of `heartbeat_timeout_s` have no answer: connect anew.
 
-        A connection can be dead for ever without a sign: libzmq gives up after a violation of its own protocol.
+        A connection can be dead for ever without a sign: libzmq gives up after a violation of the ZeroMQ protocol.
         """
         if self._num_unanswered <= self._most_unanswered:
             return False

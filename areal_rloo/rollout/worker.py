@@ -4,8 +4,8 @@
     weight notices ─► receiver ─► engine, between two decode steps
 
 `protocol.py` decides which messages to send and which duties to start or to cancel. This module connects the decisions
-to the wire, the engine, the episodes and the receiver. Nothing blocks the loop: each episode is a task that awaits its
-engine and its reward.
+to the wire, the engine, the episodes and the receiver. Nothing blocks the loop: each episode is a task that awaits the
+engine and the reward.
 """
 
 from __future__ import annotations

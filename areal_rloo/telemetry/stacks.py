@@ -1,4 +1,4 @@
-"""Show where a process stands: the stacks of all threads, and of all unfinished tasks of all its event loops.
+"""Show where a process stands: the stacks of all threads, and of all unfinished tasks of all event loops.
 
 `kill -USR2 <pid>` writes both to the log of the process. The stacks of threads come at once, even if a call never
 returns to Python. Those of tasks come as soon as the main thread executes Python again. Every program of the package

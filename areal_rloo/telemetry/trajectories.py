@@ -54,7 +54,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[int]  # numbers of tokens by the policy and by others (tools, users), in turn; empty: all by the policy
     reward: float | None  # None: dropped without one
     reward_parts: dict[str, float]
-    advantage: float | None  # mean over its tokens in the loss; None: not trained
+    advantage: float | None  # mean over the tokens in the loss; None: not trained
     advantages: list[float] = []  # by token; empty if all are equal
     staleness: int | None  # of the stalest token when trained on
     num_masked_tokens: int = 0  # past the staleness bound, so out of the loss

@@ -189,6 +189,27 @@ def test_a_shared_folder_is_never_removed_under_a_process(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_lock_of_a_removed_folder_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEMORY", tmp_path)
+    path, lock, joined = tmp_path / "areal_rloo-test", fcntl.flock, []
+    path.mkdir(mode=0o700)
+    (path / "lock").touch()  # of a dead process
+
+    def late_lock(descriptor: int, operation: int) -> None:
+        """Give the old lock only after another process has removed it and a third one has joined the folder."""
+        if operation & fcntl.LOCK_EX and not joined:
+            (path / "lock").unlink()
+            joined.append(SharedFolder("test"))
+            os.close(joined[0].open("file"))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    remove_abandoned(tmp_path)
+    assert sorted(file.name for file in path.iterdir()) == ["file", "lock"]
+    joined[0].close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_shared_folder_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_MEMORY", tmp_path)
     monkeypatch.setattr(files, "_REMOVAL_S", 0.05)

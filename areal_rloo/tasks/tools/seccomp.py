@@ -81,7 +81,7 @@ RULED: Mapping[str, _Ruled] = {
     "fcntl": ((72, 25), (Test(2, _WHOLE, (0, 1, 2, 3, 4, 1030)),)),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX: requests of Python for each open file.
     "ioctl": ((16, 29), (Test(2, _WHOLE, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),)),
-    # Reading its own limits: process 0, and no new value (a null pointer of two words).
+    # Reading the limits of the process itself: process 0, and no new value (a null pointer of two words).
     "prlimit64": ((302, 261), (Test(0, _WHOLE, (0,)), Test(4, _WHOLE, (0,)), Test(5, _WHOLE, (0,)))),
 }
 THREADS: Mapping[str, _Ruled] = {

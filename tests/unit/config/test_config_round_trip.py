@@ -44,6 +44,7 @@ RELATED = {
         "arguments",
     ),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
+    *("memory_per_host", "memory_per_gpu"),
 }
 TREACHEROUS = [
     "1e-6",
