@@ -44,7 +44,11 @@ class LoraConfig(Section, frozen=True):
 
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' product is scaled by alpha / rank
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] | None = None  # names of linear layers; null: all but the head
+
+    def adapts(self, name: str) -> bool:
+        """Return True if the linear layers of this name get adapters."""
+        return self.targets is None or name in self.targets
 
 
 class LearnerConfig(Section, frozen=True):

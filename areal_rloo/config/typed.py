@@ -138,9 +138,10 @@ def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
     close = difflib.get_close_matches(key, hints, n=1, cutoff=0.7)
     if close:
         return f"did you mean '{close[0]}'?"
-    elsewhere = next((path for path in hints_of(Config) if path.rpartition(".")[2] == key), None)
-    if elsewhere is not None:
-        return f"did you mean '{elsewhere}'?"
+    elsewhere = [path for path in hints_of(Config) if path.rpartition(".")[2] == key]
+    if elsewhere:
+        likely = sorted(elsewhere, key=lambda path: path.startswith("model.tiny."))  # last: no model of a user
+        return f"did you mean {' or '.join(map(repr, likely))}?"
     return f"expected one of {', '.join(hints)} in {parent or 'the top level'}"
 
 

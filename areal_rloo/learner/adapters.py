@@ -21,7 +21,7 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.errors import ModelError
 from areal_rloo.files import use_umask
 from areal_rloo.learner.parallel.sharding import local, with_product
-from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_targets
 
 _ADAPTER = "default"  # the adapter name in peft
 _ROWS = 256  # of a weight, compared at once: of whole matrices the copies would have 34 bytes a number
@@ -43,18 +43,14 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
         import peft  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ModelError("learner.lora: needs peft; pip install 'areal_rloo[peft]'") from error
-    targets = list(lora.targets)
     head = causal.get_output_embeddings()  # the head weight is used directly, not through an adapter
     known = {
         name.rsplit(".", 1)[-1]
         for name, module in causal.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    if not targets or not known.issuperset(targets):
-        raise ModelError(
-            f"learner.lora.targets: expected names of linear layers ({', '.join(sorted(known))}), "
-            f"got {', '.join(sorted(set(targets) - known)) or 'none'}"
-        )
+    check_targets(lora, known)
+    targets = sorted(filter(lora.adapts, known))
     settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
     peft.inject_adapter_in_model(settings, causal, adapter_name=_ADAPTER)
 
@@ -111,7 +107,7 @@ def write_adapters(folder: Path, adapters: dict[str, Tensor], lora: LoraConfig, 
     settings: Any = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(lora.targets),
+        target_modules=sorted({name.rsplit(".", 3)[-3] for name in adapters}),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,

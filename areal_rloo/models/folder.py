@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from areal_rloo.config import LoraConfig
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
 from areal_rloo.files import open_regular, read_regular
@@ -32,6 +33,7 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
 )
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -108,11 +110,17 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
             f"{key}: {path} is a {shown(family)} model; the learner trains dense decoder-only models of text: "
             f"{', '.join(TRAINED_FAMILIES)}; take such a model"
         )
+    window = config.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ModelError(
+            f"{key}: {path} has sliding_window {shown(window)} in config.json; expected a number of tokens, at least "
+            "1, or null; take another model"
+        )
     for rotary in rotary_options(config):
         kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
-        longest = config.get("original_max_position_embeddings")
         if isinstance(rotary, dict) and kind == "longrope":
-            longest = rotary.get("original_max_position_embeddings", longest)
+            limits = [place.get("original_max_position_embeddings") for place in (rotary, config)]
+            longest = min((limit for limit in limits if isinstance(limit, int)), default=None)
             if isinstance(longest, int) and context_tokens <= longest:
                 continue  # as long as no sequence of a row is longer, all have the same angles
             raise ModelError(
@@ -129,13 +137,21 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
 
 
 def rotary_options(config: Mapping[str, Any]) -> list[Any]:
-    """Return the rotary options of a config.json, one for each type of layer that has its own; not checked.
+    """Return all rotary options in a config.json, those of a type of layer too; not checked.
 
-    transformers reads the same of two keys.
+    Which of them transformers takes depends on the family and on other keys, so all of them have to be right.
     """
-    rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    by_layer = isinstance(rotary, dict) and bool(rotary) and all(isinstance(v, dict) for v in rotary.values())
-    return list(rotary.values()) if by_layer else [rotary]
+    found = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    return [
+        *found,
+        *(
+            inner
+            for rotary in found
+            if isinstance(rotary, dict)
+            for inner in rotary.values()
+            if isinstance(inner, dict)
+        ),
+    ]
 
 
 def check_weights(key: str, folder: Path) -> None:
@@ -151,6 +167,26 @@ def check_weights(key: str, folder: Path) -> None:
         )
     for file in _weight_files(key, folder):
         _header(key, file)
+
+
+def check_targets(lora: LoraConfig, known: Collection[str]) -> None:
+    """Raise ModelError if adapters go to layers that are not among the linear layers `known`."""
+    unknown = sorted(set(lora.targets or ()) - set(known))
+    if unknown or lora.targets == ():
+        raise ModelError(
+            f"learner.lora.targets: expected names of linear layers ({', '.join(sorted(known))}), got "
+            f"{', '.join(map(shown, unknown)) or 'none'}; leave the key out for all of them"
+        )
+
+
+def linear_layers(folder: Path) -> set[str]:
+    """Return the names of the linear layers in the decoder layers of a folder; raises ModelError as `check_weights`."""
+    return {
+        name.rsplit(".", 2)[-2]
+        for file in _weight_files("model.path", folder)
+        for name, tensor in _header("model.path", file).items()
+        if len(tensor.shape) == 2 and _IN_LAYER.search(name)
+    }
 
 
 def check_tokenizer(key: str, folder: Path) -> None:

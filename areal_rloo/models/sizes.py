@@ -89,10 +89,10 @@ class Sizes:
         layer = sum(rows * columns for rows, columns in self.matrices.values())
         return self.num_layers * layer + self.head * (1 if self.tied else 2)
 
-    def num_adapted(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of adapters of a rank on these layers, which may be fused in the checkpoint."""
+    def num_adapted(self, rank: int, targets: tuple[str, ...] | None) -> int:
+        """Parameters of adapters of a rank on these layers, which may be fused in the checkpoint; None: on all."""
         sides = 0
-        for name in targets:
+        for name in self.matrices if targets is None else targets:
             parts = [self.matrices[part] for part in _FUSED.get(name, (name,)) if part in self.matrices]
             sides += sum(rows for rows, _ in parts) + max((columns for _, columns in parts), default=0)
         return self.num_layers * rank * sides

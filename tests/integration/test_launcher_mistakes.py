@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
         (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
         (["--config", "quickstart.yaml", "learner.device=cuda"], "the plan needs 1 GPUs"),
         (["--config", "quickstart.yaml", "--fast"], "argument '--fast'"),
+        (["--config", "quickstart.yaml", "learner.lora.targets=[qkv_proj]"], "down_proj, gate_proj, k_proj"),
         (
             ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"],
             "rollout.sglang.python: expected a Python that has sglang, found none at /nowhere/python; run make sglang",

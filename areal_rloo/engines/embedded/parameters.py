@@ -166,7 +166,7 @@ class Parameters:
 
     def _adapter(self, prefix: str, sizes: Mapping[str, int], inputs: int) -> Adapter | None:
         lora = self._lora
-        parts = [name for name in sizes if lora is not None and name.rpartition(".")[2] in lora.targets]
+        parts = [name for name in sizes if lora is not None and lora.adapts(name.rpartition(".")[2])]
         if lora is None or not parts:
             return None
         down = torch.zeros(lora.rank * len(parts), inputs, device=self._device, dtype=self._dtype)

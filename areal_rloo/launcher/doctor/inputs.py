@@ -16,12 +16,15 @@ from areal_rloo.models.folder import (
     cached_folder,
     check_model_folder,
     check_served,
+    check_targets,
     check_tokenizer,
     check_trainable,
     check_weights,
     hub_cache,
+    linear_layers,
     num_parameters,
 )
+from areal_rloo.models.sizes import Sizes
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -79,7 +82,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
     """Check for complete, readable models of the policy and the reference, with a tokenizer."""
     for key, path in model_paths(situation.config):
         if path == "tiny":
-            yield ok(key, "tiny, made on first use")
+            yield from _check_tiny(key, situation.config)
             continue
         if not situation.runs_here and Path(path).is_absolute() and not Path(path).exists():
             yield unsure(key, f"{path}: not on this host", "make sure that all hosts of the run have it")
@@ -97,9 +100,20 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             yield refused(key, error, fix=f"set {key} to a Hugging Face model folder")
 
 
+def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
+    try:
+        if config.learner.lora is not None:
+            check_targets(config.learner.lora, Sizes.of_tiny(config.model.tiny).matrices)
+        yield ok(key, "tiny, made on first use")
+    except ModelError as error:
+        yield refused(key, error, fix="leave learner.lora.targets out")
+
+
 def _check_family(key: str, folder: Path, config: Config) -> None:
     """Raise ModelError if the learner cannot train the model, or the embedded engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
+    if key == "model.path" and config.learner.lora is not None:
+        check_targets(config.learner.lora, linear_layers(folder))
     if key == "model.path" and config.rollout.engine == "embedded":
         check_served(key, folder)
 

@@ -37,6 +37,8 @@ def test_an_unknown_section_is_refused_with_a_suggestion(tmp_path: Path) -> None
 
 
 def test_a_key_in_the_wrong_section_gets_the_right_section(tmp_path: Path) -> None:
+    both = "did you mean 'learner.optimizer.learning_rate' or 'model.tiny.warm_start.learning_rate'?"
+    assert both in refusal(write(tmp_path, "learning_rate: 1e-5"))
     assert "did you mean 'algorithm.loss.eps_low'?" in refusal(write(tmp_path, "algorithm: {eps_low: 0.2}"))
 
 

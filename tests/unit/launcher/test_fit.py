@@ -301,6 +301,7 @@ def test_the_sizes_count_the_parameters_of_a_family(name: str, tmp_path: Path) -
         assert sizes.num_parameters == sum(p.numel() for p in matrices.values())
         if sizes.gated:  # the others have names of their own
             assert sizes.num_adapted(3, tuple(targets)) == 3 * sides
+            assert sizes.num_adapted(3, None) >= 3 * sides  # more where the family fuses layers
     assert Sizes.of(config | {"tie_word_embeddings": not model.config.tie_word_embeddings}).tied != sizes.tied
 
 

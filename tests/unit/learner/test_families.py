@@ -30,7 +30,7 @@ from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models import folder
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.equality import compare, small_model
-from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_trainable
+from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_trainable, linear_layers
 from areal_rloo.models.loading import PACKED_ATTENTION, decoder_layers
 from areal_rloo.models.tiny import make_tiny_tokenizer
 
@@ -100,7 +100,7 @@ def test_adapters_of_a_family_have_the_gradient_of_transformers(name: str, tmp_p
     pytest.importorskip("peft", reason="the extra peft is not installed")
     save_family(name, tmp_path)
     targets = _linear_layers(name)
-    config = step_config(f"learner.lora={{rank: 4, alpha: 8, targets: [{', '.join(targets)}]}}")
+    config = step_config("learner.lora={rank: 4, alpha: 8}")  # on all linear layers
     rank, groups = build_rank(config, model_path=str(tmp_path), device=CPU), ragged_groups()
     rank.optimizer = torch.optim.SGD(rank.policy.parameters(), lr=0.0)
     rank.schedule = torch.optim.lr_scheduler.LambdaLR(rank.optimizer, lambda step: 1.0)
@@ -115,6 +115,12 @@ def test_adapters_of_a_family_have_the_gradient_of_transformers(name: str, tmp_p
             expected[layer] = 2 * by_weight[f"{layer}.weight"] @ down.detach().T
     assert len(given) == len(targets) * len(decoder_layers(rank.policy.causal))
     assert_same_gradient(given, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_linear_layers_of_a_folder_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    save_family(name, tmp_path)
+    assert sorted(linear_layers(tmp_path)) == _linear_layers(name)
 
 
 def _linear_layers(name: str) -> list[str]:

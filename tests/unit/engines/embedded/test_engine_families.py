@@ -141,6 +141,35 @@ def _assert_refused(folder: Path, words: str) -> None:
         pass
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_length_dependent_rope_beside_a_flat_option_is_refused(family: str, tmp_path: Path) -> None:
+    """transformers reads the options of each type of layer although an option stands beside them."""
+    save_family(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    plain = {"rope_type": "default", "rope_theta": 1000.0}
+    dynamic = {**plain, "rope_type": "dynamic", "factor": 4.0}
+    mixed = {"full_attention": dynamic, "sliding_attention": plain, "rope_theta": 1000.0}
+    for options in ({"rope_parameters": mixed}, {"rope_parameters": plain, "rope_scaling": mixed}):
+        (tmp_path / "config.json").write_text(json.dumps(config | options))
+        _assert_not_trained(tmp_path, "rotary positions of type dynamic ")
+
+
+def test_the_shorter_of_two_original_lengths_counts(tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "longrope", "original_max_position_embeddings": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 64}))
+    _assert_not_trained(tmp_path, "other angles beyond 64 tokens")
+
+
+@pytest.mark.parametrize("window", [0, -1, "8"])
+def test_a_window_without_tokens_is_refused(window: object, tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
+    _assert_not_trained(tmp_path, "has sliding_window .*at least 1, or null")
+
+
 def test_longrope_is_trained_within_the_original_length(tmp_path: Path) -> None:
     """There, all sequences of a row have the same angles."""
     options = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.5] * 6, "long_factor": [9.0] * 6}
