@@ -55,6 +55,8 @@ def main() -> None:
         python = gpu_wheels.complete_python(arguments.wheels)
     except gpu_wheels.MissingError as error:
         sys.exit(f"error: {error}")
+    if arguments.device == "cuda" and (why := _sees_no_gpu(python)):
+        sys.exit(f"error: {why}; see nvidia-smi, or try the check out: --device cpu --small --output FOLDER")
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "gpu_check.json"
     results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
@@ -67,6 +69,14 @@ def main() -> None:
         print(f"--- {name}: {gpu_page.VERDICTS[gpu_page.verdict(results[name])]}", flush=True)
     print(f"page: {arguments.output / 'gpu_check.md'}")
     sys.exit(any(gpu_page.verdict(results[name]) == "failed" for name in arguments.parts))
+
+
+def _sees_no_gpu(python: str) -> str | None:
+    """Return why torch can use no GPU; None if it can."""
+    code = "import torch; torch.zeros(1, device='cuda')"
+    ended = subprocess.run([python, "-c", code], check=False, capture_output=True, text=True)
+    said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
+    return f"torch can use no GPU here: {said[0]}" if ended.returncode else None
 
 
 def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:

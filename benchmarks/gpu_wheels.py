@@ -11,6 +11,7 @@ folder.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -57,11 +58,18 @@ def complete_python(folder: Path) -> str:
     """Return a Python with all needed packages: this one, or that of an environment in the folder.
 
     Raises:
-        MissingError: a package is missing here and in the folder.
+        MissingError: a package is missing here and in the folder, or one is missing that only the machine can have.
     """
-    if not missing(sys.executable):
+    absent = missing(sys.executable)
+    if not absent:
         return sys.executable
-    place = folder / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if heavy := [name for name in absent if name in THERE]:
+        raise MissingError(
+            f"{sys.executable} has no {', '.join(heavy)}, which the wheels do not bring; take the Python that has them, "
+            "as in make gpu-check PYTHON=..."
+        )
+    beside = hashlib.sha256(sys.executable.encode()).hexdigest()[:8]  # each Python sees packages of its own
+    place = folder / f"python{sys.version_info.major}.{sys.version_info.minor}-{beside}"
     python = str(place / "bin" / "python")
     if not Path(python).exists():
         subprocess.run(

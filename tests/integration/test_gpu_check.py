@@ -58,12 +58,31 @@ def test_the_parts_run_on_a_cpu(tmp_path: Path, parts: tuple[str, ...], columns:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_failed_part_is_named_and_stops_no_other(tmp_path: Path) -> None:
-    code, page, results = _check(tmp_path, "--small", "--parts", "attention", "compiled")
-    assert (code, list(results)) == (1, ["attention", "compiled"])
+def test_a_machine_without_a_gpu_is_told_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "gpu_check.py"), "--output", str(tmp_path / "page")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
+    assert ended.stderr.startswith("error: torch can use no GPU here: ")
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_failed_part_is_named_and_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = """
+import os, sys
+cores = os.sched_getaffinity
+def fail(process):
+    if sys._getframe(1).f_code.co_name == "describe":  # of every part, at its beginning
+        raise OSError("broken")
+    return cores(process)
+os.sched_getaffinity = fail
+"""
+    (tmp_path / "sitecustomize.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, page, results = _check(tmp_path, *ON_CPU, "--parts", "attention", "engine")
+    assert (code, list(results)) == (1, ["attention", "engine"])
     for name, result in results.items():
         (failure,) = result["failures"]
-        assert "CUDA" in failure or "NVIDIA" in failure
+        assert "broken" in failure
         assert f"- {name}: FAILED: {failure.replace('|', '/')}" in page
     assert page.count("| FAILED |") == 2
 
@@ -99,6 +118,11 @@ def test_packages_come_from_the_machine_or_the_carried_folder_alone(
 
     assert gpu_wheels.complete_python(tmp_path / "unused") == sys.executable
     assert not (tmp_path / "unused").exists(), "nothing was missing"
+    monkeypatch.setattr(gpu_wheels, "THERE", {"a-heavy-package"})
+    monkeypatch.setattr(gpu_wheels, "needed", lambda: ["a-heavy-package", "a-package-of-the-gpu-check"])
+    with pytest.raises(gpu_wheels.MissingError, match=r"has no a-heavy-package, .* take the Python that has them"):
+        gpu_wheels.complete_python(tmp_path / "unused")
+    assert not (tmp_path / "unused").exists(), "of another Python perhaps, which this one would take later"
     monkeypatch.setattr(gpu_wheels, "needed", lambda: ["torch", "a-package-of-the-gpu-check"])
     folder = tmp_path / "wheels"
     with pytest.raises(gpu_wheels.MissingError, match=r"a-package-of-the-gpu-check, and .*wheels does not give them"):
