@@ -65,8 +65,8 @@ def complete_python(folder: Path) -> str:
         return sys.executable
     if heavy := [name for name in absent if name in THERE]:
         raise MissingError(
-            f"{sys.executable} has no {', '.join(heavy)}, which the wheels do not bring; take the Python that has them, "
-            "as in make gpu-check PYTHON=..."
+            f"{sys.executable} has no {', '.join(heavy)}, which the wheels do not bring; take the Python that has "
+            "them: make gpu-check PYTHON=..."
         )
     beside = hashlib.sha256(sys.executable.encode()).hexdigest()[:8]  # each Python sees packages of its own
     place = folder / f"python{sys.version_info.major}.{sys.version_info.minor}-{beside}"

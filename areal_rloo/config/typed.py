@@ -44,8 +44,9 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         path = ".".join(_parts(path.rstrip("`")))
         value, words = _at(clean, path), f"{message[:1].lower()}{message[1:].replace('`', '')}"
-        choices = _words(hints_of(Config).get(path))
-        if choices and isinstance(value, str):
+        kinds = _options(hints_of(Config).get(path))
+        if (choices := [word for kind in kinds for word in _words(kind)]) and isinstance(value, str):
+            choices += ["true", "false"] if bool in kinds else []
             words = f"expected one of {', '.join(choices)}"
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
@@ -161,6 +162,11 @@ def _struct_in(expected: Any) -> Any:
     options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
     options = (*options, *(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple))
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the hint alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def _words(expected: Any) -> list[str]:

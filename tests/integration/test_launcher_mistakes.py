@@ -30,6 +30,10 @@ pytestmark = pytest.mark.slow
         (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
         (["--config", "quickstart.yaml", "learner.device=cuda"], "the plan needs 1 GPUs"),
         (["--config", "quickstart.yaml", "--fast"], "argument '--fast'"),
+        (
+            ["--config", "quickstart.yaml", "learner.gradient_checkpointing=yes"],
+            "one of auto, true, false; the value is",
+        ),
         (["--config", "quickstart.yaml", "learner.lora.targets=[qkv_proj]"], "down_proj, gate_proj, k_proj"),
         (
             ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"],
@@ -176,9 +180,12 @@ def test_a_name_that_the_hub_lacks_is_refused_before_a_process_starts(
             thread.join()
 
 
-def test_a_hub_that_does_not_answer_is_named(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    where = _at_hub("http://127.0.0.1:1", tmp_path_factory)
-    assert "model.path: org/name: http://127.0.0.1:1: " in _launch(tmp_path, "model.path=org/name", **where)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://a b"])
+def test_a_hub_that_does_not_answer_is_named(
+    url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    where = _at_hub(url, tmp_path_factory)
+    assert f"model.path: org/name: {url}: " in _launch(tmp_path, "model.path=org/name", **where)
 
 
 def _at_hub(url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

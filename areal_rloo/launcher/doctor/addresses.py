@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import socket
 import urllib.error
@@ -161,12 +162,12 @@ def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
 def _no_answer(url: str, *, token: str | None = None, through_proxies: bool = False) -> str:
     """Send a GET; give the reason of a failure, or an empty string."""
     handlers = [] if through_proxies else [urllib.request.ProxyHandler({})]
-    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
         with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S):
             return ""
     except urllib.error.HTTPError as error:
         with error:
             return f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return first_line(error)
