@@ -138,3 +138,14 @@ def test_any_worker_may_have_the_last_attempt_after_a_restart() -> None:
     assert [duty.sample_id for duty in duties_of(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
     _goes(intake, failed=True)
     assert intake.statistics().ledger.dropped == {"max_attempts": 2}
+
+
+def test_a_last_attempt_waits_for_room_at_another_worker() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2", "learner.groups_per_step=2")
+    first = duties_of(intake.handle("w", _hello("w"), 0.0), "w")
+    others = duties_of(intake.handle("x", _hello("x"), 0.0), "x")
+    _starts_anew(intake)
+    assert duties_of(intake.tick(2.0)) == []
+    assert {sample.worker_id for sample in intake.ledger.groups[first[0].group_id].samples.values()} == {None}
+    again = duties_of(fail(intake, "x", others), "x")
+    assert [duty.sample_id for duty in again] == [duty.sample_id for duty in first]
