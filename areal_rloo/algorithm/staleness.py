@@ -8,7 +8,7 @@ imported at run time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,14 +42,16 @@ def within_bound(versions: npt.NDArray[np.int32], *, policy_version: int, max_st
     return result
 
 
-def must_wait(*, policy_version: int, groups_per_step: int, deadlines_left: Sequence[int]) -> bool:
+def must_wait(*, policy_version: int, groups_per_step: int, num_left: Mapping[int, int]) -> bool:
     """Return True if consuming a batch now would leave a group that cannot be trained by the group's deadline.
 
     After the step at version v, the groups with deadline at most d must fit into the d - v steps before version d + 1.
-    Earliest-deadline-first scheduling is feasible if and only if this holds for every d. `deadlines_left` has the
-    deadline of every admitted group that would stay behind, in flight or complete.
+    Earliest-deadline-first scheduling is feasible if and only if this holds for every d. `num_left` has the number of
+    admitted groups with each deadline that would stay behind, in flight or complete.
     """
-    for num_due, due in enumerate(sorted(deadlines_left), start=1):
+    num_due = 0
+    for due in sorted(num_left):
+        num_due += num_left[due]
         if num_due > max(0, due - policy_version) * groups_per_step:
             return True
     return False

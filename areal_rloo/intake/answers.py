@@ -90,7 +90,7 @@ class Answers:
     ) -> list[tuple[Worker, Duty]]:
         """Record all trajectories of a sample; a repeat, and a sample with an outcome, change nothing."""
         if sender.worker is not None:
-            sender.worker.release(duty)
+            self.fleet.release(sender.worker, duty)
         sample, grant = self._lease_of(sender, duty)
         if sample is None or grant is None:
             return []
@@ -106,8 +106,7 @@ class Answers:
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)
         elif not self._refuse_if_too_long(duty.sample_id, trajectories):
-            sample.finish(trajectories)
-            self.leasing.buffer.settle(self.leasing.ledger.groups[duty.group_id])
+            self.leasing.buffer.settle(self.leasing.ledger.finish(duty.sample_id, trajectories))
         return in_vain
 
     def _fail(self, sender: Sender, failed: Failed) -> None:
@@ -118,7 +117,7 @@ class Answers:
         """
         duty = Duty(failed.lease_id, failed.group_id, failed.sample_index)
         if sender.worker is not None:
-            sender.worker.release(duty)
+            self.fleet.release(sender.worker, duty)
         sample, grant = self._lease_of(sender, duty)
         if sample is None or grant is None:
             return
@@ -163,7 +162,7 @@ class Answers:
         worker = self.fleet.alive.get(sample.worker_id) if sample.worker_id is not None else None
         if worker is None or duty not in worker.duties:
             return []
-        worker.release(duty)
+        self.fleet.release(worker, duty)
         return [(worker, duty)]
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Sequence[Trajectory]) -> bool:

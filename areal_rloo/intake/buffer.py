@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import must_wait, within_bound
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError, raised
 from areal_rloo.intake.ledger import Ledger, LedgerGroup
+from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 
@@ -40,9 +42,17 @@ class Buffer:
         self._group_filter = group_filter  # returns False for a group to drop (user code, called on the intake's loop)
         self._filter_errors_in_a_row = 0
         self._taken: list[int] = []  # groups in training
+        self._ready = GroupQueue()  # complete groups, with something fresh at this version
+        self._policy_version = 0
+        self._new = [group for group in ledger.groups.values() if group.complete]  # not yet compared with the version
+
+    @property
+    def num_ready(self) -> int:
+        """Number of complete groups that wait for a train step."""
+        return len(self._ready) + len(self._new)
 
     def settle(self, group: LedgerGroup) -> None:
-        """Drop a complete group that is too small for a baseline, or not worth training on.
+        """Drop a complete group that is too small for a baseline, or not worth training on; else keep the group ready.
 
         Raises:
             UserError: `group_filter` raised for `groups_per_step` groups in a row.
@@ -55,36 +65,26 @@ class Buffer:
         rewards = [sample.reward for sample in group.group.samples]
         if self._algorithm.min_reward_std > 0 and statistics.pstdev(rewards) < self._algorithm.min_reward_std:
             self._ledger.drop_group(group.group_id, "low_reward_std")
-        elif self._group_filter is not None:
-            self._filter(group, self._group_filter)
-
-    def ready(self) -> list[LedgerGroup]:
-        """List the complete groups that wait for a train step, earliest deadline first."""
-        ready = [group for group in self._ledger.groups.values() if group.complete and not group.in_training]
-        return sorted(ready, key=lambda group: (group.deadline, group.group_id))
+        elif self._group_filter is None or self._keeps(group, self._group_filter):
+            self._new.append(group)
 
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.
 
         `last`: no group will be admitted any more, so a smaller batch is better than none.
         """
-        for group in self.ready():
-            if group.deadline < policy_version:  # else every token is within the bound
-                self._drop_stale(group, policy_version)
-        ready = self.ready()
+        self._keep_ready(policy_version)
         wanted = self._groups_per_step
-        if last and len(ready) == len(self._ledger.groups):
-            wanted = min(wanted, len(ready))
-        if wanted == 0 or len(ready) < wanted:
+        if last and len(self._ready) == len(self._ledger.groups):
+            wanted = min(wanted, len(self._ready))
+        if wanted == 0 or len(self._ready) < wanted:
             return None
-        chosen = ready[:wanted]
-        taken = {group.group_id for group in chosen}
-        left = [group.deadline for group_id, group in self._ledger.groups.items() if group_id not in taken]
         if self._algorithm.stale_tokens == "wait" and must_wait(
-            policy_version=policy_version, groups_per_step=self._groups_per_step, deadlines_left=left
+            policy_version=policy_version, groups_per_step=self._groups_per_step, num_left=self._num_left(wanted)
         ):
             return None
-        self._taken = sorted(taken)  # the batch must not depend on the order of arrival
+        taken = [self._ready.pop() for _ in range(wanted)]
+        self._taken = sorted(group.group_id for group in taken)  # the batch must not depend on the order of arrival
         return [self._ledger.begin_training(group_id) for group_id in self._taken]
 
     def trained(self) -> None:
@@ -97,7 +97,27 @@ class Buffer:
         while self._taken:
             self._ledger.drop_group(self._taken.pop(), reason, in_training=True)
 
-    def _filter(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> None:
+    def _keep_ready(self, policy_version: int) -> None:
+        """Drop what is past the bound: of each group once for every version from the deadline on."""
+        if policy_version != self._policy_version:
+            self._policy_version = policy_version
+            while self._ready and self._ready.first.deadline < policy_version:
+                self._new.append(self._ready.pop())
+        for group in sorted(self._new, key=lambda group: (group.deadline, group.group_id)):
+            if group.deadline >= policy_version or self._keeps_fresh(group, policy_version):
+                self._ready.push(group)
+        self._new.clear()
+
+    def _num_left(self, num_taken: int) -> Counter[int]:
+        """Count the live groups by deadline, without the first ready ones."""
+        left = Counter(self._ledger.num_due)
+        for due in sorted(self._ready.num_due):
+            taken = min(num_taken, self._ready.num_due[due])
+            left[due] -= taken
+            num_taken -= taken
+        return left
+
+    def _keeps(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> bool:
         try:
             keep = bool(group_filter(group.group))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -107,13 +127,17 @@ class Buffer:
             self._ledger.drop_group(group.group_id, "group_filter_error")
             if self._filter_errors_in_a_row >= self._groups_per_step:
                 raise UserError(f"algorithm.group_filter: {raised(error)}") from error
-            return
+            return False
         self._filter_errors_in_a_row = 0
         if not keep:
             self._ledger.drop_group(group.group_id, "group_filter")
+        return keep
 
-    def _drop_stale(self, group: LedgerGroup, policy_version: int) -> None:
-        """Drop late samples under `stale_tokens: drop`; drop a group with too few samples or without a fresh token."""
+    def _keeps_fresh(self, group: LedgerGroup, policy_version: int) -> bool:
+        """Drop late samples under `stale_tokens: drop`; drop a group with too few samples or without a fresh token.
+
+        Returns False if the group is dropped.
+        """
         within = functools.partial(
             within_bound, policy_version=policy_version, max_staleness=self._algorithm.max_staleness
         )
@@ -123,6 +147,8 @@ class Buffer:
             has_fresh_token |= any(tokens.any() for tokens in fresh)
             if self._algorithm.stale_tokens == "drop" and not all(tokens.all() for tokens in fresh):
                 self._ledger.drop_sample((group.group_id, index), "stale")
-        if not has_fresh_token or len(group.samples) < self._algorithm.least_group:
-            self._ledger.drop_group(group.group_id, "stale")
-            self._give_back(group.prompt.epoch, group.prompt.item_index)
+        if has_fresh_token and len(group.samples) >= self._algorithm.least_group:
+            return True
+        self._ledger.drop_group(group.group_id, "stale")
+        self._give_back(group.prompt.epoch, group.prompt.item_index)
+        return False

@@ -100,6 +100,11 @@ class Evaluation:
             self._due = policy_version
             self._start_if_free()
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if samples wait for a lease."""
+        return bool(self._waiting)
+
     def take_waiting(self) -> list[tuple[int, Prompt, tuple[int, ...]]]:
         """Return every prompt with samples to lease, each with its group id and the sample indices."""
         groups: dict[int, list[int]] = {}

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 
 from areal_rloo.config import WireConfig
-from areal_rloo.intake.ledger import Sample
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.messages import (
@@ -135,12 +134,6 @@ class Worker:
         self.duties.add(duty)
         self.num_train += duty.purpose == "train"
 
-    def release(self, duty: Duty) -> None:
-        """Remove a duty; ignore the duties of others."""
-        if duty in self.duties:
-            self.duties.discard(duty)
-            self.num_train -= duty.purpose == "train"
-
     def differs(self, heartbeat: Heartbeat) -> bool:
         """Return True if the worker, as far as it has seen the leases, has other duties than the learner thinks."""
         return heartbeat.duties != digest(duty for duty in self.duties if duty.lease_id <= heartbeat.newest_lease)
@@ -178,6 +171,7 @@ class Fleet:
         self._first_tick_s = self._last_tick_s = math.inf
         self.alive: dict[str, Worker] = {}
         self._by_peer: dict[str, Worker] = {}
+        self._may_have_room: dict[str, Worker] = {}  # by worker id
         self._met: dict[str, _Met] = {}  # by peer; of departed processes, the last `MOST_PEERS`
         self._forgotten = Work()  # of the other departed processes
         self._departed: dict[str, Worker] = {}  # not long ago, by worker id
@@ -217,6 +211,7 @@ class Fleet:
             self.alive[hello.worker_id] = self._by_peer[peer] = worker
             self._departed.pop(hello.worker_id, None)
         worker.last_heard_s, worker.policy_version = now_s, hello.policy_version
+        self._may_have_room[worker.worker_id] = worker
         self._met.setdefault(peer, _Met(hello.worker_id, hello.work, hello.work)).record(hello.work)
         self._forget_departed()
         return worker
@@ -244,8 +239,21 @@ class Fleet:
     def statistics(self) -> FleetStatistics:
         return FleetStatistics(refused_workers=dict(self._refused), set_aside=self._num_set_aside)
 
+    def release(self, worker: Worker, duty: Duty) -> None:
+        """Remove a duty of a worker; ignore the duties of others."""
+        if duty in worker.duties:
+            worker.duties.discard(duty)
+            worker.num_train -= duty.purpose == "train"
+            self._may_have_room[worker.worker_id] = worker
+
+    def with_room(self) -> list[Worker]:
+        """List the workers with free room: of the last `try_again`, those new since, those with released duties."""
+        self._may_have_room = {name: w for name, w in self._may_have_room.items() if w.free_samples > 0}
+        return list(self._may_have_room.values())
+
     def remove(self, worker: Worker) -> None:
         del self.alive[worker.worker_id], self._by_peer[worker.peer]
+        self._may_have_room.pop(worker.worker_id, None)
         self._departed[worker.worker_id] = worker
         if len(self._departed) > MOST_WORKERS:
             del self._departed[next(iter(self._departed))]
@@ -340,6 +348,7 @@ class Fleet:
         if now_s - self._first_tick_s >= _VOTES_S:
             self._expected = frozenset()
         self._departed = {w.worker_id: w for w in self._departed.values() if now_s - w.last_heard_s < _VOTES_S}
+        self._may_have_room = dict(self.alive)
         workers = [worker for worker in self.alive.values() if worker.capacity_samples]
         for worker in workers:
             worker.standing.waits = False
@@ -380,16 +389,6 @@ class Fleet:
             return
         peer = next(peer for peer in self._met if peer not in self._by_peer)
         self._forgotten = _added(self._forgotten, [self._met.pop(peer)])
-
-
-def without_last_holders(workers: list[Worker], samples: Iterable[Sample | None], most_attempts: int) -> list[Worker]:
-    """Leave out the last holder of a sample that has a single attempt left: no worker alone uses up a sample.
-
-    Returns the same list if there is no such worker, or no other.
-    """
-    last = [each for each in samples if each is not None and each.leases and 0 < most_attempts - 1 <= each.num_attempts]
-    names = {sample.leases[-1].worker_id for sample in last}
-    return ([worker for worker in workers if worker.worker_id not in names] or workers) if names else workers
 
 
 def _added(work: Work, processes: Iterable[_Met]) -> Work:

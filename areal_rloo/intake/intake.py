@@ -81,7 +81,9 @@ class Intake:
         self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s
         self._num_partials_calls = 0
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
-        self._leasing = Leasing(config=config, ledger=ledger, buffer=self._buffer, stream=stream, evaluation=evaluation)
+        self._leasing = Leasing(
+            config=config, ledger=ledger, fleet=self.fleet, buffer=self._buffer, stream=stream, evaluation=evaluation
+        )
         self._answers = Answers(
             fleet=self.fleet,
             leasing=self._leasing,
@@ -130,7 +132,7 @@ class Intake:
         """Grant all leases possible now."""
         if self.draining:
             return []
-        granted = self._leasing.grants(list(self.fleet.alive.values()), self._policy_version)
+        granted = self._leasing.grants(self._policy_version)
         return [Outgoing(worker.peer, wire.Leases(self.learner_id, tuple(leases))) for worker, leases in granted]
 
     # -- decisions of the training thread ------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Intake:
         """Describe the current state for a log line about a wait."""
         dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
         return (
-            f"{len(self._buffer.ready())} groups ready; samples dropped so far: {dropped or 'none'}; "
+            f"{self._buffer.num_ready} groups ready; samples dropped so far: {dropped or 'none'}; "
             f"{self.fleet.describe(now_s)}"
         )
 
@@ -274,7 +276,7 @@ class Intake:
         told = set(hello.duties) if has_met else set()
         lost = {duty for duty in worker.duties if has_met and duty.lease_id <= hello.newest_lease} - told
         for duty in lost:
-            worker.release(duty)
+            self.fleet.release(worker, duty)
         self._leasing.lose(lost, is_attempt=False)  # the same process loses no duty once it has come
         worker.standing.waits = worker.standing.waits or bool(lost)
         self._answers.refuse_invented(Sender(peer, worker.worker_id, worker), told)
@@ -324,7 +326,7 @@ class Intake:
         """Queue the samples of a worker for others; returns the message that cancels the duties."""
         duties = tuple(sorted(worker.duties))
         for duty in duties:
-            worker.release(duty)
+            self.fleet.release(worker, duty)
         self._leasing.lose(duties, is_attempt=is_attempt)
         return Outgoing(worker.peer, wire.Abort(self.learner_id, duties))
 

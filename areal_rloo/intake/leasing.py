@@ -1,13 +1,14 @@
 """Admission and leases: which groups may start, and which worker generates which samples.
 
 The intake calls `grants` after every event and sends the leases. Admission follows the staleness bound and the free
-capacity of the workers. Lost samples take their room before new groups are admitted.
+capacity of the workers. Lost samples take their room before new groups are admitted. The cost of an event does not grow
+with the samples in flight.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from areal_rloo.algorithm.staleness import deadline, num_admissible
@@ -15,9 +16,10 @@ from areal_rloo.config import Config
 from areal_rloo.errors import DecodeError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Worker, without_last_holders
+from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
+from areal_rloo.intake.queues import GroupQueue, Room
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
 from areal_rloo.wire.messages import Duty, Lease
@@ -32,15 +34,18 @@ class Leasing:
 
     config: Config
     ledger: Ledger
+    fleet: Fleet
     buffer: Buffer
     stream: PromptStream
     evaluation: Evaluation
     newest_lease: int = field(default=0, init=False)  # the last lease id
     _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
+    _queue: GroupQueue = field(init=False)  # all groups with waiting samples, and some that no longer have any
 
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(str(self.config.run.seed).encode(), digest_size=8).digest()
         self._first_seed = int.from_bytes(digest) >> 20 << 20
+        self._queue = GroupQueue(self.ledger.groups.values())
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """Return a sample of the ledger or of the evaluation; None if the sample has an outcome, or never was."""
@@ -65,33 +70,41 @@ class Leasing:
             return self.evaluation.has_begun(duty.group_id)
         return duty.group_id < self.ledger.admitted_groups
 
-    def grants(self, workers: Sequence[Worker], policy_version: int) -> list[tuple[Worker, list[Lease]]]:
+    def grants(self, policy_version: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
-        workers = [worker for worker in workers if worker.gets_leases]
-        if not workers:
-            return []
-        granted: dict[str, list[Lease]] = {worker.worker_id: [] for worker in workers}
-        most = self.config.wire.max_attempts
+        leases = [*self._evaluation_leases(), *self._train_leases(policy_version)]
+        granted: dict[str, tuple[Worker, list[Lease]]] = {}
+        for worker, lease in leases:
+            granted.setdefault(worker.worker_id, (worker, []))[1].append(lease)
+        return list(granted.values())
+
+    def _evaluation_leases(self) -> Iterator[tuple[Worker, Lease]]:
+        """Lease the evaluation to all workers in turn, whatever room they have."""
+        if not self.evaluation.has_waiting:
+            return
+        workers = [worker for worker in self.fleet.alive.values() if worker.gets_leases]
         trusted = [worker for worker in workers if not worker.num_lies] or workers
-        for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting()):
-            choice = without_last_holders(trusted, [self.evaluation.sample((group_id, i)) for i in indices], most)
+        for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting() if workers else ()):
+            last = self._last_holders(self.evaluation.sample((group_id, index)) for index in indices)
+            choice = [worker for worker in trusted if worker.worker_id not in last] or trusted
             worker = choice[number % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
-            granted[worker.worker_id].append(self._lease(worker, group_id, indices, prompt, version, seed))
-        choices: dict[int, list[Worker]] = {}
-        num_waiting = 0
-        for group, indices in self.ledger.waiting():
-            choice = without_last_holders(workers, [group.samples[index] for index in indices], most)
-            choices[group.group_id] = choice
-            if choice is workers or any(worker.free_samples > 0 for worker in choice):
-                num_waiting += len(indices)  # the others wait for room at another worker, and take none
-        self._admit(sum(max(0, worker.free_samples) for worker in workers) - num_waiting, policy_version)
-        for group, indices in self.ledger.waiting():
-            choice = choices.get(group.group_id, workers)
-            worker = max(choice, key=lambda worker: (worker.free_samples > 0, -worker.num_lies, worker.free_samples))
-            if worker.free_samples <= 0:
-                if choice is workers:
-                    break
+            yield worker, self._lease(worker, group_id, indices, prompt, version, seed)
+
+    def _train_leases(self, policy_version: int) -> Iterator[tuple[Worker, Lease]]:
+        """Lease whole groups to the worker with the most room, liars last, while any worker has room.
+
+        The cost does not grow with the groups in flight, nor with the workers that have no room.
+        """
+        if not self._queue and not self._num_admissible(policy_version):
+            return
+        room = Room(self.fleet)
+        passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
+        while room and (group := self._next_group(policy_version)) is not None:
+            indices = group.waiting
+            worker = room.take(self._last_holders(group.samples[index] for index in indices))
+            if worker is None:
+                passed_over.append(group)
                 continue
             version = max(group.admission_version, worker.joined_version)
             seed = (self._first_seed + (group.group_id << 20)) % 2**64  # sample i adds i
@@ -99,9 +112,23 @@ class Leasing:
                 for index in indices:
                     group.samples[index].partial = b""
             for together in _leased_together(group, indices):
-                lease = self._lease(worker, group.group_id, together, group.prompt, version, seed)
-                granted[worker.worker_id].append(lease)
-        return [(worker, granted[worker.worker_id]) for worker in workers if granted[worker.worker_id]]
+                yield worker, self._lease(worker, group.group_id, together, group.prompt, version, seed)
+            room.put_back(worker)
+        for group in passed_over:
+            self._queue.push(group)
+
+    def _next_group(self, policy_version: int) -> LedgerGroup | None:
+        """Return the group with waiting samples and the earliest deadline, else a new group; None if there is none."""
+        while self._queue:
+            group = self._queue.pop()
+            if group.waiting and group.group_id in self.ledger.groups:
+                return group
+        return self._admit(policy_version)
+
+    def _last_holders(self, samples: Iterable[Sample | None]) -> set[str]:
+        """Name the last holder of each sample that has a single attempt left: no worker alone uses up a sample."""
+        most = self.config.wire.max_attempts - 1
+        return {s.leases[-1].worker_id for s in samples if s is not None and s.leases and 0 < most <= s.num_attempts}
 
     def lose(self, lost: Iterable[Duty], *, is_attempt: bool, num_tokens: int = 0) -> None:
         """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.
@@ -117,7 +144,7 @@ class Leasing:
             elif duty.purpose == "eval":
                 self.evaluation.wait_again(duty.sample_id)
             else:
-                self.ledger.wait_again(duty.group_id)
+                self._queue.push(self.ledger.groups[duty.group_id])
 
     def drop(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> None:
         """Drop a sample without an outcome, and the group if too few samples are left; an evaluation counts it 0."""
@@ -144,26 +171,27 @@ class Leasing:
         worker.take(lease)
         return lease
 
-    def _admit(self, free_samples: int, policy_version: int) -> None:
-        """Admit groups while the bound, the end of the run and the workers' capacity allow."""
-        algorithm, learner = self.config.algorithm, self.config.learner
-        limit = num_admissible(
+    def _admit(self, policy_version: int) -> LedgerGroup | None:
+        """Admit a group if the bound and the end of the run allow another, and there is a prompt."""
+        prompt = self.stream.take() if self._num_admissible(policy_version) else None
+        if prompt is None:
+            return None
+        algorithm = self.config.algorithm
+        return self.ledger.admit(
+            prompt,
+            group_size=algorithm.group_size,
+            admission_version=policy_version,
+            deadline=deadline(admission_version=policy_version, max_staleness=algorithm.max_staleness),
+        )
+
+    def _num_admissible(self, policy_version: int) -> int:
+        return num_admissible(
             policy_version=policy_version,
-            max_staleness=algorithm.max_staleness,
-            groups_per_step=learner.groups_per_step,
-            num_train_steps=learner.num_train_steps,
+            max_staleness=self.config.algorithm.max_staleness,
+            groups_per_step=self.config.learner.groups_per_step,
+            num_train_steps=self.config.learner.num_train_steps,
             num_live=len(self.ledger.groups),
         )
-        for _ in range(min(limit, -(-free_samples // algorithm.group_size))):
-            prompt = self.stream.take()
-            if prompt is None:
-                return
-            self.ledger.admit(
-                prompt,
-                group_size=algorithm.group_size,
-                admission_version=policy_version,
-                deadline=deadline(admission_version=policy_version, max_staleness=algorithm.max_staleness),
-            )
 
 
 def _oldest_version(partial: bytes, min_version: int) -> int:

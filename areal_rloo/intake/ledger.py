@@ -18,15 +18,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
-
-import msgspec
-from msgspec import Meta
+from typing import NamedTuple
 
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
-from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
 from areal_rloo.wire.turns import num_tokens_of, num_written
 
 _MOST_DROPS = 256  # kept for inspection; all are counted
@@ -112,6 +108,11 @@ class LedgerGroup:
         return all(sample.trajectories for sample in self.samples.values())
 
     @property
+    def waiting(self) -> tuple[int, ...]:
+        """The indices of the samples that wait for a lease."""
+        return tuple(i for i, sample in self.samples.items() if sample.worker_id is None and not sample.trajectories)
+
+    @property
     def num_missing(self) -> int:
         """Number of samples without trajectories."""
         return sum(not sample.trajectories for sample in self.samples.values())
@@ -136,69 +137,63 @@ class Drop:
     detail: str
 
 
-class SavedSample(msgspec.Struct, frozen=True):
-    """A live sample in a checkpoint. The caller encodes the trajectories of buffered samples."""
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Counts since the beginning of the run, in samples unless named otherwise."""
 
-    sample_index: SampleIndex
-    num_attempts: Count  # without the lease that was running: the end of a learner is no failure of the sample
-    buffered: bool
-    partial: bytes
-
-
-Deadline = Annotated[int, Meta(ge=0, lt=2**62)]  # a version plus any `max_staleness`
-
-
-class SavedGroup(msgspec.Struct, frozen=True):
-    """A live group in a checkpoint."""
-
-    group_id: GroupId
-    epoch: Count
-    item_index: Count
-    admission_version: Version
-    deadline: Deadline
-    samples: Annotated[list[SavedSample], Meta(min_length=1)]
-
-
-class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger in a checkpoint. The numbers have the limits of the wire, over which they go again."""
-
-    admitted_groups: GroupId  # the next group id, too
-    dropped_groups: Count
-    admitted: Count
-    trained: Count
-    dropped: Annotated[dict[Reason, Count], Meta(max_length=_MOST_REASONS)]
-    dropped_tokens: Annotated[dict[Reason, Count], Meta(max_length=_MOST_REASONS)]
-    groups: list[SavedGroup]
+    admitted_groups: int = 0  # the next group id, too
+    dropped_groups: int = 0
+    admitted: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class Ledger:
     """Counts and live groups; every change of state is a method."""
 
-    def __init__(self) -> None:
-        self.groups: dict[int, LedgerGroup] = {}
-        self.admitted_groups = 0
-        self.dropped_groups = 0
-        self._to_lease: set[int] = set()  # groups to look through for waiting samples
-        self._admitted = 0
-        self._trained = 0
-        self._dropped: Counter[str] = Counter()
-        self._dropped_tokens: Counter[str] = Counter()
+    def __init__(self, groups: Iterable[LedgerGroup] = (), totals: Totals | None = None) -> None:
+        self.groups = {group.group_id: group for group in groups}
+        self.totals = Totals() if totals is None else totals
+        self.num_due = Counter(group.deadline for group in self.groups.values())  # live groups by deadline
+        is_here = [bool(sample.trajectories) for group in self.groups.values() for sample in group.samples.values()]
+        self._buffered, self._in_flight = is_here.count(True), is_here.count(False)
         self._drops: deque[Drop] = deque(maxlen=_MOST_DROPS)
+
+    @property
+    def admitted_groups(self) -> int:
+        """Number of groups admitted since the beginning of the run; the next group id."""
+        return self.totals.admitted_groups
 
     def admit(self, prompt: Prompt, *, group_size: int, admission_version: int, deadline: int) -> LedgerGroup:
         """Add a group, with all samples waiting for a lease."""
         samples = {index: Sample() for index in range(group_size)}
         group = LedgerGroup(self.admitted_groups, prompt, admission_version, deadline, samples)
         self.groups[group.group_id] = group
-        self._to_lease.add(group.group_id)
-        self.admitted_groups += 1
-        self._admitted += group_size
+        self._count_due(deadline, 1)
+        self.totals.admitted_groups += 1
+        self.totals.admitted += group_size
+        self._in_flight += group_size
         return group
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """Return a sample; None if it has an outcome already, or never was."""
         group = self.groups.get(sample_id[0])
         return None if group is None else group.samples.get(sample_id[1])
+
+    def finish(self, sample_id: SampleId, trajectories: Sequence[Trajectory]) -> LedgerGroup:
+        """Record all trajectories of a sample in flight; returns the group."""
+        group = self.groups[sample_id[0]]
+        group.samples[sample_id[1]].finish(trajectories)
+        self._in_flight -= 1
+        self._buffered += 1
+        return group
+
+    def set_deadline(self, group: LedgerGroup, deadline: int) -> None:
+        """Change the deadline of a group, before an intake orders the groups by deadline."""
+        self._count_due(group.deadline, -1)
+        self._count_due(deadline, 1)
+        group.deadline = deadline
 
     def drop_sample(self, sample_id: SampleId, reason: str, *, detail: str = "", num_tokens: int = 0) -> LedgerGroup:
         """Drop a sample outside training; returns the rest of the group.
@@ -212,11 +207,11 @@ class Ledger:
 
     def drop_group(self, group_id: int, reason: str, *, in_training: bool = False) -> None:
         """Drop the remaining samples of a group, and give the place back to admission."""
-        group = self.groups.pop(group_id)
+        group = self._remove(group_id)
         assert group.in_training == in_training, f"group {group_id}: expected in_training={in_training}"
         for sample_index in list(group.samples):
             self._drop(group, sample_index, reason)
-        self.dropped_groups += 1
+        self.totals.dropped_groups += 1
 
     def begin_training(self, group_id: int) -> Group:
         """Begin to train on a complete group; returns the group."""
@@ -227,9 +222,10 @@ class Ledger:
 
     def train_group(self, group_id: int) -> None:
         """Count a group in training as trained."""
-        group = self.groups.pop(group_id)
+        group = self._remove(group_id)
         assert group.in_training, f"group {group_id} is not being trained on"
-        self._trained += len(group.samples)
+        self.totals.trained += len(group.samples)
+        self._buffered -= len(group.samples)
 
     def take_drops(self) -> list[Drop]:
         """Return the samples dropped since the last call, at most the newest 256."""
@@ -237,88 +233,35 @@ class Ledger:
         self._drops.clear()
         return drops
 
-    def wait_again(self, group_id: int) -> None:
-        """Look again for waiting samples in this group."""
-        self._to_lease.add(group_id)
-
-    def waiting(self) -> list[tuple[LedgerGroup, tuple[int, ...]]]:
-        """List the groups with waiting samples, earliest deadline first."""
-        found = []
-        for group_id in list(self._to_lease):
-            group = self.groups.get(group_id)
-            samples = group.samples.items() if group is not None else ()
-            indices = tuple(index for index, sample in samples if sample.worker_id is None and not sample.trajectories)
-            if group is None or not indices:
-                self._to_lease.discard(group_id)
-            else:
-                found.append((group, indices))
-        return sorted(found, key=lambda waiting: (waiting[0].deadline, waiting[0].group_id))
-
     def counts(self) -> LedgerCounts:
-        is_here = [bool(sample.trajectories) for group in self.groups.values() for sample in group.samples.values()]
         return LedgerCounts(
-            admitted=self._admitted,
-            trained=self._trained,
-            dropped=dict(self._dropped),
-            dropped_tokens=dict(self._dropped_tokens),
-            buffered=is_here.count(True),
-            in_flight=is_here.count(False),
+            admitted=self.totals.admitted,
+            trained=self.totals.trained,
+            dropped=dict(self.totals.dropped),
+            dropped_tokens=dict(self.totals.dropped_tokens),
+            buffered=self._buffered,
+            in_flight=self._in_flight,
         )
 
-    def state(self) -> LedgerState:
-        groups = [
-            SavedGroup(
-                group.group_id,
-                group.prompt.epoch,
-                group.prompt.item_index,
-                group.admission_version,
-                group.deadline,
-                [_saved(index, sample) for index, sample in group.samples.items()],
-            )
-            for group in self.groups.values()
-        ]
-        return LedgerState(
-            self.admitted_groups,
-            self.dropped_groups,
-            self._admitted,
-            self._trained,
-            dict(self._dropped),
-            dict(self._dropped_tokens),
-            groups,
-        )
+    def _remove(self, group_id: int) -> LedgerGroup:
+        group = self.groups.pop(group_id)
+        self._count_due(group.deadline, -1)
+        return group
 
-    @classmethod
-    def restored(
-        cls, state: LedgerState, prompts: dict[int, Prompt], trajectories: dict[SampleId, tuple[Trajectory, ...]]
-    ) -> Ledger:
-        """Restore a ledger, with the prompts of the live groups and the trajectories of the buffered samples.
-
-        Samples in flight wait for a lease.
-        """
-        ledger = cls()
-        ledger.admitted_groups, ledger.dropped_groups = state.admitted_groups, state.dropped_groups
-        ledger._admitted, ledger._trained = state.admitted, state.trained
-        ledger._dropped, ledger._dropped_tokens = Counter(state.dropped), Counter(state.dropped_tokens)
-        for saved in state.groups:
-            name = saved.group_id
-            ledger._to_lease.add(name)
-            ledger.groups[name] = group = LedgerGroup(name, prompts[name], saved.admission_version, saved.deadline)
-            for sample in saved.samples:
-                done = trajectories[(name, sample.sample_index)] if sample.buffered else ()
-                group.samples[sample.sample_index] = Sample(None, (), sample.num_attempts, done, sample.partial)
-        return ledger
+    def _count_due(self, deadline: int, change: int) -> None:
+        self.num_due[deadline] += change
+        if not self.num_due[deadline]:
+            del self.num_due[deadline]
 
     def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "", num_tokens: int = 0) -> None:
         sample = group.samples.pop(sample_index)
+        self._buffered -= bool(sample.trajectories)
+        self._in_flight -= not sample.trajectories
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))
-        self._dropped[reason] += 1
+        self.totals.dropped[reason] += 1
         arrived = sum(num_written(trajectory.completion) for trajectory in sample.trajectories)
         if known := arrived or num_tokens or num_tokens_of(sample.partial):
-            self._dropped_tokens[reason] += known
-
-
-def _saved(sample_index: int, sample: Sample) -> SavedSample:
-    return SavedSample(sample_index, sample.num_attempts, bool(sample.trajectories), sample.partial)
+            self.totals.dropped_tokens[reason] += known
 
 
 def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:

@@ -31,7 +31,8 @@ def refit(
     same_bound = _deciding(before) == _deciding(now) and before.learner.num_train_steps <= learner.num_train_steps
     if not same_bound:
         for group in ledger.groups.values():
-            group.deadline = deadline(admission_version=group.admission_version, max_staleness=algorithm.max_staleness)
+            due = deadline(admission_version=group.admission_version, max_staleness=algorithm.max_staleness)
+            ledger.set_deadline(group, due)
     num_kept = num_dropped = 0
     by_deadline = sorted(ledger.groups.values(), key=lambda group: (group.deadline, group.num_missing, group.group_id))
     for group in by_deadline:

@@ -30,8 +30,9 @@ from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
 from areal_rloo.files import flush_to_disk, open_regular, use_umask
-from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
+from areal_rloo.intake.ledger import Ledger, by_sample
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
+from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
 from areal_rloo.learner.adapters import merge, write_adapters
 from areal_rloo.learner.checkpoint_folder import (
     UNWRITTEN,
@@ -101,14 +102,14 @@ def capture(ledger: Ledger, stream: PromptStream) -> dict[str, Any]:
     buffered = [t for g in ledger.groups.values() for s in g.samples.values() for t in s.trajectories]
     headers, columns = encode_columns(buffered)
     encoded = {"headers": headers, "columns": tuple(bytes(column) for column in columns)}
-    return {"format": _FORMAT, "ledger": ledger.state(), "stream": stream.state(), **encoded}
+    return {"format": _FORMAT, "ledger": ledger_state(ledger), "stream": stream.state(), **encoded}
 
 
 def restore_ledger(state: LearnerState, stream: PromptStream) -> Ledger:
     """Restore ledger and stream from a checkpoint; samples that were in flight wait to be leased again."""
     stream.restore(state.stream)
     prompts = {group.group_id: stream.prompt(group.epoch, group.item_index) for group in state.ledger.groups}
-    return Ledger.restored(state.ledger, prompts, by_sample(_trajectories(state)))
+    return ledger_of(state.ledger, prompts, by_sample(_trajectories(state)))
 
 
 class Checkpoints:

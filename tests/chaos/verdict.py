@@ -17,8 +17,8 @@ import psutil
 from support.processes import command_of
 
 from areal_rloo.config import load_config
-from areal_rloo.intake.ledger import LedgerState
 from areal_rloo.intake.prompts import PromptStreamState
+from areal_rloo.intake.saved_ledger import LedgerState
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.learner.checkpoint_folder import folder_of
 from areal_rloo.telemetry.metrics import read_records

@@ -13,7 +13,14 @@ BESIDE = (
     *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
     "rollout/partial.py",
     *("wire/turns.py", "wire/token_rules.py", "wire/peers.py", "wire/address.py"),
-    *("intake/evaluation.py", "intake/fleet.py", "intake/lies.py", "intake/reward_failures.py", "weights/offers.py"),
+    *(
+        "intake/evaluation.py",
+        "intake/fleet.py",
+        "intake/lies.py",
+        "intake/queues.py",
+        "intake/reward_failures.py",
+        "weights/offers.py",
+    ),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *(
         "algorithm/kl.py",

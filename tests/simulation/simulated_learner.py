@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from simulation.world import HEARTBEAT_S, ViolationError
+from support.slow_intake import differences, missed_leases
 
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import Config
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import FleetStatistics, Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Ledger, LedgerState
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import Prompt, PromptStreamState
 from areal_rloo.intake.refit import refit
+from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
 from areal_rloo.weights.offers import Begin, Call, Offers, Repeat
 from areal_rloo.wire import messages as wire
@@ -64,7 +66,7 @@ class SimulatedLearner:
         if checkpoint is not None:
             self.stream.restore(checkpoint.stream)
             prompts = {g.group_id: self.stream.prompt(g.epoch, g.item_index) for g in checkpoint.ledger.groups}
-            ledger = Ledger.restored(checkpoint.ledger, prompts, checkpoint.trajectories)
+            ledger = ledger_of(checkpoint.ledger, prompts, checkpoint.trajectories)
             self.version, self.contents = checkpoint.version, dict(checkpoint.contents)
             give_back = self.stream.give_back
             refit(ledger, before=checkpoint.config, now=config, policy_version=self.version, give_back=give_back)
@@ -104,6 +106,10 @@ class SimulatedLearner:
             self.simulation.clock.at(self.stopped_until_s, lambda: self.deliver(peer, message))
             return
         self._after(self.intake.handle(peer, message, self.simulation.clock.now_s))
+        if isinstance(message, wire.Heartbeat) or self.intake.draining:
+            return  # no leases before the next tick
+        if missed := missed_leases(self.intake._leasing, self.version):
+            raise ViolationError(f"after {type(message).__name__}: {'; '.join(missed)}")
 
     def disconnected(self, peer: str) -> None:
         if self.alive and self._is_stopped():
@@ -229,7 +235,7 @@ class SimulatedLearner:
         checkpoint = Checkpoint(
             self.version,
             self.intake.history,
-            ledger.state(),
+            ledger_state(ledger),
             {sample_id: trajectories for sample_id, trajectories in buffered.items() if trajectories},
             self.stream.state(),
             self.config,
@@ -313,6 +319,8 @@ class SimulatedLearner:
             raise ViolationError(f"an honest worker is taken for a liar: {lies}")
         if any(sample.num_attempts < 0 for group in ledger.groups.values() for sample in group.samples.values()):
             raise ViolationError("a checkpoint with a negative number of attempts cannot be read")
+        if found := differences(ledger, self.intake._buffer, self.intake._leasing):
+            raise ViolationError("; ".join(found))
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():
             raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from support.slow_intake import differences, missed_leases
 
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, RolloutConfig, SamplingConfig, WireConfig
@@ -18,9 +19,10 @@ from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.leasing import Leasing
-from areal_rloo.intake.ledger import Ledger, LedgerState, by_sample
+from areal_rloo.intake.ledger import Ledger, by_sample
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.refit import refit
+from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Duty, Hello, Work
@@ -63,15 +65,16 @@ class Simulation:
     def _start(self, config: Config, ledger: Ledger, stream: PromptStream) -> None:
         """Start the learner, and workers with nothing in hand."""
         self.config, self.ledger, self.stream = config, ledger, stream
+        self.workers = Fleet(most_samples=1000)
         self.buffer = Buffer(self.ledger, config=self.config, give_back=self.stream.give_back)
         self.leasing = Leasing(
             config=self.config,
             ledger=self.ledger,
+            fleet=self.workers,
             buffer=self.buffer,
             stream=self.stream,
             evaluation=Evaluation([], lambda record: None),
         )
-        self.workers = Fleet(most_samples=1000)
         self.engine_version: dict[str, int] = {}
         self.min_version: dict[Duty, int] = {}
         self.held: dict[str, dict[Duty, list[int]]] = {}
@@ -80,12 +83,12 @@ class Simulation:
 
     def resume(self, config: Config) -> None:
         """Stop everything, and start from a checkpoint of this moment with another config."""
-        state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.ledger.state()), type=LedgerState)
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger_state(self.ledger)), type=LedgerState)
         live, stream = self.ledger.groups, self._stream()
         stream.restore(self.stream.state())
         trajectories = by_sample(t for g in live.values() for s in g.samples.values() for t in s.trajectories)
         prompts = {name: group.prompt for name, group in live.items()}
-        before, ledger = self.config, Ledger.restored(state, prompts, trajectories)
+        before, ledger = self.config, ledger_of(state, prompts, trajectories)
         refit(ledger, before=before, now=config, policy_version=self.version, give_back=stream.give_back)
         self._start(config, ledger, stream)
 
@@ -104,11 +107,12 @@ class Simulation:
         self.grant()
 
     def grant(self) -> None:
-        for worker, leases in self.leasing.grants(list(self.workers.alive.values()), self.version):
+        for worker, leases in self.leasing.grants(self.version):
             for lease in leases:
                 for duty in lease.duties:
                     self.held[worker.worker_id][duty] = []
                     self.min_version[duty] = lease.min_version
+        assert missed_leases(self.leasing, self.version) == []
 
     def decode(self, worker_id: str) -> None:
         """A token for every sample this worker may work on."""
@@ -127,18 +131,18 @@ class Simulation:
         versions = np.pad(versions, (0, max(0, pick * most // 11 - len(versions))), mode="edge")
         tokens = np.zeros(len(versions), dtype=np.int32)
         completion = Completion(tokens, np.zeros(len(versions), dtype=np.float32), versions, "stop")
-        self.workers.alive[worker_id].release(duty)
+        self.workers.release(self.workers.alive[worker_id], duty)
         sample = self.ledger.sample(duty.sample_id)
         assert sample is not None and sample.grant(duty.lease_id) is not None
-        sample.finish([Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))])
-        self.buffer.settle(self.ledger.groups[duty.group_id])
+        made = Trajectory(*duty.sample_id, np.ones(1, dtype=np.int32), completion, float(pick % 2))
+        self.buffer.settle(self.ledger.finish(duty.sample_id, [made]))
         self.grant()
 
     def fail(self, worker_id: str, pick: int) -> None:
         if self.held[worker_id]:
             duty = list(self.held[worker_id])[pick % len(self.held[worker_id])]
             del self.held[worker_id][duty]
-            self.workers.alive[worker_id].release(duty)
+            self.workers.release(self.workers.alive[worker_id], duty)
             self.leasing.drop(duty.sample_id, "reward_error")
             self.grant()
 
@@ -175,6 +179,7 @@ class Simulation:
     def check_ledger(self) -> None:
         counts = self.ledger.counts()
         assert counts.balanced
+        assert differences(self.ledger, self.buffer, self.leasing) == []
         assert counts.trained == sum(self.trained.values())
         assert set(self.trained.values()) <= {1}
         assert set(self.trained_prompts.values()) <= {1}

@@ -9,8 +9,8 @@ from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, mak
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import LAST_OUTCOMES
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     MOST_COUNT,
@@ -133,8 +133,19 @@ def test_any_worker_may_have_the_last_attempt_after_a_restart() -> None:
     intake.handle("w", _hello("w"), 0.0)
     _goes(intake, failed=True)
     prompts = {number: group.prompt for number, group in intake.ledger.groups.items()}
-    restored = Ledger.restored(intake.ledger.state(), prompts, {})
+    restored = ledger_of(ledger_state(intake.ledger), prompts, {})
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2", ledger=restored)
     assert [duty.sample_id for duty in duties_of(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
     _goes(intake, failed=True)
     assert intake.statistics().ledger.dropped == {"max_attempts": 2}
+
+
+def test_a_last_attempt_waits_for_room_at_another_worker() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP, "wire.max_attempts=2", "learner.groups_per_step=2")
+    first = duties_of(intake.handle("w", _hello("w"), 0.0), "w")
+    others = duties_of(intake.handle("x", _hello("x"), 0.0), "x")
+    _starts_anew(intake)
+    assert duties_of(intake.tick(2.0)) == []
+    assert {sample.worker_id for sample in intake.ledger.groups[first[0].group_id].samples.values()} == {None}
+    again = duties_of(fail(intake, "x", others), "x")
+    assert [duty.sample_id for duty in again] == [duty.sample_id for duty in first]

@@ -54,7 +54,7 @@ def test_samples_held_for_too_long_go_elsewhere_whatever_the_progress() -> None:
         for worker in ("hog", "honest"):
             intake.handle(worker, heartbeat(intake.fleet.alive[worker].duties, tokens=int(ended_s)), ended_s)
         for duty in sorted(intake.fleet.alive["honest"].duties):
-            intake.fleet.alive["honest"].release(duty)  # the honest worker has room
+            intake.fleet.release(intake.fleet.alive["honest"], duty)  # the honest worker has room
             intake._leasing.drop(duty.sample_id, "reward_error")
         sent = [(to, each) for to, each in intake.tick(ended_s) if isinstance(each, Abort)]  # type: ignore[misc]
     assert sent == [("hog", Abort(LEARNER, tuple(held)))]

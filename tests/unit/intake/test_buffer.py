@@ -39,10 +39,9 @@ class _Bench:
         )
         for index, reward in enumerate(rewards):
             completion = Completion(np.array([2]), np.array([-1.0], np.float32), np.array([0]), "stop")
-            sample = group.samples[index]
-            sample.lease(Grant(1, "rollout-0", 0))
-            sample.finish([Trajectory(group.group_id, index, np.array([1]), completion, reward)])
-            self.buffer.settle(group)
+            group.samples[index].lease(Grant(1, "rollout-0", 0))
+            made = Trajectory(group.group_id, index, np.array([1]), completion, reward)
+            self.buffer.settle(self.ledger.finish((group.group_id, index), [made]))
         return group.group_id
 
     def dropped(self) -> dict[str, int]:
@@ -65,7 +64,7 @@ def test_groups_below_min_reward_std_are_dropped_and_replaced() -> None:
     kept = bench.complete(1.0, 0.0, 1.0)
     assert list(bench.ledger.groups) == [kept]
     assert bench.dropped() == {"low_reward_std": 6}
-    assert bench.ledger.dropped_groups == 2
+    assert bench.ledger.totals.dropped_groups == 2
 
 
 def test_a_group_filter_decides_on_whole_groups() -> None:
@@ -94,7 +93,7 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:88\)"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:87\)"):
         bench.complete(1.0, 0.0)
 
 

@@ -10,8 +10,9 @@ from support.intakes import LEARNER, make_intake, make_offers
 from support.staleness_schedules import NUM_STEPS, Simulation, make_config
 
 from areal_rloo.config import load_config
-from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.ledger import by_sample
 from areal_rloo.intake.refit import refit
+from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire import messages as wire
 
@@ -131,7 +132,7 @@ def test_groups_longer_than_a_row_are_dropped_and_come_again(long: set[int]) -> 
     groups = first.ledger.groups
     buffered = by_sample(t for group in groups.values() for s in group.samples.values() for t in s.trajectories)
     assert len(buffered) == 4
-    ledger = Ledger.restored(first.ledger.state(), {name: group.prompt for name, group in groups.items()}, buffered)
+    ledger = ledger_of(ledger_state(first.ledger), {name: group.prompt for name, group in groups.items()}, buffered)
 
     given_back: list[tuple[int, int]] = []
     configs = [load_config("quickstart.yaml", options) for options in (before, now)]

@@ -13,8 +13,9 @@ from areal_rloo.config import load_config
 from areal_rloo.errors import DecodeError
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Grant, Ledger
+from areal_rloo.intake.ledger import Grant
 from areal_rloo.intake.prompts import Prompt, PromptStream
+from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
 from areal_rloo.tasks import Source
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
@@ -367,7 +368,7 @@ def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
             failed = Failed(*duties[0], f"{run}_{word}", "no", "", 3)
             duties = duties_of(intake.handle("w", _results(_honest(duties[1]), failed=[failed]), 0.0))
         groups = intake.ledger.groups
-        ledger = Ledger.restored(intake.ledger.state(), {name: group.prompt for name, group in groups.items()}, {})
+        ledger = ledger_of(ledger_state(intake.ledger), {name: group.prompt for name, group in groups.items()}, {})
     counts = ledger.counts()
     assert counts.balanced
     assert counts.dropped["first_aa"] == 1

@@ -9,8 +9,9 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Ledger, LedgerGroup, LedgerState, Sample
+from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample, Totals
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     Duty,
@@ -72,7 +73,7 @@ def test_a_call_is_answered_when_all_workers_with_samples_have_answered(intake: 
     assert not intake.has_partials
     intake.handle("peer", _partials(duties[1], call_id=1), 0.0)
     assert intake.has_partials
-    saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
+    saved = [sample.partial for group in ledger_state(intake.ledger).groups for sample in group.samples]
     assert saved == [TURNS, TURNS]
 
 
@@ -82,7 +83,7 @@ def test_an_answer_of_a_worker_taken_for_dead_counts_for_its_samples(intake: Int
     intake.tick(1000.0)
     assert intake.has_partials
     intake.handle("peer", _partials(*duties, call_id=1), 1000.0)
-    saved = [sample.partial for group in intake.ledger.state().groups for sample in group.samples]
+    saved = [sample.partial for group in ledger_state(intake.ledger).groups for sample in group.samples]
     assert saved == [TURNS, TURNS]
 
 
@@ -168,9 +169,9 @@ def test_partial_rollouts_of_strangers_and_other_samples_are_ignored(intake: Int
 def test_a_restored_ledger_leases_partial_rollouts_again(intake: Intake) -> None:
     duties = _duties(intake.handle("peer", _hello(), 0.0))
     intake.handle("peer", _partials(duties[1]), 0.0)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(intake.ledger.state()), type=LedgerState)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger_state(intake.ledger)), type=LedgerState)
     prompts = {group.group_id: group.prompt for group in intake.ledger.groups.values()}
-    again = make_intake(make_offers(), *ONE_GROUP, ledger=Ledger.restored(state, prompts, {}))
+    again = make_intake(make_offers(), *ONE_GROUP, ledger=ledger_of(state, prompts, {}))
     leases = _leased(again.handle("peer", _hello(), 0.0))
     assert [(lease.sample_indices, lease.partial) for lease in leases] == [((1,), TURNS), ((0,), b"")]
 
@@ -249,9 +250,7 @@ def test_a_partial_rollout_that_fits_no_lease_is_left_out() -> None:
     for num_bytes, is_kept in ((limit // 2, True), (limit // 2 + 1, False)):
         sample = Sample(partial=bytes(num_bytes))
         group = LedgerGroup(0, Prompt(0, 0, (1, 2), Item("?")), 0, 0, {0: sample})
-        ledger = Ledger()
-        ledger.groups[0], ledger.admitted_groups = group, 1
-        ledger.wait_again(0)
+        ledger = Ledger([group], Totals(admitted_groups=1))
         resumed = make_intake(make_offers(), *ONE_GROUP, f"wire.max_message_bytes={limit}", ledger=ledger)
         (lease,) = (lease for lease in _leased(resumed.handle("w", _hello(), 0.0)) if lease.group_id == 0)
         assert bool(lease.partial) == is_kept

@@ -20,6 +20,7 @@ from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Ledger, by_sample
 from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
 from areal_rloo.tasks import Item, Source
 from areal_rloo.wire.messages import Hello, Work
 
@@ -45,9 +46,9 @@ def test_no_schedule_breaks_the_bound_or_the_ledger_and_every_run_ends(
 
 
 def test_under_wait_the_step_waits_for_the_group_that_would_go_stale() -> None:
-    assert must_wait(policy_version=3, groups_per_step=2, deadlines_left=[3])
-    assert not must_wait(policy_version=3, groups_per_step=2, deadlines_left=[4, 4])
-    assert must_wait(policy_version=3, groups_per_step=2, deadlines_left=[4, 4, 4])
+    assert must_wait(policy_version=3, groups_per_step=2, num_left={3: 1})
+    assert not must_wait(policy_version=3, groups_per_step=2, num_left={4: 2})
+    assert must_wait(policy_version=3, groups_per_step=2, num_left={4: 3})
 
 
 def test_a_straggler_is_masked_dropped_or_waited_for_as_configured() -> None:
@@ -105,13 +106,13 @@ def test_a_restored_ledger_leases_samples_in_flight_again() -> None:
         simulation.decode(worker_id)
         simulation.finish(worker_id, 0)
     state = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(simulation.ledger.state()), type=type(simulation.ledger.state())
+        msgspec.msgpack.encode(ledger_state(simulation.ledger)), type=type(ledger_state(simulation.ledger))
     )
     live = simulation.ledger.groups
     trajectories = by_sample(t for g in live.values() for s in g.samples.values() for t in s.trajectories)
-    restored = Ledger.restored(state, {name: group.prompt for name, group in live.items()}, trajectories)
+    restored = ledger_of(state, {name: group.prompt for name, group in live.items()}, trajectories)
     assert restored.counts() == simulation.ledger.counts()
-    waiting = sum(len(indices) for _, indices in restored.waiting())
+    waiting = sum(len(group.waiting) for group in restored.groups.values())
     assert waiting == restored.counts().in_flight
 
 
@@ -156,15 +157,15 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
     ledger = Ledger()
     buffer = Buffer(ledger, config=config, give_back=stream.give_back)
     evaluation = Evaluation([], lambda record: None)
-    leasing = Leasing(config=config, ledger=ledger, buffer=buffer, stream=stream, evaluation=evaluation)
-    workers = Fleet(most_samples=1000)
+    fleet = Fleet(most_samples=1000)
+    leasing = Leasing(config=config, ledger=ledger, fleet=fleet, buffer=buffer, stream=stream, evaluation=evaluation)
     hello = Hello("w", "1", 99, 0, None, 1, 0, (), Work())
-    worker = workers.welcome(hello, "w", now_s=0.0, policy_version=0)
-    ((_, first),) = leasing.grants([worker], 5)
+    fleet.welcome(hello, "w", now_s=0.0, policy_version=0)
+    ((_, first),) = leasing.grants(5)
     assert (len(first), stream.exhausted) == (2, True)
     ledger.drop_group(0, "stale")
     stream.give_back(0, 0)
-    ((_, second),) = leasing.grants([worker], 5)
+    ((_, second),) = leasing.grants(5)
     assert [lease.item.text for lease in second] == [first[0].item.text]
-    assert leasing.grants([worker], 5) == []
+    assert leasing.grants(5) == []
     assert stream.exhausted

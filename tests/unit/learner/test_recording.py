@@ -82,7 +82,7 @@ def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path
     for _ in range(2):
         ledger.admit(prompt, group_size=2, admission_version=0, deadline=9)
     done = [_trajectory(0, 0, versions=[0, 0, 0]), _trajectory(0, 0, versions=[0, 0, 1])]
-    ledger.groups[0].samples[0].finish(done)
+    ledger.finish((0, 0), done)
     ledger.drop_sample((0, 1), "reward_error", detail="ValueError: no")
     ledger.drop_group(0, "group_too_small")
     recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, trajectories_per_step=1)

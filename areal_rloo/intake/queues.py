@@ -1,0 +1,84 @@
+"""The order in which groups and workers get their turn: groups by deadline, workers by room.
+
+Each operation costs the logarithm of the queue's length. So the cost of a message does not grow with what is in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.ledger import LedgerGroup
+
+
+class GroupQueue:
+    """Groups, earliest deadline first. A group that is pushed again while in the queue stays in it once."""
+
+    def __init__(self, groups: Iterable[LedgerGroup] = ()) -> None:
+        self._groups = {group.group_id: group for group in groups}
+        self._heap = sorted((group.deadline, group.group_id) for group in self._groups.values())
+        self._num_due = Counter(due for due, _ in self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[LedgerGroup]:
+        """Yield the groups in any order."""
+        return iter(self._groups.values())
+
+    @property
+    def num_due(self) -> Mapping[int, int]:
+        """The number of groups by deadline; possibly 0."""
+        return self._num_due
+
+    @property
+    def first(self) -> LedgerGroup:
+        return self._groups[self._heap[0][1]]
+
+    def push(self, group: LedgerGroup) -> None:
+        if group.group_id not in self._groups:
+            self._groups[group.group_id] = group
+            self._num_due[group.deadline] += 1
+            heapq.heappush(self._heap, (group.deadline, group.group_id))
+
+    def pop(self) -> LedgerGroup:
+        due, group_id = heapq.heappop(self._heap)
+        self._num_due[due] -= 1
+        if not self._num_due[due]:
+            del self._num_due[due]
+        return self._groups.pop(group_id)
+
+
+class Room:
+    """The workers with free room now: those with the fewest refused answers first, then those with the most room."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._heap = [_rank(worker) for worker in fleet.with_room()]
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def take(self, last_holders: Collection[str]) -> Worker | None:
+        """Take the first worker out, but none of `last_holders` if another worker gets leases; None if none is left."""
+        alive = self._fleet.alive
+        if not last_holders or not any(w.gets_leases for name, w in alive.items() if name not in last_holders):
+            return alive[heapq.heappop(self._heap)[-1]]
+        rank = min((rank for rank in self._heap if rank[-1] not in last_holders), default=None)
+        if rank is None:
+            return None
+        self._heap.remove(rank)
+        heapq.heapify(self._heap)
+        return alive[rank[-1]]
+
+    def put_back(self, worker: Worker) -> None:
+        """Let a worker have another turn if there is still room."""
+        if worker.free_samples > 0:
+            heapq.heappush(self._heap, _rank(worker))
+
+
+def _rank(worker: Worker) -> tuple[int, int, str]:
+    return worker.num_lies, -worker.free_samples, worker.worker_id
