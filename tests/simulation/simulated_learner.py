@@ -105,11 +105,11 @@ class SimulatedLearner:
         if self._is_stopped():
             self.simulation.clock.at(self.stopped_until_s, lambda: self.deliver(peer, message))
             return
-        self._after(self.intake.handle(peer, message, self.simulation.clock.now_s))
-        if isinstance(message, wire.Heartbeat) or self.intake.draining:
-            return  # no leases before the next tick
-        if missed := missed_leases(self.intake._leasing, self.version):
+        outgoing = self.intake.handle(peer, message, self.simulation.clock.now_s)
+        grants = not isinstance(message, wire.Heartbeat) and not self.intake.draining  # else not before the next tick
+        if grants and (missed := missed_leases(self.intake._leasing, self.version)):
             raise ViolationError(f"after {type(message).__name__}: {'; '.join(missed)}")
+        self._after(outgoing)
 
     def disconnected(self, peer: str) -> None:
         if self.alive and self._is_stopped():
