@@ -9,6 +9,7 @@ In the order of a start:
 - `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
 - `fit`: values for every `auto`, by an estimate of the learner's memory.
 - `placement`: a seat (host, GPUs, cores) for each process.
+- `nccl`: the versions of NCCL here and of a server, and a transport for two versions.
 - `plan`: the command line of each process; `--dry-run` prints the plan.
 - `job`: a run from the first process to the last.
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.

@@ -31,7 +31,11 @@ _UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
 _MARGIN = 1.1  # of the estimate, for the choices of `auto`
 _MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
-_FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}  # of a GPU, for weights and cache
+_FRACTIONS = {  # a server's option to size the cache by the free memory, and a value without effect
+    "sglang": ("mem-fraction-static", 0.99),  # the profile keeps only the rest, and no plan uses all memory
+    "vllm": ("gpu-memory-utilization", 0.01),  # as much must be free at the start; the bytes of a cache replace it
+}
+_PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tokens
 
 
 def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
@@ -163,18 +167,34 @@ def _left_for_engine(config: Config, model: Sizes, gpu_bytes: int) -> float:
 def _split(config: Config, model: Sizes, gpu_bytes: int) -> Config:
     """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did."""
     left, rollout = _left_for_engine(config, model, gpu_bytes), config.rollout
-    if (server := rollout.server) is not None:
-        name = _FRACTIONS[rollout.engine]
-        if name in map(argument_name, server.arguments):
-            return config
-        arguments = {**server.arguments, name: math.floor(100 * (left - OVERHEAD_BYTES) / gpu_bytes) / 100}
-        return _with_rollout(config, **{rollout.engine: msgspec.structs.replace(server, arguments=arguments)})
+    cache = int(left - _engine_weights(config, model)) // _cache_bytes(config, model)
+    if rollout.server is not None:
+        return _with_cache(config, max(config.context_tokens + _PAGE_TOKENS, cache), _cache_bytes(config, model))
     if rollout.embedded.cache_tokens is not None:
         return config
     most = math.ceil(_CACHE_FOR_SLOTS * rollout.num_slots * config.context_tokens)
-    cache = int(left - _engine_weights(config, model)) // _cache_bytes(config, model)
     cache_tokens = max(config.context_tokens, min(most, cache))
     return _with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=cache_tokens))
+
+
+def _with_cache(config: Config, num_tokens: int, token_bytes: int) -> Config:
+    """Give a server on a shared GPU a cache of this size, unless the user gave a fraction or a size.
+
+    By a fraction alone, the cache would depend on the learner's memory at the start of the server. SGLang
+    takes tokens, and a layer with a sliding window holds at most as many; vLLM takes bytes.
+    """
+    engine, server = config.rollout.engine, config.rollout.server
+    assert server is not None
+    name, never_binds = _FRACTIONS[engine]
+    given = set(map(argument_name, server.arguments))
+    if name in given:
+        return config
+    size = (
+        ("max-total-tokens", num_tokens) if engine == "sglang" else ("kv-cache-memory-bytes", num_tokens * token_bytes)
+    )
+    ours = {option: value for option, value in ((name, never_binds), size) if option not in given}
+    arguments = {**server.arguments, **ours}
+    return _with_rollout(config, **{engine: msgspec.structs.replace(server, arguments=arguments)})
 
 
 def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:

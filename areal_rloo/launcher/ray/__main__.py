@@ -25,7 +25,18 @@ from areal_rloo.launcher.hosts import described_hosts, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.launcher.start import Options, begin, check, hold, leaves_nothing, look, parse, run_main, show_plan
+from areal_rloo.launcher.start import (
+    Options,
+    begin,
+    check,
+    hold,
+    leaves_nothing,
+    look,
+    parse,
+    run_main,
+    show_plan,
+    transported,
+)
 
 if TYPE_CHECKING:
     from areal_rloo.launcher.ray.cluster import RayCluster
@@ -58,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         look(config, folder, runs_here=False)
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
+        config = transported(config, placement)
         request = begin(config, placement, folder, ports=cluster.reserve_ports(2), resume=options.resume)
         return Job(request, cluster.starter(request), ReservedRoom(placement), Signals().install()).run()
 
