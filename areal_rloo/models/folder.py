@@ -30,8 +30,10 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
     *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gpt_neox", "helium", "hunyuan_v1_dense", "internlm3"),
     *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
 )
+_QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -108,15 +110,15 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
             f"{key}: {path} is a {shown(family)} model; the learner trains dense decoder-only models of text: "
             f"{', '.join(TRAINED_FAMILIES)}; take such a model"
         )
+    _check_precision(key, path, config)
     for rotary in rotary_options(config):
         kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
-        longest = config.get("original_max_position_embeddings")
-        if isinstance(rotary, dict) and kind == "longrope":
-            longest = rotary.get("original_max_position_embeddings", longest)
-            if isinstance(longest, int) and context_tokens <= longest:
-                continue  # as long as no sequence of a row is longer, all have the same angles
+        longest = _longest_with_equal_angles(config, rotary) if isinstance(rotary, dict) else None
+        if longest is not None and context_tokens <= longest:
+            continue
+        if longest is not None or kind == "longrope":
             raise ModelError(
-                f"{key}: {path} has rotary positions of type longrope with other angles beyond "
+                f"{key}: {path} has rotary positions of type {shown(kind)} with other angles beyond "
                 f"{shown(longest)} tokens; expected sequences of at most as many, got up to {context_tokens} "
                 "(data.max_prompt_tokens and rollout.sampling.max_new_tokens); shorten them, or take another model"
             )
@@ -126,6 +128,35 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
                 f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
                 "length of the row; take another model"
             )
+
+
+def _longest_with_equal_angles(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> int | None:
+    """Return up to which length all sequences have the same angles, if the type of positions depends on the length."""
+    kind = rotary.get("rope_type", rotary.get("type"))
+    longest: object = None
+    if kind == "longrope":
+        own = config.get("original_max_position_embeddings")
+        longest = rotary.get("original_max_position_embeddings", own)
+    elif kind == "dynamic" and config.get("model_type") == "hunyuan_v1_dense" and rotary.get("alpha"):
+        longest = config.get("max_position_embeddings")  # alpha changes only the base, for every length
+    return longest if isinstance(longest, int) else None
+
+
+def _check_precision(key: str, path: str, config: Mapping[str, Any]) -> None:
+    """Refuse a quantized model: some loaders round masters without a word, the others fail late."""
+    for section in (config, config.get("text_config")):
+        for name in _QUANTIZED:
+            given = section.get(name) if isinstance(section, Mapping) else None
+            if given is not None:
+                method = given.get("quant_method") if isinstance(given, Mapping) else None
+                raise ModelError(_quantized(key, path, f"{name} in config.json: {shown(method or 'no method')}"))
+
+
+def _quantized(key: str, path: str, found: str) -> str:
+    return (
+        f"{key}: {path} is quantized ({found}); training needs full-precision weights (bfloat16, float16 or float32); "
+        "take the unquantized checkpoint, or dequantize this one first"
+    )
 
 
 def rotary_options(config: Mapping[str, Any]) -> list[Any]:
@@ -151,6 +182,16 @@ def check_weights(key: str, folder: Path) -> None:
         )
     for file in _weight_files(key, folder):
         _header(key, file)
+
+
+def check_policy_weights(key: str, folder: Path) -> None:
+    """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
+    check_weights(key, folder)
+    _check_precision(key, str(folder), _config(key, folder))
+    for file in _weight_files(key, folder):
+        for name, tensor in _header(key, file).items():
+            if tensor.dtype.startswith(_NARROW):
+                raise ModelError(_quantized(key, str(folder), f"{name} in {file.name}: {shown(tensor.dtype)}"))
 
 
 def check_tokenizer(key: str, folder: Path) -> None:
