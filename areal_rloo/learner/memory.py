@@ -1,6 +1,6 @@
 """Estimate the memory of a learner rank from the config and the sizes of the model; without torch.
 
-Activations are the tensors kept for the backward pass in a decoder layer (norms, projections, attention and gated MLP).
+Activations are the tensors kept for the backward pass in a decoder layer, by family (`Kept` in `models/sizes.py`).
 Not included: memory lost by the allocator, the CUDA context, and buffers of NCCL (`OVERHEAD_BYTES` on a GPU).
 """
 
@@ -21,12 +21,9 @@ def number_bytes(config: Config) -> int:
 
 def activation_bytes(model: Sizes, config: Config) -> float:
     """Estimate the bytes kept for the backward pass, per token of a microbatch."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    low = number_bytes(config)
-    norm = hidden * (4 + 4 + low)  # input, scaled value, and input of the next product
-    layer = 2 * norm + low * (3 * q + 2 * kv + 4 * inner)
-    top = norm + 2 * 4 * hidden  # and the gradient from the head
+    hidden, low = model.hidden_size, number_bytes(config)
+    layer = model.kept_bytes(bfloat16=low == 2)
+    top = hidden * (4 + 4 + low) + 2 * 4 * hidden  # the last norm, and the gradient from the head
     if config.learner.gradient_checkpointing:
         return float(model.num_layers * 4 * hidden + layer + top)
     return float(model.num_layers * layer + top)

@@ -31,9 +31,11 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
     *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gpt_neox", "helium", "hunyuan_v1_dense", "internlm3"),
     *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
 )
+_QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
+_NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -116,15 +118,15 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
             f"{key}: {path} has sliding_window {shown(window)} in config.json; expected a number of tokens, at least "
             "1, or null; take another model"
         )
+    _check_precision(key, path, config)
     for rotary in rotary_options(config):
         kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
-        if isinstance(rotary, dict) and kind == "longrope":
-            limits = [place.get("original_max_position_embeddings") for place in (rotary, config)]
-            longest = min((limit for limit in limits if isinstance(limit, int)), default=None)
-            if isinstance(longest, int) and context_tokens <= longest:
-                continue  # as long as no sequence of a row is longer, all have the same angles
+        longest = _longest_with_equal_angles(config, rotary) if isinstance(rotary, dict) else None
+        if longest is not None and context_tokens <= longest:
+            continue
+        if longest is not None or kind == "longrope":
             raise ModelError(
-                f"{key}: {path} has rotary positions of type longrope with other angles beyond "
+                f"{key}: {path} has rotary positions of type {shown(kind)} with other angles beyond "
                 f"{shown(longest)} tokens; expected sequences of at most as many, got up to {context_tokens} "
                 "(data.max_prompt_tokens and rollout.sampling.max_new_tokens); shorten them, or take another model"
             )
@@ -134,6 +136,35 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
                 f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
                 "length of the row; take another model"
             )
+
+
+def _longest_with_equal_angles(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> int | None:
+    """Return up to which length all sequences have the same angles, if the type of positions depends on the length."""
+    kind = rotary.get("rope_type", rotary.get("type"))
+    longest: object = None
+    if kind == "longrope":
+        limits = [place.get("original_max_position_embeddings") for place in (rotary, config)]
+        longest = min((limit for limit in limits if isinstance(limit, int)), default=None)
+    elif kind == "dynamic" and config.get("model_type") == "hunyuan_v1_dense" and rotary.get("alpha"):
+        longest = config.get("max_position_embeddings")  # alpha changes only the base, for every length
+    return longest if isinstance(longest, int) else None
+
+
+def _check_precision(key: str, path: str, config: Mapping[str, Any]) -> None:
+    """Refuse a quantized model: some loaders round masters without a word, the others fail late."""
+    for section in (config, config.get("text_config")):
+        for name in _QUANTIZED:
+            given = section.get(name) if isinstance(section, Mapping) else None
+            if given is not None:
+                method = given.get("quant_method") if isinstance(given, Mapping) else None
+                raise ModelError(_quantized(key, path, f"{name} in config.json: {shown(method or 'no method')}"))
+
+
+def _quantized(key: str, path: str, found: str) -> str:
+    return (
+        f"{key}: {path} is quantized ({found}); training needs full-precision weights (bfloat16, float16 or float32); "
+        "take the unquantized checkpoint, or dequantize this one first"
+    )
 
 
 def rotary_options(config: Mapping[str, Any]) -> list[Any]:
@@ -187,6 +218,16 @@ def linear_layers(folder: Path) -> set[str]:
         for name, tensor in _header("model.path", file).items()
         if len(tensor.shape) == 2 and _IN_LAYER.search(name)
     }
+
+
+def check_policy_weights(key: str, folder: Path) -> None:
+    """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
+    check_weights(key, folder)
+    _check_precision(key, str(folder), _config(key, folder))
+    for file in _weight_files(key, folder):
+        for name, tensor in _header(key, file).items():
+            if tensor.dtype.startswith(_NARROW):
+                raise ModelError(_quantized(key, str(folder), f"{name} in {file.name}: {shown(tensor.dtype)}"))
 
 
 def check_tokenizer(key: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import packed_attention
 from areal_rloo.models.files import model_folder, reading_model
-from areal_rloo.models.folder import check_weights
+from areal_rloo.models.folder import check_policy_weights
 from areal_rloo.models.policy import Policy
 
 PACKED_ATTENTION = "areal_rloo_packed"  # the name under which transformers knows `packed_attention`
@@ -27,11 +27,12 @@ _SAFE = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, and 
 def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     """Load a causal language model with float32 weights and packed attention, in eval mode (no dropout).
 
-    Raises ModelError if the folder is missing or unreadable. `check_equality` tells whether the learner can train it.
+    Raises ModelError if the folder is missing, unreadable or quantized. `check_equality` tells whether the learner can
+    train the model.
     """
     transformers_logging.disable_progress_bar()
     folder = model_folder(path)
-    check_weights("model.path", folder)
+    check_policy_weights("model.path", folder)
     missing: set[str] = set()
 
     def load() -> PreTrainedModel:
@@ -45,6 +46,12 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
         raise ModelError(
             f"model.path: {path} has no weights for {min(missing)}, which would be random; download the model again"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"model.path: {path}: {name} was loaded as {parameter.dtype}, expected torch.float32; take "
+                "a checkpoint with full-precision weights"
+            )
     model.to(device)  # type: ignore[arg-type]
     return model
 

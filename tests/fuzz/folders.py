@@ -27,7 +27,13 @@ from areal_rloo.learner.batches import encode_batch, read_batch
 from areal_rloo.learner.checkpoint import LearnerState, Totals, capture, read_checkpoint, read_state, restore_ledger
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
-from areal_rloo.models.folder import check_model_folder, check_tokenizer, check_trainable, check_weights, num_parameters
+from areal_rloo.models.folder import (
+    check_model_folder,
+    check_policy_weights,
+    check_tokenizer,
+    check_trainable,
+    num_parameters,
+)
 from areal_rloo.models.policy import Policy
 from areal_rloo.report import write_report
 from areal_rloo.tasks import Item, Source
@@ -215,7 +221,7 @@ def _try_model(content: bytes) -> None:
         readers: list[Callable[[], object]] = [
             lambda: check_model_folder("model.path", str(folder), else_expected="a folder", files="a model folder"),
             lambda: check_trainable("model.path", folder, context_tokens=64),
-            lambda: check_weights("model.path", folder),
+            lambda: check_policy_weights("model.path", folder),
             lambda: check_tokenizer("model.path", folder),
             lambda: num_parameters(folder),
             lambda: read_model(folder),

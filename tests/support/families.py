@@ -26,6 +26,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 _PARTIAL = {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
 _BY_TYPE = {"rope_parameters": {"sliding_attention": _ROPE | {"rope_theta": 100.0}, "full_attention": _ROPE}}
+_ALPHA = {"rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}}
 _SLIDING = {"sliding_window": WINDOW, "layer_types": _ALTERNATING}
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
@@ -60,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4, **_PARTIAL},
     "helium": {"model_type": "helium", "head_dim": 16},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_v1_dense_alpha": {"model_type": "hunyuan_v1_dense", "head_dim": 16, **_ALPHA},
     "internlm3": {"model_type": "internlm3", "bias": True, "qkv_bias": True},
     "nanochat": {"model_type": "nanochat", "final_logit_softcapping": 3.0},
     "olmo": {"model_type": "olmo", "clip_qkv": 0.5},

@@ -100,7 +100,7 @@ class Architecture(Sizes):
         if activation not in _ACTIVATIONS:
             raise _refused(path, f"has activation {shown(activation)}; expected {' or '.join(_ACTIVATIONS)}")
         _check_rotary(path, switches)
-        return cls(**asdict(sizes), **switches, activation=_ACTIVATIONS[activation])
+        return cls(**asdict(sizes) | {"kept": sizes.kept}, **switches, activation=_ACTIVATIONS[activation])
 
 
 def _refused(path: Path, reason: str) -> ModelError:

@@ -22,7 +22,7 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.engines.embedded.families import Architecture, Rotary
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_weights, weight_files
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy_weights, weight_files
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _QKV = "self_attn.qkv_proj"
@@ -223,7 +223,7 @@ def load_checkpoint(
     half of the signed sin is negated, so that a rotation needs no negation. Raises ModelError if the folder cannot be
     read, or the engine does not support the model.
     """
-    check_weights("model.path", path)
+    check_policy_weights("model.path", path)
     with reading_model(str(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     architecture = Architecture.of_config(config, path)

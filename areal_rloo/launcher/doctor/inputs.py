@@ -15,11 +15,11 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, r
 from areal_rloo.models.folder import (
     cached_folder,
     check_model_folder,
+    check_policy_weights,
     check_served,
     check_targets,
     check_tokenizer,
     check_trainable,
-    check_weights,
     hub_cache,
     linear_layers,
     num_parameters,
@@ -92,7 +92,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
             if folder is not None:
                 _check_family(key, folder, situation.config)
-                check_weights(key, folder)
+                check_policy_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
@@ -128,7 +128,7 @@ def check_hub_models(situation: Situation) -> Iterator[Finding]:
         if cached is not None:
             try:
                 _check_family(key, cached, situation.config)
-                check_weights(key, cached)
+                check_policy_weights(key, cached)
                 yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
                 continue
             except ModelError as error:

@@ -63,7 +63,7 @@ def test_long_rows_without_recomputation_are_chosen_where_they_fit() -> None:
         for gigabytes in (24, 48, 80, 141)
         for found in [resolved(_config("learner.num_ranks=2"), _hosts(4, gigabytes), SMALL)]
     ]
-    assert chosen == [(16384, True), (8192, False), (16384, False), (32768, False)]
+    assert chosen == [(16384, True), (32768, True), (16384, False), (32768, False)]
 
 
 def test_a_large_model_learns_on_as_many_gpus_as_it_needs() -> None:

@@ -22,6 +22,7 @@ from areal_rloo.engines.embedded.families import FAMILIES
 from areal_rloo.errors import ModelError
 from areal_rloo.models.equality import check_equality
 from areal_rloo.models.folder import SERVED_FAMILIES, check_served, check_trainable
+from areal_rloo.models.loading import load_policy
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -181,6 +182,22 @@ def test_longrope_is_trained_within_the_original_length(tmp_path: Path) -> None:
         ModelError, match="other angles beyond 64 tokens; expected sequences of at most as many, got up to 65"
     ):
         check_equality(str(tmp_path), context_tokens=65)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao"])
+def test_a_quantized_model_is_refused_by_engine_learner_and_dry_run(method: str, tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, given in (
+        ("quantization_config", {"quantization_config": {"quant_method": method, "bits": 4}}),
+        ("compression_config", {"compression_config": {"quant_method": method}}),
+        ("quantization_config", {"text_config": {"quantization_config": {"quant_method": method}}}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | given))
+        words = rf"is quantized \({key} in config\.json: {method}\); training needs full-precision .*; take the unquant"
+        _assert_refused(tmp_path, words)
+        with pytest.raises(ModelError, match=words):
+            load_policy(str(tmp_path), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
