@@ -133,7 +133,7 @@ def _parts(names: tuple[str, ...], tensors: Sequence[Tensor], num_ranks: int) ->
         return [list(tensors)]
     if name.endswith(_SPLIT_BY_COLUMNS):
         return [[part] for part in first.chunk(num_ranks, dim=1)]
-    if name.rpartition(".")[0].endswith(_SPLIT_BY_ROWS):
+    if name.split(".")[-2] in _SPLIT_BY_ROWS:
         return [list(part) for part in zip(*(tensor.chunk(num_ranks) for tensor in tensors), strict=True)]
     # Ranks share key and value heads if there are fewer heads than ranks.
     return [list(tensors)] * num_ranks if "norm" in name or name.endswith(_WHOLE_BIASES) else []

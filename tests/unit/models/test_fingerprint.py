@@ -124,6 +124,14 @@ def test_the_compared_share_is_that_of_all_samples(name: str) -> None:
         assert share == 1 if num_ranks == 1 else 0 < share < 1
 
 
+@pytest.mark.parametrize("layer", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+def test_fused_matrices_are_compared_with_a_rank_alone(layer: str) -> None:
+    published = _published("phi3")
+    for num_ranks in (1, 2):
+        names = [fingerprint.names for fingerprint in _sample(published, 0, num_ranks=num_ranks).fingerprints]
+        assert ((f"model.layers.0.{layer}.weight",) in names) == (num_ranks == 1)
+
+
 def test_rows_of_a_vocabulary_that_servers_pad_are_not_compared() -> None:
     shapes = {name: tensor.shape for name, tensor in _published("phi", vocab_size=300).items()}
     vocabulary = sum(math.prod(shape) for shape in shapes.values() if 300 in shape)
