@@ -15,9 +15,10 @@ from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.files import computation_dtype
+from areal_rloo.models.files import computation_dtype, model_folder
 from areal_rloo.models.loading import Reference, decoder_layers, empty_policy, load_policy
 from areal_rloo.models.policy import Policy
+from areal_rloo.models.stored import difference_of_shapes, stored_parameters
 
 
 def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None) -> LearnerRank:
@@ -35,6 +36,7 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
     if ranks.rank == 0:
         for path in dict.fromkeys(paths):
             check_equality(path, context_tokens=config.context_tokens)
+        stored = stored_parameters("model.path", model_folder(model_path))  # a server would refuse every update
     policy = _policy(model_path, config, device=device, ranks=ranks, sharding=sharding, trained=True)
     if settings is not None and config.algorithm.kl.coefficient > 0:
         frozen = _policy(paths[-1], config, device=device, ranks=ranks, sharding=sharding, trained=False)
@@ -47,7 +49,13 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
         # FSDP moves offloaded parameters to the device itself, a layer at a time.
         place = device if sharding is None or not sharding.offload else torch.device("cpu")
         reference = Reference(frozen, device=place, offload=settings.offload)
-    return LearnerRank(policy, config, device=device, reference=reference, ranks=ranks, sharding=sharding)
+    rank = LearnerRank(policy, config, device=device, reference=reference, ranks=ranks, sharding=sharding)
+    if ranks.rank == 0 and not config.publishes_adapters:
+        published = {spec.name: spec.shape for spec in rank.manifest.tensors}
+        difference = difference_of_shapes({name: tensor.shape for name, tensor in stored.items()}, published)
+        if difference is not None:
+            raise ModelError(f"model.path: {model_path}: the weights to publish do not fit the files: {difference}")
+    return rank
 
 
 def _policy(

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from areal_rloo.config import ModelConfig
-from areal_rloo.errors import ModelError
+from areal_rloo.errors import DecodeError, ModelError
+from areal_rloo.models.folder import INDEX, SINGLE, weight_files
 
 
 def computation_dtype(model: ModelConfig) -> torch.dtype:
@@ -49,12 +50,17 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def model_folder(path: str) -> Path:
-    """Return the local folder of a model; download the files from the hub if needed, or raise ModelError."""
+    """Return the local folder of a model; download the files from the hub if needed, or raise ModelError.
+
+    Of the weights, only the files of the index, or model.safetensors: some models have a second copy in another form.
+    """
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except (OSError, ValueError) as error:
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.txt", "*.model"]))
+        weights = weight_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        return Path(snapshot_download(path, allow_patterns=weights, revision=folder.name))
+    except (OSError, ValueError, DecodeError) as error:
         raise ModelError(unreadable(path, error)) from error
 
 

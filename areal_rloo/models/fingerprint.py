@@ -6,6 +6,7 @@ and an engine compares it with the parameters that the engine holds. Pure functi
 A sample is a decoder layer, or all parameters outside of the layers. Version v takes the sample v modulo their number,
 so consecutive versions cover the model. Engines hold query, key and value as a single parameter, and gate and up, so
 these share a fingerprint. Each rank of a tensor-parallel engine holds a part of a parameter, with a digest of its own.
+`compared_share` tells how much of a model the fingerprints cover.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _JOINED = {
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_proj", "up_proj")),
 }
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_WHOLE_BIASES = ("o_proj.bias", "down_proj.bias")  # of layers split by columns
+_SPLIT_BY_ROWS = ("gate_proj", "up_proj")
+_HEAD_BIAS = "lm_head.bias"
 _VOCABULARY_ROWS = 64  # engines pad the vocabulary to a multiple
 
 _SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) % 2**32)
@@ -69,6 +72,20 @@ def sampled_names(names: Iterable[str], policy_version: int) -> list[str]:
     return [name for name, place in places.items() if (place == name if outside else place == layers[index])]
 
 
+def known_names(names: Iterable[str]) -> list[str]:
+    """Return a layer's parameters and those outside of the layers: every kind of a model's parameters."""
+    given = list(names)
+    layers = {place for name in given if (place := place_of(name)) != name}
+    return [*sampled_names(given, 0), *(sampled_names(given, len(layers)) if layers else ())]
+
+
+def compared_share(shapes: Mapping[str, Sequence[int]], *, num_ranks: int) -> float:
+    """Return the share of a model's numbers that fingerprints cover; `shapes` are of all parameters, by name."""
+    sizes = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    compared = (names for names in _joined(list(sizes)) if _parts(names, [sizes[name] for name in names], num_ranks))
+    return sum(sizes[name].numel() for names in compared for name in names) / sum(map(torch.numel, sizes.values()))
+
+
 def take_sample(sampled: Mapping[str, Tensor], *, digest: Digest, num_ranks: int) -> Sample:
     """Take the fingerprints of a version's sample.
 
@@ -96,29 +113,30 @@ def digest_of(tensors: Sequence[Tensor], digest: Digest) -> int:
     return int.from_bytes(hasher.digest()[:8], "big")
 
 
-def _joined(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the names of parameters that engines hold as one."""
-    groups = []
+def _joined(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Group the names of parameters that engines hold as one; not all families have every projection."""
+    groups, known = [], set(names)
     for name in names:
         member = _PROJECTION.search(name)
         others = () if member is None else _JOINED[member.group()]
-        groups.append(tuple(_PROJECTION.sub(other, name) for other in others) or (name,))
+        joined = tuple(other for each in others if (other := _PROJECTION.sub(each, name)) in known)
+        groups.append(joined or (name,))
     return list(dict.fromkeys(groups))
 
 
 def _parts(names: tuple[str, ...], tensors: Sequence[Tensor], num_ranks: int) -> list[list[Tensor]]:
     """Return the tensors that each rank holds; none if ranks may hold them in another way than these rules say."""
-    name = names[0]
+    name, first = names[0], tensors[0]
+    if place_of(name) == name and (first.ndim > 1 or name.endswith(_HEAD_BIAS)):  # rows of the vocabulary
+        return [list(tensors)] if num_ranks == 1 and len(first) % _VOCABULARY_ROWS == 0 else []
+    if num_ranks == 1:
+        return [list(tensors)]
     if name.endswith(_SPLIT_BY_COLUMNS):
-        return [[part] for part in tensors[0].chunk(num_ranks, dim=1)]
-    if len(names) == 1 and tensors[0].ndim == 1:
-        return [list(tensors)] * num_ranks
-    if name.endswith(_VOCABULARY):
-        return [list(tensors)] if num_ranks == 1 and len(tensors[0]) % _VOCABULARY_ROWS == 0 else []
-    if names[0].rpartition(".")[0].endswith("gate_proj"):
+        return [[part] for part in first.chunk(num_ranks, dim=1)]
+    if name.split(".")[-2] in _SPLIT_BY_ROWS:
         return [list(part) for part in zip(*(tensor.chunk(num_ranks) for tensor in tensors), strict=True)]
     # Ranks share key and value heads if there are fewer heads than ranks.
-    return [list(tensors)] if num_ranks == 1 and len(names) > 1 else []
+    return [list(tensors)] * num_ranks if "norm" in name or name.endswith(_WHOLE_BIASES) else []
 
 
 def _tiles(data: np.ndarray) -> int:

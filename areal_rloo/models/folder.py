@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
 _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
-_INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
 _LFS_POINTER = b"version "  # of git-lfs; no header has this length
@@ -196,8 +197,7 @@ def check_weights(key: str, folder: Path) -> None:
             f"{key}: {folder}: adapter_config.json is that of an adapter; merge the adapter into its base model "
             "(merge_and_unload of peft, then save_pretrained), and name the folder of the merged model"
         )
-    for file in _weight_files(key, folder):
-        _header(key, file)
+    stored_tensors(key, folder)
 
 
 def check_targets(lora: LoraConfig, known: Collection[str]) -> None:
@@ -214,8 +214,7 @@ def linear_layers(folder: Path) -> set[str]:
     """Return the names of the linear layers in the decoder layers of a folder; raises ModelError as `check_weights`."""
     return {
         name.rsplit(".", 2)[-2]
-        for file in _weight_files("model.path", folder)
-        for name, tensor in _header("model.path", file).items()
+        for name, tensor in stored_tensors("model.path", folder).items()
         if len(tensor.shape) == 2 and _IN_LAYER.search(name)
     }
 
@@ -224,10 +223,9 @@ def check_policy_weights(key: str, folder: Path) -> None:
     """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
     check_weights(key, folder)
     _check_precision(key, str(folder), _config(key, folder))
-    for file in _weight_files(key, folder):
-        for name, tensor in _header(key, file).items():
-            if tensor.dtype.startswith(_NARROW):
-                raise ModelError(_quantized(key, str(folder), f"{name} in {file.name}: {shown(tensor.dtype)}"))
+    for name, tensor in stored_tensors(key, folder).items():
+        if tensor.dtype.startswith(_NARROW):
+            raise ModelError(_quantized(key, str(folder), f"{name} in {tensor.file.name}: {shown(tensor.dtype)}"))
 
 
 def check_tokenizer(key: str, folder: Path) -> None:
@@ -238,9 +236,32 @@ def check_tokenizer(key: str, folder: Path) -> None:
 
 def num_parameters(folder: Path) -> int:
     """Count the parameters in the weight files of a folder; raises ModelError as `check_weights`."""
-    return sum(
-        math.prod(tensor.shape) for file in _weight_files("model", folder) for tensor in _header("model", file).values()
-    )
+    return sum(math.prod(tensor.shape) for tensor in stored_tensors("model", folder).values())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file of weights, by the name in the file."""
+
+    file: Path
+    name: str
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def stored_tensors(key: str, folder: Path) -> dict[str, StoredTensor]:
+    """List the tensors for a loader, by name: those of the index, otherwise those of model.safetensors.
+
+    Other files may lie beside them: a second copy of the weights (consolidated.safetensors), adapters. Only headers are
+    read. Raises ModelError if a file is missing or damaged.
+    """
+    tensors = {}
+    for file in _weight_files(key, folder):
+        for name, tensor in _header(key, file).items():
+            first, end = tensor.data_offsets
+            tensors[name] = StoredTensor(file, name, tensor.dtype, tensor.shape, end - first)
+    return tensors
 
 
 def is_hub_name(path: str) -> bool:
@@ -283,20 +304,18 @@ def weight_files(index: Path) -> list[str]:
     return sorted(set(from_json(read_regular(index), _Index).weight_map.values()))
 
 
-def _weight_files(key: str, folder: Path) -> Iterator[Path]:
-    index = folder / _INDEX
+def _weight_files(key: str, folder: Path) -> list[Path]:
+    index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
-        found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())  # a pipe would hang
         pickled = next((path.name for path in sorted(folder.iterdir()) if path.suffix in _PICKLED), None)
-        if not found and pickled is not None:
+        if not single.is_file() and pickled is not None:  # a pipe would hang
             raise ModelError(
                 f"{key}: {folder}: {pickled} is a pickle, which can run code, and is not loaded; expected .safetensors "
                 "files; if you trust the file, convert the model: from_pretrained and save_pretrained of transformers"
             )
-        if not found:
-            raise ModelError(f"{key}: {folder}: no .safetensors file in it; expected a Hugging Face model folder")
-        yield from found
-        return
+        if not single.is_file():
+            raise ModelError(f"{key}: {folder}: no {SINGLE} in it and no {INDEX}; expected a Hugging Face model folder")
+        return [single]
     try:
         names = weight_files(index)
         missing = [name for name in names if not (folder / name).is_file()]
@@ -307,7 +326,12 @@ def _weight_files(key: str, folder: Path) -> Iterator[Path]:
             f"{key}: {folder}: {len(missing)} of its {len(names)} files of weights are missing, the first is "
             f"{missing[0]}; download the model again"
         )
-    yield from (folder / name for name in names)
+    if single.is_file() and SINGLE not in names:
+        raise ModelError(
+            f"{key}: {folder} has {SINGLE}, which transformers would load, and {INDEX} of other files, which servers "
+            "would load; expected one of them; remove the other"
+        )
+    return [folder / name for name in names]
 
 
 _Natural = Annotated[int, Meta(ge=0, le=2**53)]

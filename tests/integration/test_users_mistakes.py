@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import save_family
+
+from areal_rloo.models.tiny import make_tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -43,6 +48,21 @@ def test_a_reward_that_cannot_be_imported_gives_one_line_at_start(tmp_path: Path
     assert done.stdout.startswith("error: data.train")
     assert words in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tensor_of_no_parameter_ends_the_run_before_a_step(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_family("llama", model)
+    make_tiny_tokenizer().save_pretrained(model)
+    weights = model / "model.safetensors"
+    more = {**load_file(weights), "v_head.weight": torch.zeros(1, 64)}
+    save_file(more, weights, metadata={"format": "pt"})
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
+    done = _run(tmp_path / "run", f"{tmp_path}/mine.py:score", f"model.path={model}")
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("has weights v_head.weight (1 such tensors)") >= 1, done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "run" / "trajectories.jsonl").exists()
 
 
 @pytest.mark.parametrize(

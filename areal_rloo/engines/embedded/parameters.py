@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -22,7 +22,8 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.engines.embedded.families import Architecture, Rotary
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy_weights, weight_files
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy_weights, stored_tensors
+from areal_rloo.models.stored import read_parameters, stored_parameters
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _QKV = "self_attn.qkv_proj"
@@ -95,6 +96,10 @@ class Parameters:
         self.final_norm = self._norm("model.norm")
         self.head = self.embedding if a.tied else self._fused("", {"lm_head": a.vocab_size}, a.hidden_size)
         self.layers = [self._layer(index) for index in range(a.num_layers)]
+
+    def know(self, names: Iterable[str]) -> bool:
+        """Return True if every name is of a weight, or of the head of a tied model."""
+        return set(names) <= {*self._places, "lm_head.weight"}
 
     def fitting(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return new weights by Hugging Face name; raises EngineError if a name or a shape differs."""
@@ -231,19 +236,13 @@ def load_checkpoint(
         tables = _rotary_tables(config, architecture, context_tokens)
     parameters = Parameters(architecture, device=device, dtype=dtype, lora=lora)
     try:
-        parameters.copy_from(parameters.fitting(chain(_stored_tensors(path), parameters.adapters())))
+        stored = stored_tensors("model.path", path)
+        if not parameters.know(stored):  # transformers ignores some tensors of old checkpoints
+            stored = stored_parameters("model.path", path)
+        parameters.copy_from(parameters.fitting(chain(read_parameters(stored), parameters.adapters())))
     except (OSError, DecodeError, EngineError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
     return parameters, tables.to(device)
-
-
-def _stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    index = path / "model.safetensors.index.json"
-    names = weight_files(index) if index.is_file() else ["model.safetensors"]
-    for name in names:
-        with safe_open(path / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                yield key, file.get_tensor(key)
 
 
 def _rotary_tables(config: PretrainedConfig, architecture: Architecture, context_tokens: int) -> Tensor:

@@ -37,7 +37,7 @@ from areal_rloo.engines.server.supervision import ExternalServer, ManagedServer,
 from areal_rloo.engines.server.updates import Load, Swapping, Update, prove
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
-from areal_rloo.models.folder import check_weights
+from areal_rloo.models.stored import stored_parameters
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
@@ -91,9 +91,8 @@ class ServerEngine:
             update_timeout_s: of loading weights through files.
             log: file for the output of a managed server.
         """
-        self._facts = facts = read_model(plan.model_path)
-        if url is None:  # the server would load a pickle
-            check_weights("model.path", plan.model_path)
+        facts = read_model(plan.model_path)
+        self._parameters = stored_parameters("model.path", plan.model_path)
         self._update_timeout_s = update_timeout_s
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         plan = replace(plan, model_context_tokens=facts.context_tokens)
@@ -149,7 +148,7 @@ class ServerEngine:
 
         async def prepare(connection: Connection) -> Load:
             if self._folder is None:
-                self._folder = await asyncio.to_thread(WeightsFolder, self._facts)
+                self._folder = await asyncio.to_thread(WeightsFolder, self._parameters)
             folder, tensors = self._folder, await asyncio.to_thread(dict, weights)
             written = await asyncio.to_thread(folder.write, policy_version, tensors.items())
             samples = await asyncio.to_thread(self._samples, policy_version, tensors, connection)
@@ -180,7 +179,7 @@ class ServerEngine:
         shapes = {n: shape for bucket in buckets for n, shape in zip(bucket.names, bucket.shapes, strict=True)}
 
         async def prepare(connection: Connection) -> Load:
-            check_shapes(self._facts, shapes)
+            check_shapes({name: tensor.shape for name, tensor in self._parameters.items()}, shapes)
             await connection.api.weights.join(group)
 
             async def load() -> bool:

@@ -12,15 +12,16 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_rloo.errors import EngineError, ModelError
 from areal_rloo.files import ScratchFolder, memory_folder, read_regular, remove_abandoned
+from areal_rloo.models.folder import StoredTensor
+from areal_rloo.models.stored import difference_of_shapes
 
 _ROOM = 2.5  # times the model's files: new weights may have a wider dtype than the files
-_HEAD = "lm_head.weight"  # some models store this although it equals the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,10 @@ class ModelFacts:
 
     Attributes:
         context_tokens: the model's longest context; None if the config does not tell.
-        shapes: of the parameters, by name; empty if the weights are not safetensors.
-        num_bytes: of the weights.
     """
 
     vocab_size: int
     context_tokens: int | None
-    shapes: Mapping[str, tuple[int, ...]]
-    num_bytes: int
 
 
 class _Sizes(msgspec.Struct):
@@ -47,7 +44,7 @@ class _Sizes(msgspec.Struct):
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Read config.json and the headers of the weights.
+    """Read config.json.
 
     Raises:
         ModelError: config.json cannot be read or has no vocabulary size.
@@ -58,46 +55,29 @@ def read_model(folder: Path) -> ModelFacts:
         sizes = msgspec.convert(config, _Sizes)
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise ModelError(f"model.path: {folder} has no config.json with a vocab_size: {error!r}") from error
-    shapes: dict[str, tuple[int, ...]] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"model.path: {file} is not whole: {error}; download the model again") from error
-    num_bytes = sum(file.stat().st_size for file in files)
-    return ModelFacts(sizes.vocab_size, sizes.max_position_embeddings, shapes, num_bytes)
+    return ModelFacts(sizes.vocab_size, sizes.max_position_embeddings)
 
 
-def check_shapes(facts: ModelFacts, given: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse unknown and missing parameters: SGLang would skip unknown parameters and keep the missing ones.
 
     Raises:
         EngineError: a parameter is unknown, missing, or of another shape.
     """
-    if not facts.shapes:
-        return
-    for name, shape in given.items():
-        if name not in facts.shapes:
-            raise EngineError(f"parameter {name}: the model has none of that name")
-        if tuple(shape) != facts.shapes[name]:
-            raise EngineError(f"parameter {name}: expected shape {facts.shapes[name]}, got {tuple(shape)}")
-    missing = sorted(set(facts.shapes) - set(given) - {_HEAD})
-    if missing:
-        others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise EngineError(f"parameter {missing[0]} is missing{others}")
+    if (difference := difference_of_shapes(expected, given)) is not None:
+        raise EngineError(difference)
 
 
 class WeightsFolder:
     """An owner-only folder, in memory if there is room. The constructor removes folders of dead processes."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, parameters: Mapping[str, StoredTensor]) -> None:
+        """`parameters`: of the server's model, by the names of the weights to write."""
         remove_abandoned()
         memory = memory_folder()
-        roomy = shutil.disk_usage(memory).free > _ROOM * facts.num_bytes
+        roomy = shutil.disk_usage(memory).free > _ROOM * sum(tensor.num_bytes for tensor in parameters.values())
         self._scratch = ScratchFolder(memory if roomy else Path(tempfile.gettempdir()), "weights")
-        self._facts = facts
+        self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
 
     def write(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write a version; return the folder.
@@ -106,7 +86,7 @@ class WeightsFolder:
             EngineError: a parameter is unknown, missing, or of another shape; or the disk is full.
         """
         tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
-        check_shapes(self._facts, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        check_shapes(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for former in self._scratch.path.glob("version-*"):  # of an update that failed before its load
             self.remove(former)
         folder = self._scratch.path / f"version-{policy_version}"

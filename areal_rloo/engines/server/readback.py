@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from areal_rloo.models.fingerprint import Digest, Fingerprint, Sample, sampled_names, take_sample
+from areal_rloo.models.fingerprint import Digest, Fingerprint, Sample, known_names, take_sample
+from areal_rloo.models.stored import read_parameters, stored_parameters
 
 _JOINED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-_HEAD = "lm_head.weight"  # not on a server that ties the embeddings
+_BASES = ("gpt_neox.",)  # of the names of some families; servers call the base `model`
 
 
 def sample_of_folder(folder: Path, *, dtype: str, digest: Digest, num_ranks: int) -> tuple[Sample, list[str]]:
-    """Take the sample of version 0 from the files of a model; return the sample, and all names.
+    """Take the sample of a layer, and of all parameters outside of the layers, from the files of a model.
 
-    Both are empty if the weights are not safetensors.
+    Returns: the sample, and the names of all parameters.
     """
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob("*.safetensors"))]
-        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
-        held = getattr(torch, dtype)
-        sampled = {name: file_of[name].get_tensor(name).to(held) for name in sampled_names(sorted(file_of), 0)}
-        return take_sample(sampled, digest=digest, num_ranks=num_ranks), list(file_of)
+    stored, held = stored_parameters("model.path", folder), getattr(torch, dtype)
+    known = {name: stored[name] for name in known_names(stored)}
+    sampled = {name: tensor.to(held) for name, tensor in read_parameters(known)}
+    return take_sample(sampled, digest=digest, num_ranks=num_ranks), list(stored)
 
 
 def difference_of(sample: Sample, ranks: Sequence[Mapping[str, str]]) -> str | None:
@@ -37,8 +34,6 @@ def difference_of(sample: Sample, ranks: Sequence[Mapping[str, str]]) -> str | N
 
 def _difference(expected: Fingerprint, ranks: Sequence[Mapping[str, str]]) -> str | None:
     name = server_name(expected.names)
-    if name == _HEAD and not any(name in rank for rank in ranks):
-        return None
     found: list[Any] = [rank.get(name, "no such parameter") for rank in ranks]
     digests = [f"{part:016x}" for part in expected.parts]
     return None if found == digests else f"{name}: expected {', '.join(digests)}, found {', '.join(found)}"
@@ -46,7 +41,9 @@ def _difference(expected: Fingerprint, ranks: Sequence[Mapping[str, str]]) -> st
 
 def server_name(names: tuple[str, ...]) -> str:
     """Return the server's name of parameters that the server holds as one."""
+    base = next((base for base in _BASES if names[0].startswith(base)), None)
+    first = names[0] if base is None else names[0].replace(base, "model.", 1)
     if len(names) == 1:
-        return names[0]
-    member = next(member for member in _JOINED if f".{member}." in names[0])
-    return names[0].replace(member, _JOINED[member])
+        return first
+    member = next(member for member in _JOINED if f".{member}." in first)
+    return first.replace(member, _JOINED[member])

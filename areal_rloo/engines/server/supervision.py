@@ -21,7 +21,8 @@ from areal_rloo.engines.server.process import ServerProcess, find_python
 from areal_rloo.engines.server.readback import sample_of_folder
 from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
-from areal_rloo.models.fingerprint import Digest, Sample
+from areal_rloo.models.fingerprint import Digest, Sample, compared_share
+from areal_rloo.models.stored import stored_parameters
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -99,7 +100,15 @@ class _Server:
                 why = str(error)
         if why is not None:
             logger.warning("%s: updates cannot be proven: %s", api.client.url, why)
+        elif (share := await asyncio.to_thread(self._share)) < 1:
+            logger.info("%s: proofs of updates compare %.1f %% of the parameters", api.client.url, 100 * share)
         return None if why is not None else found.digest
+
+    def _share(self) -> float:
+        """Return the share of the model's numbers in proofs."""
+        stored = stored_parameters("model.path", self._plan.model_path)
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        return compared_share(shapes, num_ranks=self._plan.tensor_parallel)
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
         """Return a sample of weights that the server certainly holds, and the names of all parameters."""

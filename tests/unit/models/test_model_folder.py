@@ -22,6 +22,7 @@ from areal_rloo.models.folder import (
     weight_files,
 )
 from areal_rloo.models.loading import load_policy
+from areal_rloo.models.stored import stored_parameters
 
 
 @pytest.mark.parametrize("index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": []}', b"[" * 9000, b"\xff", b"{}"])
@@ -102,9 +103,9 @@ def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
 
 def test_damaged_weights_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(ModelError, match=r"a\.safetensors is not whole"):
-        read_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not whole"):
+        stored_parameters("model.path", tmp_path)
 
 
 def _quantize(path: Path) -> None:
@@ -162,10 +163,10 @@ def test_a_damaged_name_in_the_cache_is_no_downloaded_model(tmp_path: Path) -> N
 )
 def test_a_header_without_sizes_is_refused(tmp_path: Path, tensor: object) -> None:
     header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ModelError, match=r"a\.safetensors is not whole"):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not whole"):
         check_weights("model.path", tmp_path)
-    with pytest.raises(ModelError, match=r"a\.safetensors is not whole"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not whole"):
         num_parameters(tmp_path)
 
 

@@ -1,6 +1,5 @@
 """The start of a managed SGLang server, refused options, and weight files."""
 
-import json
 import socket
 import sys
 from pathlib import Path
@@ -13,11 +12,12 @@ from support.patience import eventually
 from areal_rloo.config import Config, RolloutConfig, ServerConfig
 from areal_rloo.config.schema import validate
 from areal_rloo.engines.server import ServerPlan, find_python
-from areal_rloo.engines.server.model_folder import WeightsFolder, read_model
+from areal_rloo.engines.server.model_folder import WeightsFolder
 from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.sglang.command import command_line, environment
 from areal_rloo.errors import ConfigError
+from areal_rloo.models.stored import stored_parameters
 
 
 def _plan(**changes: Any) -> ServerPlan:
@@ -168,24 +168,17 @@ def test_weight_files_are_owner_only_and_removed_after_a_crash(
     abandoned = tmp_path / "areal_rloo-weights-of-the-dead"
     abandoned.mkdir(mode=0o700)
     (abandoned / "lock").touch()
-    facts = read_model(tiny_folders["qwen2"])
-    folder = WeightsFolder(facts)
+    parameters = stored_parameters("model.path", tiny_folders["qwen2"])
+    folder = WeightsFolder(parameters)
     assert not abandoned.exists()
-    other = WeightsFolder(facts)
-    weights = {name: torch.zeros(shape) for name, shape in facts.shapes.items()}
+    other = WeightsFolder(parameters)
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in parameters.items()}
     written = folder.write(1, weights.items())
     assert written.is_relative_to(tmp_path), "the folder of a live process is left alone"
     assert written.stat().st_mode & 0o077 == 0
     folder.close()
     other.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_the_models_files_give_the_shapes_of_weights(tiny_folders: dict[str, Path]) -> None:
-    facts = read_model(tiny_folders["qwen2"])
-    config = json.loads((tiny_folders["qwen2"] / "config.json").read_text())
-    assert facts.vocab_size == config["vocab_size"]
-    assert facts.shapes["model.norm.weight"] == (64,)
 
 
 def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

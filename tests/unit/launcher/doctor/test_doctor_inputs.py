@@ -87,7 +87,7 @@ def test_a_folder_without_weights_is_no_model(model: Path, tmp_path: Path) -> No
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text('{"model_type": "llama"}')
-    assert "no .safetensors file in it" in only(check_models, "wrong", f"model.path={bare}").what
+    assert "no model.safetensors in it" in only(check_models, "wrong", f"model.path={bare}").what
     checkpoint = tmp_path / "step-000001"
     checkpoint.mkdir()
     model.rename(checkpoint / "model")
