@@ -1,0 +1,169 @@
+"""Advice for a plan that needs more memory than the GPUs have.
+
+An option is named only if the changed config was planned and fits: the checks of the config, the counts of GPUs and the
+memory. If no option is enough alone, the shortest list of options that fits together is named. Pure functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from areal_rloo.config import Config, LoraConfig
+from areal_rloo.errors import PreflightError, UserError
+from areal_rloo.launcher.engine_memory import given_options, without_options
+from areal_rloo.learner.memory import GIB
+from areal_rloo.models.sizes import Sizes
+
+_MOST_TOGETHER = 4  # options of a list; longer lists change more than a user asked for
+_LORA_RANK = 16
+RANK, ENGINE = "a rank", "an engine"
+_LEAST_SHOWN_GIB = 0.05  # of a saving
+
+
+class TooLargeError(PreflightError):
+    """A rank of the learner or an engine (`what`) needs `needed_bytes`, and a GPU has less."""
+
+    def __init__(self, words: str, what: str, needed_bytes: float) -> None:
+        super().__init__(words)
+        self.what = what
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of a config, in words for the command line. Remedies with the same key exclude each other."""
+
+    key: str
+    words: str
+    change: Callable[[Config], Config]
+
+
+def advice(
+    refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], float]
+) -> str:
+    """Name each option that is enough alone, with the saving; else a list of options that is enough together.
+
+    `needs` plans a config and gives the bytes of a rank or an engine, as the refusal does, or raises a UserError.
+    """
+    enough: dict[str, tuple[Remedy, float]] = {}  # by key, with the saving
+    usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key that only memory refuses
+    for remedy in _remedies(config, model, num_gpus):
+        if remedy.key in enough:
+            continue
+        try:
+            enough[remedy.key] = remedy, refusal.needed_bytes - needs(remedy.change(config))
+        except TooLargeError as error:
+            usable[remedy.key] = (
+                remedy,
+                refusal.needed_bytes - error.needed_bytes if error.what == refusal.what else 0.0,
+            )
+        except UserError:
+            continue
+    if enough:
+        return _in_words(list(enough.values()), "set", " or ")
+    for size in range(2, _MOST_TOGETHER + 1):
+        for chosen in itertools.combinations(usable.values(), size):
+            if _fits_together(config, [remedy for remedy, _ in chosen], needs):
+                return _in_words(list(chosen), "combine", " ")
+    return "take a smaller model, or GPUs with more memory"
+
+
+def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[Config], float]) -> bool:
+    for remedy in remedies:
+        config = remedy.change(config)
+    with contextlib.suppress(UserError):
+        needs(config)
+        return True
+    return False
+
+
+def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str) -> str:
+    """Write assignments as on the command line, each with the saving, and then the options to leave out."""
+    sets = [(remedy.words, saved / GIB) for remedy, saved in remedies if "=" in remedy.words]
+    out = [f"leave out {remedy.words}" for remedy, _ in remedies if "=" not in remedy.words]
+    savings = [f"{saved:.1f} GiB less" if saved >= _LEAST_SHOWN_GIB else "" for _, saved in sets]
+    if verb == "set":
+        parts = [f"{words} ({saving})" if saving else words for (words, _), saving in zip(sets, savings, strict=True)]
+        return ", or ".join([f"set {between.join(parts)}", *out] if parts else out)
+    each = ", ".join(saving or "no less" for saving in savings)
+    return ", and ".join([f"combine {between.join(words for words, _ in sets)} (alone {each})", *out])
+
+
+def _remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
+    """Give the changes that may save memory, those with the least effect first; of a key, the weakest first."""
+    yield from _in_time(config)
+    yield from _in_counts(config, model, num_gpus)
+    yield from _in_numbers(config)
+    for key in given_options(config):
+        if key == "rollout.embedded.cache_tokens":
+            yield _assign(key, "null", None)
+        else:
+            yield Remedy("the engine's memory", " and ".join(given_options(config)), without_options)
+            return
+
+
+def _in_time(config: Config) -> Iterator[Remedy]:
+    """Give the changes that cost time alone."""
+    learner, reference = config.learner, config.model.reference
+    if learner.gradient_checkpointing is False:
+        yield _assign("learner.gradient_checkpointing", "true", True)
+    longest, row = config.trajectory_tokens, learner.microbatch_tokens
+    for shorter in dict.fromkeys((max(longest, row // 2), longest)):
+        if shorter < row:
+            yield _assign("learner.microbatch_tokens", str(shorter), shorter)
+    if reference is not None and not reference.offload and config.algorithm.kl.coefficient > 0:
+        yield _assign("model.reference.offload", "true", True)
+    if config.rollout.share_devices == "side_by_side" and config.rollout.engine == "embedded":
+        yield _assign("rollout.share_devices", "in_turns", "in_turns")
+    if learner.offload == "none":
+        yield _assign("learner.offload", "optimizer", "optimizer")
+    if learner.offload != "parameters":
+        yield _assign("learner.offload", "parameters", "parameters")
+
+
+def _in_counts(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
+    """Give the changes of the number of GPUs that share a rank's or an engine's part; `auto` counts grow alone."""
+    learner, rollout = config.learner, config.rollout
+    if learner.num_ranks:
+        for num in range(learner.num_ranks + learner.num_replicas, num_gpus, learner.num_replicas):
+            yield _assign("learner.num_ranks", str(num), num)
+    if learner.num_replicas > 1:
+        yield _assign("learner.num_replicas", "1", 1)
+    if rollout.num_workers > 1 and not rollout.server_urls:
+        yield _assign("rollout.num_workers", "auto", 0)
+    num = 2 * rollout.tensor_parallel
+    while rollout.server is not None and num < num_gpus and model.num_heads % num == 0:
+        yield _assign("rollout.tensor_parallel", str(num), num)
+        num *= 2
+
+
+def _in_numbers(config: Config) -> Iterator[Remedy]:
+    """Give the changes that change the numbers of the training."""
+    if config.learner.optimizer.state_dtype == "float32":
+        yield _assign("learner.optimizer.state_dtype", "bfloat16", "bfloat16")
+    if config.model.dtype == "float32":
+        yield _assign("model.dtype", "bfloat16", "bfloat16")
+    if config.learner.lora is None:
+        yield Remedy("learner.lora", f"learner.lora.rank={_LORA_RANK}", _with_lora)
+
+
+def _assign(key: str, written: str, value: Any) -> Remedy:
+    return Remedy(key, f"{key}={written}", lambda config: _replaced(config, key.split("."), value))
+
+
+def _replaced(section: Any, path: list[str], value: Any) -> Any:
+    """Replace a value deep in a section."""
+    name, *rest = path
+    inner = _replaced(getattr(section, name), rest, value) if rest else value
+    return msgspec.structs.replace(section, **{name: inner})
+
+
+def _with_lora(config: Config) -> Config:
+    lora = LoraConfig(rank=_LORA_RANK)
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, lora=lora))
