@@ -8,7 +8,7 @@ In the order of a start:
 - `run_folder`: the name of the run folder and the files in it for launchers.
 - `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
 - `fit`: values for every `auto`, by an estimate of the memory; `engine_memory` is the engine's part, and `remedies` the
-  advice for a plan that does not fit.
+  advice for a plan too large for the GPUs.
 - `placement`: a seat (host, GPUs, cores) for each process.
 - `plan`: the command line of each process; `--dry-run` prints the plan.
 - `job`: a run from the first process to the last.

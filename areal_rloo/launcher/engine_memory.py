@@ -1,7 +1,7 @@
 """The memory of an engine on a GPU, by the estimate: weights, and the room for a cache.
 
 The plan gives an engine this room, compares it with a single completion, and prints it. All bytes are of each GPU of
-the engine. Pure functions of configs that say how devices are shared.
+the engine. Pure functions of configs with a known way to share devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from areal_rloo.models.sizes import Sizes
 _PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tokens
 _MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
-_FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
+_FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}  # size the cache by the free memory
 _SIZES = {"sglang": "max-total-tokens", "vllm": "kv-cache-memory-bytes"}
+_WITHOUT_EFFECT = {  # fractions above the size in every case
+    "sglang": 0.99,  # the profile keeps only the rest, and no plan uses all memory
+    "vllm": 0.01,  # as much must be free at the start; the bytes of a cache replace it
+}
 
 
 def weight_bytes(config: Config, model: Sizes) -> float:
@@ -62,7 +66,7 @@ def given_cache(config: Config, model: Sizes, gpu_bytes: int) -> float | None:
     """Return the most bytes of a cache by the options of the engine in the config; None without such options.
 
     A fraction of SGLang is of the memory free at the start, for weights and cache. A fraction of vLLM is of the whole
-    GPU, for all of the server, and is not read if the bytes of the cache are given. A fraction that is no number leaves
+    GPU, for all of the server, and is not read if the bytes of the cache are given. Any other value leaves
     the server's own choice, which may be most of the GPU.
     """
     given = {argument_name(key.rpartition(".")[2]): value for key, value in given_options(config).items()}
@@ -102,7 +106,7 @@ def learner_beside(config: Config, model: Sizes) -> float:
 
 
 def cache_bytes(config: Config, model: Sizes, gpu_bytes: int) -> float:
-    """Return the bytes that the engine's cache will have."""
+    """Return the bytes of the engine's cache."""
     rollout, room = config.rollout, cache_room(config, model, gpu_bytes)
     given = given_cache(config, model, gpu_bytes)
     if given is not None:  # alone on a GPU, SGLang takes the rest at most
@@ -139,7 +143,7 @@ def least_bytes(config: Config, model: Sizes) -> float:
 
 
 def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
-    """Say in words that the engine has no room for a completion of full length; empty if the room is there."""
+    """Describe a missing room for a completion of full length; empty if the room is there."""
     least, room = least_cache(config, model), cache_room(config, model, gpu_bytes)
     has = cache_bytes(config, model, gpu_bytes)
     if least <= has <= room:
@@ -156,22 +160,38 @@ def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
 
 
 def with_share(config: Config, model: Sizes, gpu_bytes: int) -> Config:
-    """Give the engine of a shared GPU the rest of the memory, in the engine's own option, unless the user did."""
+    """Give the engine of a shared GPU the rest of the memory, as the size of its cache, unless the user did."""
     rollout, room = config.rollout, cache_room(config, model, gpu_bytes)
-    if given_options(config):
+    if rollout.server is not None:
+        return _with_cache(config, math.floor(room), math.floor(room / token_bytes(config, model)))
+    if rollout.embedded.cache_tokens is not None:
         return config
-    if (server := rollout.server) is not None:
-        name = _FRACTIONS[rollout.engine]
-        total = room + weight_bytes(config, model)
-        arguments = {**server.arguments, name: math.floor(100 * total / gpu_bytes) / 100}
-        return _with_rollout(config, **{rollout.engine: msgspec.structs.replace(server, arguments=arguments)})
-    cache_tokens = int(min(room, _cache_of_slots(config, model)) // token_bytes(config, model))
+    cache_tokens = int(min(room, _cache_of_slots(config, model)) / token_bytes(config, model))
     tokens = max(config.context_tokens, cache_tokens)
     return _with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=tokens))
 
 
+def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
+    """Give a server on a shared GPU a cache of this size, unless the user gave a fraction or a size.
+
+    By a fraction alone, the cache would depend on the learner's memory at the start of the server. SGLang takes tokens,
+    and a layer with a sliding window holds at most as many; vLLM takes bytes.
+    """
+    engine, server = config.rollout.engine, config.rollout.server
+    assert server is not None
+    given = set(map(argument_name, server.arguments))
+    if _FRACTIONS[engine] in given:
+        return config
+    ours = {
+        _FRACTIONS[engine]: _WITHOUT_EFFECT[engine],
+        _SIZES[engine]: max(0, num_tokens if engine == "sglang" else num_bytes),
+    }
+    arguments = {**server.arguments, **{option: value for option, value in ours.items() if option not in given}}
+    return _with_rollout(config, **{engine: msgspec.structs.replace(server, arguments=arguments)})
+
+
 def cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
-    """Name the memory that an engine has for its cache on each GPU, and how many completions of full length fit."""
+    """Name the memory for an engine's cache on each GPU, and how many completions of full length fit."""
     room = cache_bytes(config, model, gpu_bytes)
     num_tokens = int(room // token_bytes(config, model))
     return (

@@ -1,9 +1,9 @@
-"""Replaces the word `auto` in a config: the number of processes, and the learner options that fit into memory.
+"""Replaces the word `auto` in a config: the number of processes, and the fastest learner options within the memory.
 
-    hosts, config ─► counts ─► place ─► rows and checkpointing that fit ─► the engine's share ─► a config without `auto`
+    hosts, config ─► counts ─► place ─► rows and checkpointing ─► the engine's share ─► a config without `auto`
 
-Counts are judged before memory. A plan that does not fit is refused, with remedies that were planned and fit. Pure
-functions on the estimate of `learner/memory.py`, apart from `model_sizes`.
+Counts are judged before memory. A plan too large for a GPU is refused, with tried remedies. Pure functions on the
+estimate of `learner/memory.py`, apart from `model_sizes`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _least_needed(what: str, config: Config, found: Config, model: Sizes) -> flo
 
 
 def _planned(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
-    """Resolve with the first way to share devices that has a good cache, else with the last way that fits."""
+    """Resolve with the first way to share devices with a good cache, else with the last way within the memory."""
     found, refusal = None, None
     for way in _ways_to_share(config, hosts):
         try:
@@ -130,7 +130,7 @@ def _has_cache(config: Config) -> bool:
 
 
 def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
-    """Resolve a config that says how devices are shared.
+    """Resolve a config with a known way to share devices.
 
     Raises:
         TooLargeError: a rank of the learner or an engine does not fit into a GPU.
@@ -147,12 +147,12 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
     if not rank_gpus or not gpu_bytes:
         found = _fitted(found, model, device_bytes) if device_bytes else _unknown(found)
     elif shares_gpus(config, hosts):
-        found = with_share(_beside_engine(found, model, gpu_bytes), model, gpu_bytes)
+        found = _beside_engine(found, model, gpu_bytes)
     else:
         found = _alone(config, found, hosts, model)
     if worker_gpus and gpu_bytes and (words := has_no_cache(found, model, gpu_bytes)):
         raise TooLargeError(words, ENGINE, least_bytes(found, model))
-    return found
+    return with_share(found, model, gpu_bytes) if shares_gpus(config, hosts) and gpu_bytes else found
 
 
 def _gpu_bytes(hosts: Sequence[Host]) -> int:

@@ -1,7 +1,7 @@
-"""Advice for a plan that needs more memory than the GPUs have.
+"""Advice for a plan with more memory than the GPUs have.
 
-An option is named only if the changed config was planned and fits: the checks of the config, the counts of GPUs and the
-memory. If no option is enough alone, the shortest list of options that fits together is named. Pure functions.
+An option is named only if a plan of the changed config is accepted: by the checks of the config, the counts of GPUs and
+the memory. If no option is enough alone, the shortest sufficient list of options is named. Pure functions.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Remedy:
 def advice(
     refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], float]
 ) -> str:
-    """Name each option that is enough alone, with the saving; else a list of options that is enough together.
+    """Name each sufficient option, with the saving, or else a list of options sufficient together.
 
     `needs` plans a config and gives the bytes of a rank or an engine, as the refusal does, or raises a UserError.
     """
     enough: dict[str, tuple[Remedy, float]] = {}  # by key, with the saving
-    usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key that only memory refuses
+    usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key, refused for memory alone
     for remedy in _remedies(config, model, num_gpus):
         if remedy.key in enough:
             continue
@@ -96,7 +96,7 @@ def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str)
 
 
 def _remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
-    """Give the changes that may save memory, those with the least effect first; of a key, the weakest first."""
+    """Give the possible changes, those with the least effect first; of a key, the weakest first."""
     yield from _in_time(config)
     yield from _in_counts(config, model, num_gpus)
     yield from _in_numbers(config)
@@ -109,7 +109,7 @@ def _remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
 
 
 def _in_time(config: Config) -> Iterator[Remedy]:
-    """Give the changes that cost time alone."""
+    """Give changes at the cost of time alone."""
     learner, reference = config.learner, config.model.reference
     if learner.gradient_checkpointing is False:
         yield _assign("learner.gradient_checkpointing", "true", True)
@@ -128,7 +128,7 @@ def _in_time(config: Config) -> Iterator[Remedy]:
 
 
 def _in_counts(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
-    """Give the changes of the number of GPUs that share a rank's or an engine's part; `auto` counts grow alone."""
+    """Give changes of the number of GPUs for a copy of the policy or of the model; `auto` counts grow alone."""
     learner, rollout = config.learner, config.rollout
     if learner.num_ranks:
         for num in range(learner.num_ranks + learner.num_replicas, num_gpus, learner.num_replicas):
@@ -144,7 +144,7 @@ def _in_counts(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
 
 
 def _in_numbers(config: Config) -> Iterator[Remedy]:
-    """Give the changes that change the numbers of the training."""
+    """Give changes with an effect on the numbers of the training."""
     if config.learner.optimizer.state_dtype == "float32":
         yield _assign("learner.optimizer.state_dtype", "bfloat16", "bfloat16")
     if config.model.dtype == "float32":

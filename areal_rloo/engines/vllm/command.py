@@ -11,8 +11,7 @@ from areal_rloo.engines.server.process import in_words
 
 _INSIDE = Path(__file__).parent / "inside"
 _CORES = "VLLM_CPU_OMP_THREADS_BIND"  # CPU cores of each rank
-_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
-_CPU: dict[str, str | float | bool | None] = {"enforce-eager": True}
+_CPU: dict[str, str | float | bool | None] = {"enforce-eager": True, "kv-cache-memory-bytes": 2**30}
 
 
 def command_line(arguments: Arguments, plan: ServerPlan, *, port: int) -> list[str]:
@@ -53,7 +52,6 @@ def environment(plan: ServerPlan) -> dict[str, str]:
         return changes
     changes["CUDA_VISIBLE_DEVICES"] = ""
     changes[_CORES] = os.environ.get(_CORES, "nobind")
-    changes[_CACHE] = os.environ.get(_CACHE, "1")
     if plan.num_threads:
         changes["OMP_NUM_THREADS"] = str(plan.num_threads)
     return changes

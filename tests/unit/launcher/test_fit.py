@@ -128,7 +128,12 @@ def test_on_a_cpu_half_of_the_memory_is_for_the_learner() -> None:
 # -- a GPU for both ----------------------------------------------------------------------------------------------------
 
 
-FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
+def _cache_bytes(config: Config) -> int:
+    """Return the bytes of the cache that the plan gives to the engine."""
+    if config.rollout.engine == "vllm":
+        return int(config.rollout.vllm.arguments["kv-cache-memory-bytes"] or 0)
+    tokens = config.rollout.embedded.cache_tokens or config.rollout.sglang.arguments["max-total-tokens"] or 0
+    return int(tokens) * 2 * SMALL.cache_numbers
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "embedded"])
@@ -138,17 +143,10 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     placement = place(config, hosts)
     assert [seat.gpu_ids for seat in placement.seats] == [("0",), ("0",)]
     assert config.weights_transport(same_host=True) == "shared_memory"
-    left = hosts[0].gpu_bytes - _needed(config)
-    if config.rollout.server is not None:
-        fraction = config.rollout.server.arguments[FRACTIONS[engine]]
-        assert isinstance(fraction, float)
-        assert 0.2 < fraction <= (left - OVERHEAD_BYTES) / hosts[0].gpu_bytes
-    else:
-        cache_tokens = config.rollout.embedded.cache_tokens
-        assert cache_tokens is not None
-        bytes_of_engine = 2 * 2 * SMALL.num_parameters + cache_tokens * 2 * SMALL.cache_numbers
-        assert config.context_tokens <= cache_tokens
-        assert bytes_of_engine <= left
+    left, copies = hosts[0].gpu_bytes - _needed(config), 2 if engine == "embedded" else 1
+    cache = _cache_bytes(config)
+    assert config.context_tokens * 2 * SMALL.cache_numbers <= cache
+    assert copies * 2 * SMALL.num_parameters + OVERHEAD_BYTES + cache <= left
     request = JobRequest(config, placement, Path("/run"), "tcp://127.0.0.1:1", 9, resume=False)
     plan = plan_run(request, model_path="/model")
     assert {spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.processes} == {"0"}
@@ -158,11 +156,6 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
 
 
 def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
-    config = resolved(_config("rollout.sglang.arguments={mem_fraction_static: 0.5}"), _hosts(1, 80), SMALL)
-    assert config.rollout.sglang.arguments == {"mem_fraction_static": 0.5}
-    own = "rollout.vllm.arguments={gpu_memory_utilization: 0.5}"
-    config = resolved(_config("rollout.engine=vllm", own), _hosts(1, 80), SMALL)
-    assert config.rollout.vllm.arguments == {"gpu_memory_utilization": 0.5}
     config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=5000"), _hosts(1, 80), SMALL)
     assert config.rollout.embedded.cache_tokens == 5000
 
