@@ -21,7 +21,7 @@ from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular
 from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_share
 from areal_rloo.launcher.placement import Host, gpus_each, place, shares_gpus, with_counts
-from areal_rloo.launcher.remedies import ENGINE, RANK, TooLargeError, advice
+from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
 from areal_rloo.models.folder import cached_folder
 from areal_rloo.models.sizes import SHIPPED, Sizes
@@ -57,26 +57,29 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
         PreflightError: the hosts have too few GPUs, or a rank of the learner or an engine does not fit into a GPU.
     """
     try:
-        return _planned(config, hosts, model)
+        return planned(config, hosts, model)
     except TooLargeError as error:
         assert model is not None, "a model of unknown size is not too large"
-        what, num_gpus = error.what, sum(len(host.gpu_ids) for host in hosts)
+        num_gpus = sum(len(host.gpu_ids) for host in hosts)
 
-        def needs(changed: Config) -> float:
-            return _least_needed(what, changed, _planned(changed, hosts, model), model)
+        def needs(changed: Config) -> Needs:
+            num_ranks = planned(changed, hosts, model).learner.num_ranks
+            return _least_needs(_with(changed, num_ranks=num_ranks), model)
 
         raise PreflightError(f"{error}; {advice(error, config, model, num_gpus, needs)}") from error
 
 
-def _least_needed(what: str, config: Config, found: Config, model: Sizes) -> float:
-    """Return the bytes of a rank or an engine in a plan, with the smallest choices for `auto`."""
-    if what == ENGINE:
-        return least_bytes(found, model)
-    return _needed(_choices(_with(config, num_ranks=found.learner.num_ranks))[-1], model)
+def _least_needs(config: Config, model: Sizes) -> Needs:
+    """Return the bytes of a rank and of an engine, with the smallest choices for `auto`."""
+    return {RANK: _needed(_choices(config)[-1], model), ENGINE: least_bytes(config, model)}
 
 
-def _planned(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
-    """Resolve with the first way to share devices with a good cache, else with the last way within the memory."""
+def planned(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
+    """Resolve with the first way to share devices with a good cache, else with the last way within the memory.
+
+    Raises:
+        UserError: as `resolved`, without advice for memory.
+    """
     found, refusal = None, None
     for way in _ways_to_share(config, hosts):
         try:
@@ -137,22 +140,22 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
         PreflightError: the hosts have too few GPUs.
     """
     validate(config)
-    found = with_counts(config, hosts)
-    place(found, hosts)
+    counted = with_counts(config, hosts)
+    place(counted, hosts)
     rank_gpus, worker_gpus = gpus_each(config, hosts)
-    gpu_bytes = _gpu_bytes(hosts)
-    device_bytes = gpu_bytes if rank_gpus else _host_share(found, hosts)
+    gpu_bytes, shared = _gpu_bytes(hosts), shares_gpus(config, hosts)
+    device_bytes = gpu_bytes if rank_gpus else _host_share(counted, hosts)
     if model is None:
-        return _unknown(found)
+        return _unknown(counted)
     if not rank_gpus or not gpu_bytes:
-        found = _fitted(found, model, device_bytes) if device_bytes else _unknown(found)
-    elif shares_gpus(config, hosts):
-        found = _beside_engine(found, model, gpu_bytes)
+        found = _fitted(counted, model, device_bytes) if device_bytes else _unknown(counted)
+    elif shared:
+        found = _beside_engine(counted, model, gpu_bytes)
     else:
-        found = _alone(config, found, hosts, model)
+        found = _alone(config, counted, hosts, model)
     if worker_gpus and gpu_bytes and (words := has_no_cache(found, model, gpu_bytes)):
-        raise TooLargeError(words, ENGINE, least_bytes(found, model))
-    return with_share(found, model, gpu_bytes) if shares_gpus(config, hosts) and gpu_bytes else found
+        raise TooLargeError(words, ENGINE, _least_needs(counted, model))
+    return with_share(found, model, gpu_bytes) if shared and gpu_bytes else found
 
 
 def _gpu_bytes(hosts: Sequence[Host]) -> int:
@@ -227,7 +230,7 @@ def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: float
     engine = f", {engine_bytes / GIB:.1f} of them for the engine" if engine_bytes else ""
     needed, parts = _needed(config, model), in_words(estimate(model, config))
     words = f"a rank needs about {needed / GIB:.1f} GiB ({parts}), and a GPU has {gpu_bytes / GIB:.1f}{engine}"
-    return TooLargeError(f"learner: {words}", RANK, needed)
+    return TooLargeError(f"learner: {words}", RANK, _least_needs(config, model))
 
 
 def _choices(config: Config) -> list[Config]:

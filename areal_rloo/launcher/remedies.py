@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,17 @@ from areal_rloo.models.sizes import Sizes
 _MOST_TOGETHER = 4  # options of a list; longer lists change more than a user asked for
 _LORA_RANK = 16
 RANK, ENGINE = "a rank", "an engine"
-_LEAST_SHOWN_GIB = 0.05  # of a saving
+_LEAST_SHOWN_BYTES = 0.05 * GIB  # of a saving
+
+
+Needs = Mapping[str, float]
+"""The least bytes of a rank and of an engine."""
 
 
 class TooLargeError(PreflightError):
-    """A rank of the learner or an engine (`what`) needs `needed_bytes`, and a GPU has less."""
+    """A rank of the learner or an engine, as `what` says, needs more memory than a GPU has."""
 
-    def __init__(self, words: str, what: str, needed_bytes: float) -> None:
+    def __init__(self, words: str, what: str, needed_bytes: Needs) -> None:
         super().__init__(words)
         self.what = what
         self.needed_bytes = needed_bytes
@@ -45,24 +49,25 @@ class Remedy:
 
 
 def advice(
-    refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], float]
+    refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], Needs]
 ) -> str:
     """Name each sufficient option, with the saving, or else a list of options sufficient together.
 
-    `needs` plans a config and gives the bytes of a rank or an engine, as the refusal does, or raises a UserError.
+    `needs` plans a config and gives the bytes, or raises a UserError.
     """
+
+    def saved(needed: Needs) -> float:
+        return refusal.needed_bytes[refusal.what] - needed[refusal.what]
+
     enough: dict[str, tuple[Remedy, float]] = {}  # by key, with the saving
     usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key, refused for memory alone
     for remedy in _remedies(config, model, num_gpus):
         if remedy.key in enough:
             continue
         try:
-            enough[remedy.key] = remedy, refusal.needed_bytes - needs(remedy.change(config))
+            enough[remedy.key] = remedy, saved(needs(remedy.change(config)))
         except TooLargeError as error:
-            usable[remedy.key] = (
-                remedy,
-                refusal.needed_bytes - error.needed_bytes if error.what == refusal.what else 0.0,
-            )
+            usable[remedy.key] = remedy, saved(error.needed_bytes)
         except UserError:
             continue
     if enough:
@@ -74,7 +79,7 @@ def advice(
     return "take a smaller model, or GPUs with more memory"
 
 
-def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[Config], float]) -> bool:
+def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[Config], Needs]) -> bool:
     for remedy in remedies:
         config = remedy.change(config)
     with contextlib.suppress(UserError):
@@ -85,14 +90,14 @@ def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[
 
 def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str) -> str:
     """Write assignments as on the command line, each with the saving, and then the options to leave out."""
-    sets = [(remedy.words, saved / GIB) for remedy, saved in remedies if "=" in remedy.words]
+    sets = [remedy.words for remedy, _ in remedies if "=" in remedy.words]
     out = [f"leave out {remedy.words}" for remedy, _ in remedies if "=" not in remedy.words]
-    savings = [f"{saved:.1f} GiB less" if saved >= _LEAST_SHOWN_GIB else "" for _, saved in sets]
+    less = {remedy.words: f"{saved / GIB:.1f} GiB less" for remedy, saved in remedies if saved >= _LEAST_SHOWN_BYTES}
     if verb == "set":
-        parts = [f"{words} ({saving})" if saving else words for (words, _), saving in zip(sets, savings, strict=True)]
+        parts = [f"{words} ({less[words]})" if words in less else words for words in sets]
         return ", or ".join([f"set {between.join(parts)}", *out] if parts else out)
-    each = ", ".join(saving or "no less" for saving in savings)
-    return ", and ".join([f"combine {between.join(words for words, _ in sets)} (alone {each})", *out])
+    alone = ", ".join(f"{words.partition('=')[0]} {saving}" for words, saving in less.items())
+    return ", and ".join([f"combine {between.join(sets)}", *out]) + (f" (alone {alone})" if alone else "")
 
 
 def _remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
