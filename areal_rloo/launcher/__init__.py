@@ -11,6 +11,7 @@ In the order of a start:
   advice for a plan too large for the GPUs.
 - `gpu_need`: the GPUs of a config, for a machine without a GPU.
 - `placement`: a seat (host, GPUs, cores) for each process.
+- `nccl`: the versions of NCCL here and of a server, and a transport for two versions.
 - `plan`: the command line of each process; `--dry-run` prints the plan.
 - `job`: a run from the first process to the last.
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.

@@ -30,6 +30,7 @@ from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
+from areal_rloo.launcher.nccl import with_transport
 from areal_rloo.launcher.placement import Host, Placement, place
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
@@ -192,11 +193,23 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     """Replace `auto` in the config and place the processes on the hosts.
 
     Raises:
-        UserError: the hosts have too few GPUs, or GPUs with too little memory; the message says what is missing.
+        UserError: the hosts have too few GPUs, GPUs with too little memory, or two versions of NCCL.
     """
     counted = resolved(config, hosts, model_sizes(config, os.environ))
     placement = place(counted, hosts)
-    return on_network(counted, placement), placement
+    return on_network(transported(counted, placement), placement), placement
+
+
+def transported(config: Config, placement: Placement) -> Config:
+    """Choose a transport for two versions of NCCL, and say so; the config has no `auto` of devices.
+
+    Raises:
+        PreflightError: no transport is possible or allowed.
+    """
+    found, words = with_transport(config, placement.used_hosts)
+    if words:
+        _say(words)
+    return found
 
 
 def show_plan(

@@ -14,6 +14,7 @@ hold up the end of the process.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,7 +105,7 @@ class CollectiveSender:
             self._group = await _on_daemon_thread(lambda: self._send(buckets))
         except (RuntimeError, OSError) as error:
             self._group = self._store = None
-            raise WeightsError(f"{self._name}: {first_line(error)}") from error
+            raise WeightsError(f"{self._name}: {_cause(error)}") from error
 
     def taken(self, worker_id: str) -> None:
         """Nothing to do: a worker reads nothing here once the collective is done."""
@@ -157,7 +158,7 @@ class CollectiveReader:
             await _on_daemon_thread(lambda: self._take(offer, manifest, rank))
         except (RuntimeError, OSError) as error:
             self._group = None
-            raise WeightsError(f"{offer.name}: {first_line(error)}") from error
+            raise WeightsError(f"{offer.name}: {_cause(error)}") from error
         return self._buckets
 
     def _take(self, offer: CollectiveOffer, manifest: Manifest, rank: int) -> None:
@@ -169,6 +170,17 @@ class CollectiveReader:
             self._group = _group(store, offer.name, rank, offer.world_size, offer.backend, offer.host, offer.timeout_s)
             self._name = offer.name
         _broadcast(self._group, manifest, self._buckets, self._device, offer.timeout_s)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of an error. The last line of torch's text names two versions of NCCL: add advice."""
+    found = re.search(r"Mismatched NCCL version detected[^\n]*", str(error))
+    if found is None:
+        return first_line(error)
+    return (
+        f"{found[0].strip()}; install the torch and nvidia-nccl-cu* of the server in the learner's environment, or, on "
+        "a single host, set weights.transport=shared_memory"
+    )
 
 
 async def _on_daemon_thread(work: Callable[[], T]) -> T:

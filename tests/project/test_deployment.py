@@ -90,6 +90,20 @@ def test_the_image_has_the_tested_sglang_and_the_ray_of_the_manifest() -> None:
     assert f"ray=={version}" in (REPO / "constraints.txt").read_text().splitlines()
 
 
+def test_the_learner_of_the_image_gets_the_torch_of_sglang(tmp_path: Path) -> None:
+    """Run the image's own command, with a Python of another torch in the place of SGLang's."""
+    (command,) = re.findall(r"^RUN (sed -i .*) \\$", DOCKERFILE.read_text(), re.MULTILINE)
+    metadata = tmp_path / "torch-9.8.7.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.8.7\n")
+    python = f"env PYTHONPATH={tmp_path} {sys.executable} -S"
+    (tmp_path / "constraints.txt").write_text((REPO / "constraints.txt").read_text())
+    shell = ["sh", "-ec", command.replace("/opt/sglang/bin/python", python)]
+    subprocess.run(shell, cwd=tmp_path, check=True, timeout=60)
+    before = (REPO / "constraints.txt").read_text()
+    assert (tmp_path / "constraints.txt").read_text() == re.sub(r"(?m)^torch==.*$", "torch==9.8.7", before) != before
+
+
 def _manifests() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(RAYJOB.read_text()))
 

@@ -45,6 +45,7 @@ QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     software.check_extras,
     software.check_variables,
     devices.check_gpus,
+    devices.check_nccl,
     disk.check_shared_memory,
     limits.check_processes,
     limits.check_limits,

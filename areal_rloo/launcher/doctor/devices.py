@@ -13,7 +13,8 @@ import msgspec
 from areal_rloo.config import Config
 from areal_rloo.decoding import from_json
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, size, unsure, wrong, wrong_or_unsure
-from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus
+from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus, this_host
+from areal_rloo.launcher.nccl import pair_of, refusal
 
 _PROBE_S = 180.0
 _PROBE = "areal_rloo.launcher.doctor.probe_torch"
@@ -80,6 +81,23 @@ def check_gpus(situation: Situation) -> Iterator[Finding]:
         config = situation.config
         may_use = _asks_for_gpu(config) or "auto" in (config.learner.device, config.rollout.device)
         yield wrong_or_unsure("torch", what, _INSTALL, is_wrong=may_use)
+
+
+def check_nccl(situation: Situation) -> Iterator[Finding]:
+    """Compare NCCL here with NCCL of the server, if the weights go from GPU to GPU."""
+    launcher, transport = situation.config.launcher, situation.config.weights.transport
+    same_host = launcher.num_hosts == 1
+    pair = pair_of(situation.config, [this_host(launcher)], same_host=same_host)
+    if pair is None:
+        return
+    if not pair.differs:
+        known = pair.here is not None and pair.there is not None
+        yield ok("nccl", pair.words) if known else unsure("nccl", pair.words, pair.fix)
+    elif same_host and transport == "auto":
+        yield unsure("weights.transport", f"{pair.words}, so weights go through files", pair.fix)
+    else:
+        what, _, fix = refusal(pair, same_host=same_host).partition("; ")
+        yield wrong("weights.transport", what, fix)
 
 
 def _visible(listed: Sequence[Gpu], variable: str | None) -> tuple[list[Gpu], list[str]]:

@@ -37,6 +37,7 @@ from areal_rloo.launcher.start import (
     run_main,
     say_first,
     show_plan,
+    transported,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         look(config, folder, runs_here=False)
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
+        config = transported(config, placement)
         request = begin(config, placement, folder, ports=cluster.reserve_ports(2), resume=options.resume)
         return Job(request, cluster.starter(request), ReservedRoom(placement), Signals().install()).run()
 

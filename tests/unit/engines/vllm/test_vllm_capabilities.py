@@ -126,6 +126,7 @@ def test_a_server_is_started_for_its_device() -> None:
     on_cpu, on_cuda = _options({}), _options({}, device="cuda", tensor_parallel=2)
     assert "--enforce-eager" in on_cpu
     assert "--enforce-eager" not in on_cuda
+    assert (on_cpu["--kv-cache-memory-bytes"], "--kv-cache-memory-bytes" in on_cuda) == ("1073741824", False)
     assert on_cuda["--tensor-parallel-size"] == "2"
     assert (on_cpu["--max-model-len"], on_cpu["--max-num-seqs"]) == ("512", "8")
     assert "--no-enable-prefix-caching" not in on_cpu
@@ -147,6 +148,7 @@ def test_the_environment_of_a_server_finds_the_extension(monkeypatch: pytest.Mon
     assert (Path(inside) / "areal_rloo_vllm.py").is_file()
     assert mine == "/mine"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in found, "the variable would override kv-cache-memory-bytes"
     assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("2", "")
 
 
