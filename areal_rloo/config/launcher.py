@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from areal_rloo.config.section import (
+    Bytes,
     Count,
     CountOrNone,
     Natural,
@@ -72,8 +73,8 @@ class LauncherConfig(Section, frozen=True):
     )
     cores_per_host: CountOrNone = 0  # for the run; 0: all
     gpus_per_host: CountOrNone | None = None  # null: all
-    memory_per_host: Natural = 0  # bytes; 0: all
-    memory_per_gpu: Natural = 0  # bytes, for the plan; 0: as the driver says
+    memory_per_host: Bytes = 0  # or 64GB, 64GiB; 0: all
+    memory_per_gpu: Bytes = 0  # or 24GB, 24GiB; for the plan; 0: as the driver says
     max_restarts: Natural = 10  # of each rollout worker, within a day
     max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
     drain_timeout_s: Seconds = 60.0

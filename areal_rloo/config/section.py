@@ -27,6 +27,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completi
 # The word `auto` is read as 0; the launcher decides.
 AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]
 AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True})]
+# Texts such as 24GB, 80GiB and 24e9 are read as bytes.
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT, extra={"bytes": True})]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]
 # float32 tells no two logits of 8 apart that differ by less; below 1e-38, a logit / temperature is not finite.
 LEAST_TEMPERATURE = 1e-6
@@ -43,11 +45,21 @@ MessageBytes = Annotated[int, msgspec.Meta(ge=2**20, le=2**31 - 1)]  # room for 
 
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a host name
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:[eE]\d{1,2})?) ?(?:([KMGT])(i?))?B?")
 _MOST_HOST, _MOST_PATH_BYTES, _MOST_PART_BYTES = 253, 1024, 255
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A section of the config file: immutable, keyword-only, no unknown keys."""
+
+
+def bytes_of(text: str) -> int | None:
+    """Read a size in bytes: 24000000000, 24e9, 24GB (10^9) or 24GiB (2^30); None for another text."""
+    found = _BYTES.fullmatch(text)
+    if found is None:
+        return None
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
-from areal_rloo.config.section import AutoInt, AutoTokens
+from areal_rloo.config.section import AutoInt, AutoTokens, Bytes, bytes_of
 from areal_rloo.errors import ConfigError, shown
 
 # A subset of the texts in quotes of `dump_config`, so a text stays a text.
@@ -48,6 +48,8 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         if (choices := [word for kind in kinds for word in _words(kind)]) and isinstance(value, str):
             choices += ["true", "false"] if bool in kinds else []
             words = f"expected one of {', '.join(choices)}"
+        if hints_of(Config).get(path) == Bytes:
+            words = "expected bytes, as 24000000000, 24GB or 24GiB"
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
     try:
@@ -80,7 +82,7 @@ class _Cleaner:
         return clean
 
     def value(self, node: Any, hint: Any, path: str) -> Any:
-        """Read null as `none` for a Literal with this word, and `auto` as 0 for an `AutoInt` or `AutoTokens`."""
+        """Read null as `none` for a Literal with this word, `auto` of a count as 0, and 24GB as bytes."""
         struct = _struct_in(hint)
         if isinstance(node, dict):
             if struct is not None:
@@ -95,6 +97,8 @@ class _Cleaner:
         if node is None:
             return "none" if "none" in _words(hint) else None
         value = _scalar(node, _kinds(hint)) if isinstance(node, Plain) else node
+        if hint == Bytes and isinstance(node, str) and not isinstance(value, int):
+            value = bytes_of(node) or value
         if isinstance(value, float) and not math.isfinite(value):
             words = f"expected a finite number; the value is {shown(str(node))}"
             raise ConfigError(f"{self._source_of(path)}: {path}: {words}")

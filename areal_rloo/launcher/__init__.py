@@ -7,7 +7,9 @@ In the order of a start:
 - `start`: the command line, the checks, and the first files of the run folder, for every launcher.
 - `run_folder`: the name of the run folder and the files in it for launchers.
 - `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
-- `fit`: values for every `auto`, by an estimate of the learner's memory.
+- `fit`: values for every `auto`, by an estimate of the memory; `engine_memory` is the engine's part, and `remedies` the
+  advice for a plan too large for the GPUs.
+- `gpu_need`: the GPUs of a config, for a machine without a GPU.
 - `placement`: a seat (host, GPUs, cores) for each process.
 - `nccl`: the versions of NCCL here and of a server, and a transport for two versions.
 - `plan`: the command line of each process; `--dry-run` prints the plan.

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 import pynvml
 from filelock import BaseFileLock
@@ -42,6 +43,41 @@ def this_host(launcher: LauncherConfig) -> Host:
     gpu_bytes = _gpu_bytes() if gpu_ids else 0  # hidden or absent GPUs: do not ask the driver, which may hang
     found = Host(socket.gethostname(), "127.0.0.1", num_cores(), gpu_ids, memory_bytes, gpu_bytes)
     return capped(found, launcher)
+
+
+def real_host(launcher: LauncherConfig) -> Host:
+    """Find this host for a start; GPUs of the config alone are refused.
+
+    Raises:
+        PreflightError: as `this_host`, or the config describes the memory of a GPU, and there is none.
+    """
+    host = this_host(launcher)
+    if launcher.memory_per_gpu and not host.gpu_ids:
+        raise PreflightError(
+            f"launcher.memory_per_gpu: expected a GPU on {host.name}, which has none; leave it out, or add --dry-run "
+            "for the plan of a described GPU"
+        )
+    return host
+
+
+def host_to_show(launcher: LauncherConfig) -> tuple[Host, str]:
+    """Give this host for a dry run, or a host with GPUs as described, if the config asks for more GPUs than are here.
+
+    `launcher.memory_per_gpu` alone describes one GPU. The text says which GPUs are described; empty if all were found.
+    """
+    found = this_host(msgspec.structs.replace(launcher, gpus_per_host=None))
+    num_here, wanted = len(found.gpu_ids), launcher.gpus_per_host or int(launcher.memory_per_gpu > 0)
+    if wanted <= num_here:
+        return capped(found, launcher), ""
+    host = dataclasses.replace(
+        found,
+        num_cores=launcher.cores_per_host or found.num_cores,
+        gpu_ids=tuple(map(str, range(wanted))),
+        memory_bytes=launcher.memory_per_host or found.memory_bytes,
+    )
+    memory = f"{host.gpu_bytes / 2**30:.1f} GiB" if host.gpu_bytes else "unknown memory (launcher.memory_per_gpu)"
+    words = f"GPUs described, not found: {wanted} of {memory}; {host.name} has {num_here}, so a start here is refused"
+    return host, words
 
 
 def num_cores() -> int:

@@ -21,7 +21,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
 from areal_rloo.files import ScratchFolder, memory_folder
 from areal_rloo.launcher.fleet import LocalRoom
-from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, this_host
+from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, host_to_show, real_host, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.processes import LocalStarter
@@ -36,6 +36,7 @@ from areal_rloo.launcher.start import (
     parse,
     placed,
     run_main,
+    say_first,
     show_plan,
 )
 from areal_rloo.ports import ReservedPorts
@@ -50,12 +51,17 @@ def main(arguments: Sequence[str]) -> int:
     options = parse("local", arguments)
     launcher = options.config.launcher
     several = launcher.num_hosts > 1
+    if options.dry_run:
+        shown, described = host_to_show(launcher)
+        hosts = described_hosts(launcher) if several else [shown]
+        say_first(options.config, hosts, "" if several else described)
+    elif not several:
+        say_first(options.config, [real_host(launcher)])
     absent = check(options.config, runs_here=not several, dry_run=options.dry_run)
     folder = choose_folder(options.config, resume=options.resume)
     if not several:
         absent += check_here(options.config, dry_run=options.dry_run)
     if options.dry_run:
-        hosts = described_hosts(launcher) if several else [this_host(launcher)]
         private_folder = None if several else Path("PRIVATE_FOLDER")
         show_plan(options, hosts, folder, absent=absent, private_folder=private_folder)
         return 0

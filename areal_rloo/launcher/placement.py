@@ -71,8 +71,8 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
     """Replace `auto` counts in the config by numbers.
 
     With GPUs, a quarter of them learn (a multiple of `learner.num_replicas`, at least 1) and the others generate,
-    `rollout.tensor_parallel` GPUs per worker; if they are shared, all GPUs do both. Without GPUs, a single rank learns
-    and each host has a worker.
+    `rollout.tensor_parallel` GPUs per worker. If the GPUs are shared, or the workers use none, all GPUs learn. Without
+    GPUs, a single rank learns and each host has a worker.
 
     Raises:
         ConfigError: the numbers do not fit the rest of the config.
@@ -86,7 +86,8 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
     if not num_ranks:
         replicas = config.learner.num_replicas
         taken = 0 if shared else num_workers * worker_gpus
-        free = (num_gpus - taken) if num_workers or shared else num_gpus // _LEARNER_SHARE
+        keeps_all = bool(num_workers) or shared or not worker_gpus
+        free = (num_gpus - taken) if keeps_all else num_gpus // _LEARNER_SHARE
         num_ranks = max(1, free // replicas) * replicas if rank_gpus else replicas
     if not num_workers:
         if config.rollout.server_urls:

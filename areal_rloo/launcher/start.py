@@ -28,6 +28,7 @@ from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions,
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
+from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.nccl import with_transport
 from areal_rloo.launcher.placement import Host, Placement, place
@@ -122,6 +123,19 @@ def parse(
     config = load_config(known.config, overrides)
     import_entry(config.run.entry)
     return Options(config, known.dry_run, known.json, known.resume, vars(known))
+
+
+def say_first(config: Config, hosts: Sequence[Host], described: str = "") -> None:
+    """Say before all checks which GPUs are only described, and which GPUs a config for GPUs needs if there is none.
+
+    Raises:
+        PreflightError: a device is `cuda`, and there is no GPU.
+    """
+    words = gpu_need(config, hosts, model_sizes(config, os.environ))
+    if words and "cuda" in (config.learner.device, config.rollout.device):
+        raise PreflightError(words)
+    for line in filter(None, (described, words)):
+        _say(line)
 
 
 def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> list[str]:

@@ -92,10 +92,9 @@ BY_HAND = [
     # devices
     ("learner.device=tpu", "learner.device: expected one of auto, cpu, cuda; the value is 'tpu'"),
     ("rollout.device=cuda:1", "rollout.device: expected one of auto, cpu, cuda"),
-    ("learner.device=cuda", "devices: the plan needs 1 GPUs"),
-    ("rollout.device=cuda", "devices: the plan needs 1 GPUs"),
+    ("learner.device=cuda", "device=cuda needs one GPU of 8 GB or more"),
+    ("rollout.device=cuda", "device=cuda needs one GPU of 8 GB or more"),
     ("learner.kernels=liger", "learner.kernels: expected torch on a CPU, got liger, whose kernels need a GPU"),
-    ("launcher.gpus_per_host=8", "launcher.gpus_per_host: expected 8 GPUs"),
     ("data.train.rewards=[{model: a/b, device: tpu}]", "data.train.rewards.0.device: expected auto, cpu, cuda"),
     # counts
     ("learner.num_ranks=1000", "learner.num_ranks: expected at most"),

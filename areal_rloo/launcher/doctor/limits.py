@@ -15,6 +15,7 @@ from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.inputs import policy_parameters
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
+from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.hosts import num_cores, this_host
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.learner.memory import estimate, number_bytes
@@ -109,9 +110,12 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
 def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
     """Compare the estimate of the learner, and of an engine beside the learner, with the memory of the GPUs."""
     host = this_host(situation.config.launcher)
-    if not host.gpu_ids:
-        return
     model = model_sizes(situation.config, situation.environment)
+    if not host.gpu_ids:
+        what, semicolon, fix = gpu_need(situation.config, [host], model).partition("; ")
+        if semicolon:
+            yield unsure("gpu memory", what, fix)
+        return
     try:
         yield ok("gpu memory", memory_words(resolved(situation.config, [host], model), [host], model))
     except UserError as error:

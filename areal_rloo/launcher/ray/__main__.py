@@ -19,9 +19,10 @@ from areal_rloo.launcher.interrupts import end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
+from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import ReservedRoom
-from areal_rloo.launcher.hosts import described_hosts, this_host
+from areal_rloo.launcher.hosts import described_hosts, host_to_show
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.run_folder import choose_folder
@@ -34,6 +35,7 @@ from areal_rloo.launcher.start import (
     look,
     parse,
     run_main,
+    say_first,
     show_plan,
     transported,
 )
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT in jobs
     options = parse("ray", arguments, options={"--address": {"help": _ADDRESS_HELP}})
     config = options.config
+    if options.dry_run and options.of_launcher["address"] is None:
+        say_first(config, *_described(options.config.launcher))
     absent = check(config, runs_here=False, dry_run=options.dry_run)
     folder = choose_folder(config, resume=options.resume)
     if options.dry_run:
@@ -88,7 +92,15 @@ def _hosts_to_show(options: Options) -> list[Host]:
     if options.of_launcher["address"] is not None:
         with _cluster(options) as cluster:
             return cluster.hosts()
-    return described_hosts(launcher) if launcher.num_hosts > 1 else [this_host(launcher)]
+    return _described(launcher)[0]
+
+
+def _described(launcher: LauncherConfig) -> tuple[list[Host], str]:
+    """Give hosts for a dry run without a cluster, and say which GPUs are only described."""
+    if launcher.num_hosts > 1:
+        return described_hosts(launcher), ""
+    host, words = host_to_show(launcher)
+    return [host], words
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
 from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, script_file, submitted_file
-from areal_rloo.launcher.start import check, check_writable, parse, placed, run_main, show_plan
+from areal_rloo.launcher.start import check, check_writable, parse, placed, run_main, say_first, show_plan
 from areal_rloo.telemetry.progress import stop_printing
 
 _MIB = 2**20
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     script = sbatch_script(config, submitted, resume=options.resume)
     if _asks_for_no_gpu(config):
         print("launcher.gpus_per_host is not set: the job asks for no GPU, and trains on CPUs", file=sys.stderr)  # noqa: T201
+        say_first(config, described_hosts(config.launcher))
     if options.dry_run:
         show_plan(options, described_hosts(config.launcher), folder, absent=absent, script=script)
         return 0

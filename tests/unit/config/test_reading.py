@@ -104,3 +104,27 @@ def test_a_folder_as_a_config_names_a_file_in_it(tmp_path: Path) -> None:
     write(tmp_path, "run: {}")
     with pytest.raises(ConfigError, match=r": this is a folder; expected a config file, such as .*\.yaml$"):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24000000000", 24 * 10**9),
+        ("24e9", 24 * 10**9),
+        ("24GB", 24 * 10**9),
+        ("'24 GB'", 24 * 10**9),
+        ("24G", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5TiB", 3 * 2**39),
+        ("0", 0),
+    ],
+)
+def test_a_size_may_be_written_with_a_unit(text: str, expected: int) -> None:
+    launcher = load_config("quickstart.yaml", [f"launcher.memory_per_gpu={text}"]).launcher
+    assert launcher.memory_per_gpu == expected
+
+
+@pytest.mark.parametrize("text", ["24 gigs", "GB", "24Gi B", "-1GB", "24XB", "true", "1e99"])
+def test_a_size_in_another_form_names_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.memory_per_host: expected bytes, as 24000000000, 24GB or 24GiB"):
+        load_config("quickstart.yaml", [f"launcher.memory_per_host={text}"])

@@ -1,13 +1,16 @@
 """A dry run shows the plan of a host that lacks libraries and programs of the run, and names them."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
 from areal_rloo.launcher import local
+from areal_rloo.launcher.fit import memory_words, model_sizes
 from areal_rloo.launcher.start import check, parse
 
 
@@ -47,6 +50,39 @@ def test_a_dry_run_shows_the_plan_and_names_what_is_missing(
     with pytest.raises(UserError, match=words.split(":", maxsplit=1)[0]):
         local.main(arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_first_which_gpu_is_missing_or_described(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"]
+    assert local.main([*arguments, "--dry-run"]) == 0
+    assert re.match(r"no GPU on \S+: rollout\.engine=sglang needs one GPU of 40 GB", capsys.readouterr().err)
+    assert local.main([*arguments, "launcher.memory_per_gpu=48GB", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("GPUs described, not found: 1 of 44.7 GiB; ")
+    assert "no GPU" not in shown.err
+    assert "of a GPU's 44.7 GiB; learner and engine share the devices side by side; an engine has about" in shown.out
+    with pytest.raises(UserError, match=r"launcher\.memory_per_gpu: expected a GPU on"):
+        local.main([*arguments, "launcher.memory_per_gpu=48GB"])
+    with pytest.raises(UserError, match=r"no such folder|SGLang|rollout\.sglang\.python"):
+        local.main(arguments)
+    assert capsys.readouterr().err.startswith("no GPU on ")
+
+
+def test_a_model_that_is_not_here_needs_only_its_config_json(tmp_path: Path) -> None:
+    config = load_config("gsm8k_rloo.yaml", ["model.path=some/model"])
+    assert model_sizes(config, {}) is None
+    words = memory_words(config, [], None)
+    assert words.startswith("learner: some/model is not here yet, so its memory is unknown; a folder with its config")
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99, "intermediate_size": 128, '
+        '"num_hidden_layers": 2}'
+    )
+    followed = load_config("gsm8k_rloo.yaml", [f"model.path={tmp_path}"])
+    assert model_sizes(followed, {}) is not None
 
 
 def test_a_dry_run_refuses_a_mistake_of_the_user() -> None:

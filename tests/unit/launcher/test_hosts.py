@@ -1,6 +1,7 @@
 """Ports and GPUs of several runs on a host; hosts from the config and from Slurm."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,15 @@ from support.nvml import MIB, play_driver
 
 from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.hosts import ClaimedGpus, capped, described_hosts, list_gpus, this_host
+from areal_rloo.launcher.hosts import (
+    ClaimedGpus,
+    capped,
+    described_hosts,
+    host_to_show,
+    list_gpus,
+    real_host,
+    this_host,
+)
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.slurm.job import counts_per_node
 from areal_rloo.ports import ReservedPorts
@@ -82,6 +91,32 @@ def test_a_host_is_capped_by_the_config() -> None:
     assert capped(GPUS, LauncherConfig()) == GPUS
     with pytest.raises(PreflightError, match=r"gpus_per_host: expected 6 GPUs on n, which has 4, 2 too few"):
         capped(GPUS, LauncherConfig(gpus_per_host=6))
+
+
+def test_a_dry_run_shows_described_gpus_and_a_start_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    one = LauncherConfig(memory_per_gpu=24 * 2**30, cores_per_host=300, memory_per_host=2**50)
+    shown, words = host_to_show(one)
+    assert (shown.gpu_ids, shown.gpu_bytes, shown.num_cores, shown.memory_bytes) == (("0",), 24 * 2**30, 300, 2**50)
+    assert re.search(r"GPUs described, not found: 1 of 24\.0 GiB; \S+ has 0, so a start here is refused", words)
+    with pytest.raises(PreflightError, match=r"launcher\.memory_per_gpu: expected a GPU on .*, which has none"):
+        real_host(one)
+    several = LauncherConfig(gpus_per_host=8)
+    shown, words = host_to_show(several)
+    assert (len(shown.gpu_ids), shown.num_cores) == (8, this_host(LauncherConfig()).num_cores)
+    assert "8 of unknown memory (launcher.memory_per_gpu)" in words
+    with pytest.raises(PreflightError, match=r"launcher\.gpus_per_host: expected 8 GPUs"):
+        real_host(several)
+    assert host_to_show(LauncherConfig()) == (this_host(LauncherConfig()), "")
+
+
+def test_found_gpus_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    fewer = LauncherConfig(gpus_per_host=1, memory_per_gpu=24 * 2**30)
+    assert host_to_show(fewer) == (this_host(fewer), "")
+    assert real_host(fewer) == this_host(fewer)
+    shown, words = host_to_show(LauncherConfig(gpus_per_host=4))
+    assert (len(shown.gpu_ids), " has 2, so" in words) == (4, True)
 
 
 def test_this_host_has_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,11 @@ def test_windowed_layers_never_need_more_than_the_plan(ratio: float, windowed: i
         ("sglang", "mem_fraction_static: 0.5", {"mem_fraction_static": 0.5}),
         ("sglang", "max_total_tokens: 9000", {"max_total_tokens": 9000, "mem-fraction-static": 0.99}),
         ("vllm", "gpu_memory_utilization: 0.5", {"gpu_memory_utilization": 0.5}),
-        ("vllm", "--kv-cache-memory-bytes: 9", {"--kv-cache-memory-bytes": 9, "gpu-memory-utilization": 0.01}),
+        (
+            "vllm",
+            "--kv-cache-memory-bytes: 900000000",
+            {"--kv-cache-memory-bytes": 900000000, "gpu-memory-utilization": 0.01},
+        ),
     ],
 )
 def test_the_users_own_options_for_the_cache_win(engine: str, given: str, expected: dict[str, float]) -> None:

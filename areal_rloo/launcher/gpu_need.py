@@ -1,0 +1,65 @@
+"""Tells the user of a config for GPUs on a machine without a GPU which GPUs the config needs. Pure functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from areal_rloo.config import Config
+from areal_rloo.errors import UserError
+from areal_rloo.launcher.fit import planned
+from areal_rloo.launcher.placement import Host
+from areal_rloo.models.sizes import Sizes
+
+_COUNTS = (1, 2, 3, 4, 8, 16, 32, 64)
+_GIGABYTES = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180)
+_ON_A_HOST = 8
+
+
+def gpu_need(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
+    """Say which GPUs a config needs, if no host has a GPU; empty for a config without a server and without `cuda`.
+
+    A server of the tiny model needs no GPU, and `rollout.device: cpu` asks for none.
+    """
+    rollout = config.rollout
+    if any(host.gpu_ids for host in hosts):
+        return ""
+    because = [
+        f"{key}=cuda"
+        for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device))
+        if device == "cuda"
+    ]
+    runs_server = rollout.server is not None and not rollout.server_urls and rollout.device != "cpu"
+    if runs_server and config.model.path != "tiny":
+        because.append(f"rollout.engine={rollout.engine}")
+    if not because:
+        return ""
+    where = hosts[0].name if len(hosts) == 1 else f"the {len(hosts)} hosts"
+    changes = ["rollout.engine=embedded"] if runs_server else []
+    changes += [word.replace("cuda", "auto") for word in because if word.endswith("cuda")]
+    return (
+        f"no GPU on {where}: {' with '.join(because)} needs {_least_gpus(config, model)}; start where GPUs are, or "
+        f"set {' '.join(changes)} (slow on a CPU), or begin with --config quickstart.yaml"
+    )
+
+
+def _least_gpus(config: Config, model: Sizes | None) -> str:
+    """Name the fewest GPUs, and for this number the smallest, with an accepted plan."""
+    if model is None:
+        return "a GPU"
+    for count in _COUNTS:
+        for gigabytes in _GIGABYTES:
+            with contextlib.suppress(UserError):
+                planned(config, _described(count, gigabytes), model)
+                return f"{_counted(count)} of {gigabytes} GB or more"
+    return f"more than {_COUNTS[-1]} GPUs of {_GIGABYTES[-1]} GB"
+
+
+def _counted(count: int) -> str:
+    return "one GPU" if count == 1 else f"{count} GPUs"
+
+
+def _described(count: int, gigabytes: int) -> list[Host]:
+    each = min(count, _ON_A_HOST)
+    ids = tuple(map(str, range(each)))
+    return [Host(f"host-{index}", "", each, ids, 0, gigabytes * 10**9) for index in range(count // each)]
