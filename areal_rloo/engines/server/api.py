@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.client import ServerClient
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Digest, Sample
 
@@ -244,7 +245,7 @@ class Connection:
     Attributes:
         label: the server's name for the weights.
         update_mode: how generation pauses for new weights. A server without version tags is only updated in mode
-            abort, while no request is under way (see `flights.checked_output`).
+            abort, while no request is under way (see `answers.checked_output`).
         digest: compares the server's parameters with published ones; None if these cannot be compared.
     """
 

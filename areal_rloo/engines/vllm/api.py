@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
 from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.vllm.capabilities import (
     TESTED_VERSION,
     Capabilities,
