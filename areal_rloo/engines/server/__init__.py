@@ -10,7 +10,7 @@ starts the process, `client` speaks HTTP. `model_folder` reads and writes weight
 
 from areal_rloo.engines.server.api import BucketLayout, ServerKind, ServerPlan, UpdateGroup
 from areal_rloo.engines.server.engine import ServerEngine, ServerStatistics
-from areal_rloo.engines.server.process import find_python
+from areal_rloo.engines.server.process import find_python, remedy
 from areal_rloo.engines.server.supervision import find_api_key
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "UpdateGroup",
     "find_api_key",
     "find_python",
+    "remedy",
 ]

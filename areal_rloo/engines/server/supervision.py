@@ -146,7 +146,9 @@ class ManagedServer(_Server):
             self._process = None
 
     async def _start(self) -> Connection:
-        python = await asyncio.to_thread(find_python, self._kind, self._config)
+        python = await asyncio.to_thread(
+            find_python, self._kind, self._config, on_gpus=self._plan.device.startswith("cuda")
+        )
         process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
         client = ServerClient(process.url, api_key=process.api_key)

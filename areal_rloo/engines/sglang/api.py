@@ -32,10 +32,7 @@ class SGLang:
     distribution: ClassVar = "sglang"
     folder: ClassVar = ".venv-sglang"
     tested_version: ClassVar = TESTED_VERSION
-    remedy: ClassVar = (
-        f"run make sglang, or pip install 'sglang>={TESTED_VERSION}' in an environment of its own and name its "
-        "bin/python there"
-    )
+    shim: ClassVar = "areal_rloo_sglang"
     health: ClassVar = "/health"
     harmless: ClassVar[tuple[str, ...]] = ("freeze_gc failed",)  # SGLang logs this at every start, before it listens
 

@@ -35,10 +35,7 @@ class VLLM:
     distribution: ClassVar = "vllm"
     folder: ClassVar = ".venv-vllm"
     tested_version: ClassVar = TESTED_VERSION
-    remedy: ClassVar = (
-        f"run make vllm, or pip install 'vllm>={TESTED_VERSION}' in an environment of its own and name its bin/python "
-        "there"
-    )
+    shim: ClassVar = "areal_rloo_vllm_forks"
     health: ClassVar = "/is_paused"  # /health asks the engine nothing
     harmless: ClassVar[tuple[str, ...]] = ("WARNING", "EngineDeadError", "EngineCore encountered")
 
