@@ -23,7 +23,7 @@ Logprob = Annotated[float, msgspec.Meta(ge=-1e6, le=1e-3)]
 """What the learner accepts (`wire/token_rules.py`): at most 0 up to the rounding of a log-softmax."""
 
 NO_SPANS: Final = object()
-"""Stands for the `weight_versions` of a server that gives none; None is an invalid answer."""
+"""Stands for the missing `weight_versions` of a server without this feature; None is an invalid answer."""
 
 
 End = Literal["stop", "length", "cut"]
@@ -58,7 +58,7 @@ class _Span(msgspec.Struct):
 
 
 def typed(value: object, kind: Any, *, name: str) -> Any:
-    """Convert decoded JSON to a type, without coercion; `name` is that of the value in an error.
+    """Convert decoded JSON to a type, without coercion; an error calls the value `name`.
 
     Raises:
         EngineError: the value has another type, or is out of the bounds.
@@ -94,7 +94,7 @@ def checked_output(
     Args:
         tokens: ids.
         logprobs: as many as ids.
-        logprobs_of: the ids that the answer names beside the logprobs.
+        logprobs_of: the ids beside the logprobs in the answer.
         reason: the answer's finish_reason; after an abort, the output is cut.
         spans: the answer's `weight_versions`, or NO_SPANS if the server gives none.
         sent_version: the server's version when the request was sent.

@@ -199,7 +199,7 @@ class ServerKind(Protocol):
         distribution: Python package of the server.
         folder: where `make` puts an environment of its own, relative to the current folder.
         tested_version: of the package.
-        shim: module that `make` adds to an environment for machines without a GPU.
+        shim: module of an environment from `make`, for machines without a GPU.
         health: path of a GET; answers only if the engine behind the server answers.
         harmless: words of log entries without the cause of the end of a server.
     """

@@ -33,7 +33,7 @@ class ServerRefusedError(EngineError):
     """The server answered with an error status, or with a redirect, which we never follow.
 
     Attributes:
-        of_gateway: a gateway may give this status in place of a server that starts, is busy or is away. So the status
+        of_gateway: a gateway may give this status in place of a starting, busy or absent server. So the status
             says nothing about the request.
         retry_after_s: the server's Retry-After; None without a number of seconds.
     """

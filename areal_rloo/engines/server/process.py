@@ -118,8 +118,8 @@ def find_python(kind: ServerKind, config: ServerConfig, *, on_gpus: bool) -> str
     """Return the Python that runs the server.
 
     Raises:
-        ConfigError: there is no such Python, none with the server, or one that `make` made for machines without a GPU
-            although the server runs on GPUs.
+        ConfigError: there is no such Python, none with the server, or only an environment from `make`, for machines
+            without a GPU, although the server runs on GPUs.
     """
     # The distribution, not the module: any folder of that name on the path can be imported as a namespace package.
     if config.python is None and any(distributions(name=kind.distribution)):

@@ -263,7 +263,7 @@ class Supervision:
 
         Raises:
             EngineError: a managed server crashed too often. An external server is awaited without a limit, also while a
-                gateway refuses the key or the url, or while another server that does not fit has the url.
+                gateway refuses the key or the url, or while an unfit server has the url.
         """
         state = self._state
         while True:
