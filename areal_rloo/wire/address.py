@@ -79,7 +79,8 @@ class SocketFile:
             descriptor = os.open(folder, _OPEN_FLAGS | os.O_NOFOLLOW)
         except OSError as error:
             raise PreflightError(
-                f"the wire: {error}; the launcher of the run has made this folder, and ended"
+                f"the wire: {error}; the folder of the run's launcher was removed: by the launcher at its end, or by "
+                "somebody else (systemd-logind at a logout, see docs/deploy.md); start the run again"
             ) from error
         found = os.fstat(descriptor)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 _MODULES = {  # a process imports only the module of its target: torch takes seconds
     "messages": ("worker_messages", "learner_messages", "turns"),
     "texts": ("configs", "answers", "chat_requests"),
+    "servers": ("server_answers",),
     "folders": ("checkpoints", "batches", "models", "run_folders"),
 }
 NAMES = [name for names in _MODULES.values() for name in names]

@@ -280,8 +280,13 @@ def test_a_lost_first_version_is_reported_and_offered_again(
     assert play(tiny_folders["qwen2"], SingleTurn(), scenario, engine_type=engine_type) is None
 
 
-def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Path]) -> None:
+def test_a_server_that_fails_for_good_ends_the_worker(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_folders["qwen2"]
+
+    def ended() -> str | None:
+        raise EngineError("gave up after 3 restarts")
 
     async def main() -> BaseException | None:
         async with engine_on_fake(folder) as (engine, server):
@@ -292,7 +297,7 @@ def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Pa
             async def scenario(learner: DrivenLearner) -> None:
                 learner.lease(1)
                 await server.asked.wait()
-                server.refuses_the_key = True
+                monkeypatch.setattr(engine._server, "ended", ended)
                 await learner.until(lambda: False)
                 assert isinstance(learner.last, Goodbye)
 
@@ -300,4 +305,4 @@ def test_a_server_that_fails_for_good_ends_the_worker(tiny_folders: dict[str, Pa
 
     error = asyncio.run(main())
     assert isinstance(error, EngineError)
-    assert "the engine stopped: rollout.sglang.api_key_env" in str(error)
+    assert "the engine stopped: gave up after 3 restarts" in str(error)

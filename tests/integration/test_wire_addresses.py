@@ -102,6 +102,15 @@ def test_a_folder_that_others_can_enter_is_refused_at_both_ends(mode: int) -> No
     assert not address.path.exists()
 
 
+def test_a_removed_folder_is_no_proof_that_the_launcher_ended(tmp_path: Path) -> None:
+    address = SocketFile.inside(tmp_path / "removed")
+    with pytest.raises(
+        PreflightError, match=r"No such file.*by the launcher at its end, or by somebody else"
+    ) as raised:
+        os.close(address.open_folder())
+    assert "\n" not in str(raised.value)
+
+
 def test_a_later_owner_of_the_path_gets_no_worker() -> None:
     """Without the launcher, its folder may be swept, and another user may take the path."""
     address = fresh_address()

@@ -220,7 +220,6 @@ class FakeServer:
     def __init__(self) -> None:
         self.reads = asyncio.Event()
         self.asked = asyncio.Event()
-        self.refuses_the_key = False
         self.hangs_up = False
         self.num_blocks = 0  # number of the next health checks that block the event loop
         self._weights = "default"
@@ -229,8 +228,6 @@ class FakeServer:
         if asked.path == "/generate":
             self.asked.set()
             await asyncio.Event().wait()
-        if self.refuses_the_key:
-            return web.Response(status=401)
         if self.hangs_up:
             assert asked.transport is not None, "the connection is open"
             asked.transport.abort()

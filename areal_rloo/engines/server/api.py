@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.client import ServerClient
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Digest, Sample
 
@@ -198,7 +199,7 @@ class ServerKind(Protocol):
         distribution: Python package of the server.
         folder: where `make` puts an environment of its own, relative to the current folder.
         tested_version: of the package.
-        remedy: how to install the server, for messages.
+        shim: module of an environment from `make`, for machines without a GPU.
         health: path of a GET; answers only if the engine behind the server answers.
         harmless: words of log entries without the cause of the end of a server.
     """
@@ -208,7 +209,7 @@ class ServerKind(Protocol):
     distribution: ClassVar[str]
     folder: ClassVar[str]
     tested_version: ClassVar[str]
-    remedy: ClassVar[str]
+    shim: ClassVar[str]
     health: ClassVar[str]
     harmless: ClassVar[tuple[str, ...]]
 
@@ -244,7 +245,7 @@ class Connection:
     Attributes:
         label: the server's name for the weights.
         update_mode: how generation pauses for new weights. A server without version tags is only updated in mode
-            abort, while no request is under way (see `flights.checked_output`).
+            abort, while no request is under way (see `answers.checked_output`).
         digest: compares the server's parameters with published ones; None if these cannot be compared.
     """
 

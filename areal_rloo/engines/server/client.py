@@ -17,10 +17,12 @@ from areal_rloo.errors import DecodeError, EngineError
 Json = Mapping[str, Any]
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
+_GATEWAY_STATUSES = (401, 403, 404, 407, 408, 425, 429)
 _METRICS_TIMEOUT_S = 5.0
 _MAX_CHARACTERS = 500  # of a server's message in ours
 _MOST_BYTES = 64 * 2**20  # of an answer: the logprobs of half a million tokens
 _PIECE_BYTES = 1 << 16
+_MOST_REFERENCES = 8  # from the schema of a body to another
 
 
 class ServerGoneError(EngineError):
@@ -28,12 +30,20 @@ class ServerGoneError(EngineError):
 
 
 class ServerRefusedError(EngineError):
-    """The server answered with an error status, or with a redirect, which we never follow."""
+    """The server answered with an error status, or with a redirect, which we never follow.
 
-    def __init__(self, status: int, words: str) -> None:
+    Attributes:
+        of_gateway: a gateway may give this status in place of a starting, busy or absent server. So the status
+            says nothing about the request.
+        retry_after_s: the server's Retry-After; None without a number of seconds.
+    """
+
+    def __init__(self, status: int, words: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {words}")
         self.status = status
         self.words = words
+        self.of_gateway = status in _GATEWAY_STATUSES
+        self.retry_after_s = retry_after_s
 
 
 class ServerClient:
@@ -100,7 +110,9 @@ class ServerClient:
         if content is None:
             raise ServerGoneError(f"{path}: the answer has more than {_MOST_BYTES} bytes")
         if reply.status >= 300:
-            raise ServerRefusedError(reply.status, f"{path}: {_words(content)}")
+            after = reply.headers.get("Retry-After", "")
+            retry_after_s = float(after) if after.isascii() and after.isdecimal() else None  # the other form is a date
+            raise ServerRefusedError(reply.status, f"{path}: {_words(content)}", retry_after_s)
         return content
 
 
@@ -109,15 +121,22 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Refuse every redirect: the API key is for this server."""
 
 
+def paths_of(description: Json) -> Json:
+    """Return the endpoints of an OpenAPI document; none if the answer is no such document."""
+    paths = description.get("paths")
+    return paths if isinstance(paths, dict) else {}
+
+
 def fields_of(description: Json, path: str) -> Json:
     """Return the fields of the body of POST `path`; none if the document has no such body."""
     try:
         schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         schema = next((option for option in schema.get("anyOf", ()) if "$ref" in option), schema)  # an optional body
-        while "$ref" in schema:
-            schema = description["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        for _ in range(_MOST_REFERENCES):  # a reference may refer to itself
+            if "$ref" in schema:
+                schema = description["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         return dict(schema["properties"])
-    except KeyError:
+    except (KeyError, TypeError, ValueError, AttributeError):
         return {}
 
 

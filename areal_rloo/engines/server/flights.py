@@ -8,48 +8,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal
 
 import numpy as np
 
 from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.errors import ArealRlooError, EngineError, GenerationError
 from areal_rloo.trajectory import Completion, FinishReason
-
-NO_SPANS: Final = object()
-"""Stands for the `weight_versions` of a server that gives none; None is an invalid answer."""
-
-
-End = Literal["stop", "length", "cut"]
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The checked output of an HTTP request; three lists of the same length.
-
-    Attributes:
-        tokens: ids, with the stop token.
-        logprobs: under the sampling distribution.
-        end: why the output ended; `cut` if the flight continues (aborted, or unknown weights).
-        overtaken: an update started after the request was sent and before the first token.
-        cached_tokens: of the prompt, found in the server's cache.
-        preempted: how often the server took the request's cache, and computed the cache again.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
-    end: End
-    overtaken: bool = False
-    cached_tokens: int = 0
-    preempted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,89 +87,6 @@ class Flight:
             versions=np.asarray(self.versions, dtype=np.int32),
             finish_reason=reason,
         )
-
-
-def checked_output(
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    *,
-    logprobs_of: Sequence[int],
-    reason: object,
-    spans: object,
-    sent_version: int,
-    late_tokens: bool,
-    vocab_size: int,
-) -> Output:
-    """Check the tokens of an answer, and tell the version of each.
-
-    `late_tokens`: the server launches a step before the token of the last step arrives, and a pause in place does not
-    wait for this token. The token arrives after the update, and the server tags it with the later version although the
-    former weights sampled it. The answer does not show which token this was. So every token gets the tag of the token
-    before: a tag is never newer than the token's weights, and a single token is tagged a version too old.
-
-    Without `spans` every token has the version of sending. Proof: such a server is only updated in mode abort. There an
-    update starts after every request under way has returned, and no request is sent before the update ends. So the
-    weights are the same from sending to return.
-
-    Args:
-        tokens: ids.
-        logprobs: as many as ids.
-        logprobs_of: the ids that the answer names beside the logprobs.
-        reason: the answer's finish_reason; after an abort, the output is cut.
-        spans: the answer's `weight_versions`, or NO_SPANS if the server gives none.
-        sent_version: the server's version when the request was sent.
-        late_tokens: see above.
-        vocab_size: token ids are smaller.
-
-    Raises:
-        EngineError: tokens and logprobs do not match, the reason is unknown, a number is not finite, an id is outside
-            the vocabulary, or the spans do not cover the tokens.
-    """
-    if list(logprobs_of) != list(tokens):
-        raise EngineError(f"expected the logprob of each of {len(tokens)} tokens, got {len(logprobs)} of other tokens")
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"expected finish_reason stop, length or abort, got {reason}")
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise EngineError(f"expected token ids below {vocab_size}, got {token}")
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
-            raise EngineError(
-                f"the logprob of token {token} is not a finite number but {logprob}: the server's weights or logits "
-                "are not finite"
-            )
-    versions = [sent_version] * len(tokens) if spans is NO_SPANS else versions_of(spans, len(tokens))
-    known = len(versions)
-    overtaken = bool(versions) and versions[0] > sent_version
-    if spans is not NO_SPANS and late_tokens and versions:
-        versions = [min(sent_version, versions[0]), *versions[:-1]]
-    end: End = "stop" if reason == "stop" else "length"
-    cut = known < len(tokens) or reason == "abort"
-    return Output(tokens[:known], logprobs[:known], versions, "cut" if cut else end, overtaken)
-
-
-def versions_of(spans: object, num_tokens: int) -> list[int]:
-    """Return the policy version of each token, from a completion's `weight_versions`.
-
-    The list ends before the first label other than a policy version: the weights are unknown.
-
-    Raises:
-        EngineError: the spans do not cover all tokens in order.
-    """
-    if not isinstance(spans, list):
-        raise EngineError(f"expected weight_versions as a list of spans, got {spans!r}")
-    versions: list[int] = []
-    known, covered = True, 0
-    for span in spans:
-        match span:
-            case {"version": label, "start": int(start), "end": int(end)} if start == covered <= end:
-                known = known and isinstance(label, str) and label.isdecimal()
-                versions += [int(label)] * (min(end, num_tokens) - start) if known else []
-                covered = end
-            case _:
-                raise EngineError(f"expected a span with version, start={covered} and end, got {span!r} in {spans!r}")
-    if covered != num_tokens:
-        raise EngineError(f"expected weight_versions of all {num_tokens} tokens, got {spans!r}")
-    return versions
 
 
 class FlightQueue:

@@ -106,28 +106,43 @@ class ServerProcess:
         self._reserved.close()
 
 
-def find_python(kind: ServerKind, config: ServerConfig) -> str:
+def remedy(kind: ServerKind, *, on_gpus: bool) -> str:
+    """Return how to install the server, for messages."""
+    apart = f"in an environment of its own and name its bin/python as {kind.key}.python (docs/engines.md)"
+    if on_gpus:
+        return f"run pip install '{kind.distribution}=={kind.tested_version}' {apart}"
+    return f"run make {kind.distribution}, or pip install '{kind.distribution}=={kind.tested_version}' {apart}"
+
+
+def find_python(kind: ServerKind, config: ServerConfig, *, on_gpus: bool) -> str:
     """Return the Python that runs the server.
 
     Raises:
-        ConfigError: there is no such Python, or none with the server.
+        ConfigError: there is no such Python, none with the server, or only an environment from `make`, for machines
+            without a GPU, although the server runs on GPUs.
     """
     # The distribution, not the module: any folder of that name on the path can be imported as a namespace package.
     if config.python is None and any(distributions(name=kind.distribution)):
         return sys.executable
     python, key = config.python or str(Path(kind.folder).absolute() / "bin" / "python"), f"{kind.key}.python"
+    fix = remedy(kind, on_gpus=on_gpus)
     if not os.access(python, os.X_OK):
-        words = f"{key}: expected a Python that has {kind.distribution}, found none at {python}; {kind.remedy}"
+        words = f"{key}: expected a Python that has {kind.distribution}, found none at {python}; {fix}"
         raise ConfigError(words, absent=True)
-    ask = f"from importlib.metadata import version; version({kind.distribution!r})"
+    ask = (
+        "from importlib.metadata import version; from importlib.util import find_spec; "
+        f"version({kind.distribution!r}); print(find_spec({kind.shim!r}) and 'for CPUs')"
+    )
     try:
         asked = subprocess.run(
             [python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{key}: {python} cannot be run: {error}; {kind.remedy}") from error
+        raise ConfigError(f"{key}: {python} cannot be run: {error}; {fix}") from error
     if asked.returncode != 0:
-        raise ConfigError(f"{key}: {python} has no {kind.distribution}; {kind.remedy}", absent=True)
+        raise ConfigError(f"{key}: {python} has no {kind.distribution}; {fix}", absent=True)
+    if on_gpus and asked.stdout.strip() == "for CPUs":
+        raise ConfigError(f"{key}: {python} has the {kind.name} of make {kind.distribution}, which uses no GPU; {fix}")
     return python
 
 

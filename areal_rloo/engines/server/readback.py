@@ -26,17 +26,21 @@ def sample_of_folder(folder: Path, *, dtype: str, digest: Digest, num_ranks: int
     return take_sample(sampled, digest=digest, num_ranks=num_ranks), list(stored)
 
 
-def difference_of(sample: Sample, ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the first difference with the name and both values; `ranks` are digests by the server's names."""
+def difference_of(sample: Sample, ranks: object) -> str | None:
+    """Return the first difference with the name and both values; `ranks` are a server's digests by its own names."""
+    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
+        return f"expected the digests of each rank, got {ranks!r:.300}"
     differences = (_difference(expected, ranks) for expected in sample.fingerprints)
     return next((difference for difference in differences if difference is not None), None)
 
 
-def _difference(expected: Fingerprint, ranks: Sequence[Mapping[str, str]]) -> str | None:
+def _difference(expected: Fingerprint, ranks: Sequence[Mapping[str, Any]]) -> str | None:
     name = server_name(expected.names)
     found: list[Any] = [rank.get(name, "no such parameter") for rank in ranks]
     digests = [f"{part:016x}" for part in expected.parts]
-    return None if found == digests else f"{name}: expected {', '.join(digests)}, found {', '.join(found)}"
+    if found == digests:
+        return None
+    return f"{name}: expected {', '.join(digests)}, found {', '.join(map(str, found)):.300}"
 
 
 def server_name(names: tuple[str, ...]) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Connection
 from areal_rloo.engines.server.client import ServerGoneError, ServerRefusedError
-from areal_rloo.engines.server.flights import Flight, FlightQueue, Output
+from areal_rloo.engines.server.flights import Flight, FlightQueue
 from areal_rloo.errors import EngineError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
@@ -25,6 +26,8 @@ UNKNOWN = -1
 _MAX_FUTILE = 5  # consecutive HTTP requests without a token; after as many, the request fails
 _ABORT_AGAIN_S = 0.5  # the server ignores an abort before its request
 _LOOK_EVERY_S = 5.0
+_QUIET_S = 0.2  # after the first refusal of a gateway, twice as long after each further refusal
+_MOST_QUIET_S = 5.0
 _CALL_TIMEOUT_S = 10.0
 
 
@@ -39,7 +42,9 @@ class ServerState:
         num_discards: counts how often all output under way became useless, and is discarded.
         exclusive: held by an update, and while flights are called back; both have deadlines, so health checks pause.
         paused: the server is paused for new weights, or is about to be, or the flights are called back.
-        suspicious: a connection broke or the server failed, and no health check has succeeded since.
+        suspicious: a connection broke, or the server or a gateway failed, and no health check has succeeded since.
+        quiet_until_s: no health check before this time of `time.monotonic`, so no request of a suspicious server.
+        num_refusals: of gateways, each after a health check, since the last answer with a token.
         hung: why the connection is given up.
         num_answers: number of answers with a token.
         overdue: number of requests that were aborted because they took too long.
@@ -54,6 +59,8 @@ class ServerState:
     exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
     paused: bool = False
     suspicious: bool = False
+    quiet_until_s: float = 0.0
+    num_refusals: int = 0
     hung: str | None = None
     weight_updates: int = 0
     swap_s: float = 0.0
@@ -235,17 +242,33 @@ class Sending:
             state.suspicious = True
             return None
         except ServerRefusedError as error:
+            if error.of_gateway:
+                self._keep_quiet(error)
+                return None
             if error.status < 500:
                 raise
             state.suspicious = True  # an API server outlives its engine for a moment, and refuses every try
             raise EngineError(str(error)) from error
         state.num_answers += bool(output.tokens)
+        state.num_refusals = 0 if output.tokens else state.num_refusals
         state.retractions += output.preempted
         # The update came between sending and the server's prefill, and the prompt was cached under the former version.
         # In the other modes the cache does not survive an update.
         if connection.update_mode == "in_place" and output.overtaken and output.cached_tokens:
             return None
         return output
+
+    def _keep_quiet(self, error: ServerRefusedError) -> None:
+        """Suspect the server, and wait before the next health check: for Retry-After, or longer after each refusal."""
+        state = self._state
+        if not state.suspicious:  # else it is the same refusal, of another request
+            wait_s = error.retry_after_s
+            if wait_s is None:
+                wait_s = min(_QUIET_S * 2.0 ** min(state.num_refusals, 10), _MOST_QUIET_S)
+            state.quiet_until_s = time.monotonic() + min(wait_s, self._config.health_timeout_s)
+            state.num_refusals += 1
+            logger.warning("a gateway or the server refuses requests, which wait: %s", error)
+        state.suspicious = True
 
     async def _answer(self, connection: Connection, flight: Flight, version: int) -> Output:
         """Send a request. Abort an overdue request, so that the server returns the tokens so far.

@@ -155,7 +155,9 @@ class ManagedServer(_Server):
             self._process = None
 
     async def _start(self) -> Connection:
-        python = await asyncio.to_thread(find_python, self._kind, self._config)
+        python = await asyncio.to_thread(
+            find_python, self._kind, self._config, on_gpus=self._plan.device.startswith("cuda")
+        )
         process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
         client = ServerClient(process.url, api_key=process.api_key)
@@ -220,12 +222,16 @@ class ExternalServer(_Server):
                 await client.text(self._kind.health, timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
-                if error.status in (401, 403):
+                if error.status in (401, 403) and not self._was_open:
                     raise ConfigError(
                         f"{self._kind.key}.api_key_env: {self._url} refuses the key ({error}); name the environment "
                         "variable with the server's key"
                     ) from error
                 trouble: Exception = error
+            except ConfigError as error:
+                if not self._was_open:
+                    raise
+                trouble = error
             except (ServerGoneError, KeyError, TypeError) as error:
                 trouble = error
             now_s = time.monotonic()
@@ -265,8 +271,8 @@ class Supervision:
         """Supervise until the server has failed for good.
 
         Raises:
-            ConfigError: an external server came back and does not fit; the message names a remedy.
-            EngineError: the server crashed too often.
+            EngineError: a managed server crashed too often. An external server is awaited without a limit, also while a
+                gateway refuses the key or the url, or while an unfit server has the url.
         """
         state = self._state
         while True:
@@ -312,8 +318,6 @@ class Supervision:
             try:
                 return await self._server.open()
             except ArealRlooError as error:
-                if isinstance(error, ConfigError) and not self._server.managed:
-                    raise
                 why = str(error)
                 logger.warning("%s", why)
                 if not self._server.managed:
@@ -323,22 +327,26 @@ class Supervision:
         state = self._state
         check: asyncio.Task[str | None] | None = None
         unhealthy_since_s: float | None = None
-        next_check_s = time.monotonic() + self._config.health_every_s
+        asked_s = time.monotonic()
+        next_check_s = asked_s + self._config.health_every_s
         try:
             while True:
                 why = self._server.ended() or state.hung
                 if why is not None:
                     return why
                 now_s = time.monotonic()
-                if check is None and not state.updating and (state.suspicious or now_s >= next_check_s):
+                due = now_s >= (state.quiet_until_s if state.suspicious else next_check_s)
+                if check is None and not state.updating and due:
                     check = asyncio.create_task(self._health_error(client), name="a health check")
+                    asked_s = now_s
                     unhealthy_since_s = now_s if unhealthy_since_s is None else unhealthy_since_s
                 elif check is not None and check.done():
                     trouble, check = check.result(), None
                     if trouble is None:
                         unhealthy_since_s = None
                         next_check_s = now_s + self._config.health_every_s
-                        state.suspicious = False
+                        if asked_s >= state.quiet_until_s:  # else a refusal came after this check
+                            state.suspicious = False
                         state.changed.set()
                     elif not state.updating:
                         state.health_failures += 1

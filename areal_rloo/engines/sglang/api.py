@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
 from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.sglang.capabilities import (
     TESTED_VERSION,
     Capabilities,
@@ -31,10 +32,7 @@ class SGLang:
     distribution: ClassVar = "sglang"
     folder: ClassVar = ".venv-sglang"
     tested_version: ClassVar = TESTED_VERSION
-    remedy: ClassVar = (
-        f"run make sglang, or pip install 'sglang>={TESTED_VERSION}' in an environment of its own and name its "
-        "bin/python there"
-    )
+    shim: ClassVar = "areal_rloo_sglang"
     health: ClassVar = "/health"
     harmless: ClassVar[tuple[str, ...]] = ("freeze_gc failed",)  # SGLang logs this at every start, before it listens
 

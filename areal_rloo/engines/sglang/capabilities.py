@@ -7,14 +7,15 @@ come from GET /server_info. The answer to a short request shows whether completi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError, fields_of
-from areal_rloo.errors import ConfigError
+from areal_rloo.engines.server.answers import Count, typed
+from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError, fields_of, paths_of
+from areal_rloo.errors import ConfigError, EngineError, shortened
 from areal_rloo.models.fingerprint import Digest
 
 TESTED_VERSION = "0.5.23"
-_NEEDED = {
+NEEDED = {
     "/generate": ("input_ids", "sampling_params", "return_logprob", "rid"),
     "/abort_request": ("rid", "abort_all"),
     "/pause_generation": ("mode",),
@@ -90,9 +91,9 @@ def read_capabilities(description: Json, server_info: Json, models: Json, *, pro
     Raises:
         ConfigError: an endpoint, a field or a number is missing. The message names the version to install.
     """
-    version = str(server_info.get("version", "of unknown version"))
-    paths = description.get("paths", {})
-    for path, fields in _NEEDED.items():
+    version = shortened(str(server_info.get("version", "of unknown version")))
+    paths = paths_of(description)
+    for path, fields in NEEDED.items():
         if path not in paths:
             raise too_early(f"no endpoint {path}", version=version)
         missing = [field for field in fields if field not in fields_of(description, path)]
@@ -102,12 +103,12 @@ def read_capabilities(description: Json, server_info: Json, models: Json, *, pro
     try:
         return Capabilities(
             version=version,
-            tensor_parallel=int(server_info["tp_size"]),
-            data_parallel=int(server_info["dp_size"]),
-            pipeline_parallel=int(server_info.get("pp_size", 1)),
-            context_tokens=int(models["data"][0]["max_model_len"]),
-            prompt_tokens=int(server_info["max_req_input_len"]),
-            cache_tokens=int(server_info["max_total_num_tokens"]),
+            tensor_parallel=_count(server_info, "tp_size"),
+            data_parallel=_count(server_info, "dp_size"),
+            pipeline_parallel=_count({"pp_size": 1, **server_info}, "pp_size"),
+            context_tokens=_count(models["data"][0], "max_model_len"),
+            prompt_tokens=_count(server_info, "max_req_input_len"),
+            cache_tokens=_count(server_info, "max_total_num_tokens"),
             radix_cache=not server_info["disable_radix_cache"],
             cache_key="extra_key" if "extra_key" in asked else "cache_salt" if "cache_salt" in asked else None,
             weight_versions="weight_versions" in probe.get("meta_info", {}),
@@ -116,8 +117,13 @@ def read_capabilities(description: Json, server_info: Json, models: Json, *, pro
             overlap=not server_info.get("disable_overlap_schedule"),
             digest=_digest(description, server_info),
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, EngineError) as error:
         raise too_early(f"/server_info or /v1/models without {error}", version=version) from error
+
+
+def _count(answer: Json, key: str) -> int:
+    """Return a number of an answer; raises KeyError without the key, and EngineError for another value."""
+    return cast("int", typed(answer[key], Count, name=key))
 
 
 def _digest(description: Json, server_info: Json) -> Digest | None:

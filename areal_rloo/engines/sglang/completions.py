@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from areal_rloo.engines.server.flights import NO_SPANS, Flight, Output, checked_output
+from areal_rloo.engines.server.answers import NO_SPANS, Count, Output, checked_output, typed
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.sglang.capabilities import Capabilities
 from areal_rloo.errors import EngineError, shortened
 
@@ -63,15 +64,14 @@ def read_output(
     """Check a server's answer; see `checked_output` for the versions.
 
     Raises:
-        EngineError: tokens and logprobs do not match, a number is not finite, an id is outside the vocabulary, or the
-            spans do not cover the tokens.
+        EngineError: tokens and logprobs do not match, a number is out of its bounds, or the spans do not cover the
+            tokens.
     """
     try:
         meta = answer["meta_info"]
         tokens, triples, reason = answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
         logprobs = [triple[0] for triple in triples]
         logprobs_of = [triple[1] for triple in triples]
-        tokens = list(tokens)
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(
             f"expected output_ids, output_token_logprobs and finish_reason, got {shortened(repr(answer))}"
@@ -86,5 +86,6 @@ def read_output(
         late_tokens=late_tokens,
         vocab_size=vocab_size,
     )
-    cached, preempted = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
+    cached = typed(meta.get("cached_tokens", 0), Count | None, name="cached_tokens") or 0
+    preempted = typed(meta.get("num_retractions", 0), Count | None, name="num_retractions") or 0
     return replace(output, cached_tokens=cached, preempted=preempted)

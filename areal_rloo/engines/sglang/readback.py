@@ -6,10 +6,13 @@ parameters whose name contains a word of the list. In: the sample of a version. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import Any, cast
 
-from areal_rloo.engines.server.client import ServerClient
+from areal_rloo.engines.server.answers import Count, typed
+from areal_rloo.engines.server.client import Json, ServerClient
 from areal_rloo.engines.server.readback import difference_of
+from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, place_of
 
 
@@ -34,9 +37,18 @@ async def first_difference(
         "skip_tensor_list": sorted({place_of(name) for name in names} - sampled),
     }
     answer = await client.ask("/weights_checker", body, timeout_s=timeout_s)
+    return difference_in(answer, sample)
+
+
+def difference_in(answer: Json, sample: Sample) -> str | None:
+    """Return the first difference between an answer of /weights_checker and a sample."""
     try:
-        ranks = sorted(answer["ranks"], key=lambda rank: int(rank["parallelism_info"][0]["tp_rank"]))
-        found: list[Mapping[str, str]] = [rank["checksums"] for rank in ranks]
-    except (KeyError, IndexError, TypeError, ValueError):
+        ranks = sorted(answer["ranks"], key=_rank_of)
+        found = [rank["checksums"] for rank in ranks]
+    except (KeyError, IndexError, TypeError, EngineError):
         return f"/weights_checker: expected the checksums of each rank, got {answer!r:.300}"
     return difference_of(sample, found)
+
+
+def _rank_of(rank: Any) -> int:
+    return cast("int", typed(rank["parallelism_info"][0]["tp_rank"], Count, name="tp_rank"))

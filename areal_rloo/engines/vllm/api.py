@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
 from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.vllm.capabilities import (
     TESTED_VERSION,
     Capabilities,
@@ -34,10 +35,7 @@ class VLLM:
     distribution: ClassVar = "vllm"
     folder: ClassVar = ".venv-vllm"
     tested_version: ClassVar = TESTED_VERSION
-    remedy: ClassVar = (
-        f"run make vllm, or pip install 'vllm>={TESTED_VERSION}' in an environment of its own and name its bin/python "
-        "there"
-    )
+    shim: ClassVar = "areal_rloo_vllm_forks"
     health: ClassVar = "/is_paused"  # /health asks the engine nothing
     harmless: ClassVar[tuple[str, ...]] = ("WARNING", "EngineDeadError", "EngineCore encountered")
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError
-from areal_rloo.errors import ConfigError
+from areal_rloo.engines.server.answers import Count, typed
+from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError, paths_of
+from areal_rloo.errors import ConfigError, EngineError
 from areal_rloo.models.fingerprint import Digest
 
 TESTED_VERSION = "0.32.0"
@@ -75,7 +76,7 @@ async def ask_capabilities(client: ServerClient, *, timeout_s: float) -> Capabil
             raise
         raise unfit(f"lacks an endpoint: {error}", f"install vllm=={TESTED_VERSION} in its environment") from error
     for path, remedy in _NEEDED.items():
-        if path not in description.get("paths", {}):
+        if path not in paths_of(description):
             raise unfit(f"has no endpoint {path}", remedy, version=version)
     try:
         ranks = await call_ranks(client, "describe", {}, timeout_s=timeout_s)
@@ -99,15 +100,15 @@ def read_capabilities(version: str, models: Json, ranks: list[Any], *, probe: Js
             raise unfit("has an extension of another release of areal_rloo", _EXTENSION, version=version)
         return Capabilities(
             version=version,
-            tensor_parallel=int(facts["tensor_parallel"]),
-            data_parallel=int(facts["data_parallel"]),
-            pipeline_parallel=int(facts["pipeline_parallel"]),
-            context_tokens=int(models["data"][0]["max_model_len"]),
+            tensor_parallel=typed(facts["tensor_parallel"], Count, name="tensor_parallel"),
+            data_parallel=typed(facts["data_parallel"], Count, name="data_parallel"),
+            pipeline_parallel=typed(facts["pipeline_parallel"], Count, name="pipeline_parallel"),
+            context_tokens=typed(models["data"][0]["max_model_len"], Count, name="max_model_len"),
             logprobs=str(facts["logprobs"]),
             weight_versions=bool(probe["choices"][0].get("weight_versions")),
             digest=None if facts["quantization"] else "sha256",
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, EngineError) as error:
         remedy = f"install vllm=={TESTED_VERSION} in its environment"
         raise unfit(f"answers without {error}", remedy, version=version) from error
 
@@ -136,10 +137,11 @@ async def call_ranks(client: ServerClient, method: str, arguments: dict[str, Any
     Raises:
         ServerRefusedError: the method raised on a rank, or there is no such method.
         ServerGoneError: the server gave no answer.
+        EngineError: the results are no list.
     """
     body = {"method": f"areal_{method}", "kwargs": arguments}
     answer = await client.ask("/collective_rpc", body, timeout_s=timeout_s)
-    results: list[Any] = answer.get("results", [])
+    results: list[Any] = typed(answer.get("results", []), list[Any], name="results")
     return results
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from areal_rloo.engines.server.flights import NO_SPANS, Flight, Output, checked_output
+from areal_rloo.engines.server.answers import NO_SPANS, Count, Output, checked_output, typed
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.errors import EngineError, shortened
 
 _LARGEST_SEED = 2**63 - 1
@@ -52,15 +53,14 @@ def read_output(answer: dict[str, Any], *, sent_version: int, spans: bool, vocab
     """Check a server's answer; see `checked_output` for the versions.
 
     Raises:
-        EngineError: tokens and logprobs do not match, a number is not finite, an id is outside the vocabulary, or the
-            spans do not cover the tokens.
+        EngineError: tokens and logprobs do not match, a number is out of its bounds, or the spans do not cover the
+            tokens.
     """
     try:
         (choice,), usage = answer["choices"], answer["usage"]
         tokens, content, reason = choice["token_ids"], choice["logprobs"]["content"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in content]
         logprobs_of = [entry["token_id"] for entry in content]
-        tokens = list(tokens)
         details = usage.get("prompt_tokens_details")
         cached = details["cached_tokens"] if details else usage["prompt_tokens"]  # unknown: perhaps all
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -79,4 +79,4 @@ def read_output(answer: dict[str, Any], *, sent_version: int, spans: bool, vocab
         late_tokens=False,
         vocab_size=vocab_size,
     )
-    return replace(output, cached_tokens=int(cached or 0))
+    return replace(output, cached_tokens=typed(cached, Count | None, name="cached_tokens") or 0)

@@ -12,6 +12,8 @@ import msgspec
 from areal_rloo.config import Config, import_function
 from areal_rloo.errors import ConfigError, DataError, ModelError, UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
+from areal_rloo.launcher.hosts import this_host
+from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
     cached_folder,
     check_model_folder,
@@ -48,7 +50,7 @@ def check_server(situation: Situation) -> Iterator[Finding]:
         if server.urls:
             find_api_key(kind, server)
         else:
-            yield ok(key, find_python(kind, server))
+            yield ok(key, find_python(kind, server, on_gpus=_engine_has_gpus(situation.config)))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
 
@@ -59,23 +61,27 @@ def check_server_imports(situation: Situation) -> Iterator[Finding]:
     if rollout.engine == "embedded" or (server := rollout.server) is None or server.urls:
         return
     from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.server import find_python  # noqa: PLC0415 - imports torch
+    from areal_rloo.engines.server import find_python, remedy  # noqa: PLC0415 - imports torch
 
-    kind = kind_of(rollout.engine)
+    kind, on_gpus = kind_of(rollout.engine), _engine_has_gpus(situation.config)
     key, name = f"{kind.key}.python", kind.distribution
     try:
-        python = find_python(kind, server)
+        python = find_python(kind, server, on_gpus=on_gpus)
     except ConfigError:
         return  # `check_server` reports the error
     ask = f"import {name}, torch; print(f'{name} {{{name}.__version__}} with torch {{torch.__version__}}')"
     _, seen = last_line([python, "-c", ask], timeout_s=_IMPORT_S)
     if not seen.startswith(f"{name} "):
-        yield wrong(key, f"{name} cannot be imported: {seen}", f"run make {name}")
+        yield wrong(key, f"{name} cannot be imported: {seen}", remedy(kind, on_gpus=on_gpus))
     elif seen.split()[1] == kind.tested_version:
         yield ok(key, seen)
     else:
         fix = f"pip install '{name}=={kind.tested_version}' there"
         yield unsure(key, f"{seen}; tested is {kind.tested_version}", fix)
+
+
+def _engine_has_gpus(config: Config) -> bool:
+    return gpus_each(config, [this_host(config.launcher)])[1] > 0
 
 
 def check_models(situation: Situation) -> Iterator[Finding]:

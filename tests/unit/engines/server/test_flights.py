@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.server.flights import Flight, FlightQueue, Output, versions_of
+from areal_rloo.engines.server.answers import Output, versions_of
+from areal_rloo.engines.server.flights import Flight, FlightQueue
 from areal_rloo.errors import EngineError
 
 

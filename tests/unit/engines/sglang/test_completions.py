@@ -9,7 +9,8 @@ import pytest
 from support.server_support import CAPABILITIES
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.answers import Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.sglang import Capabilities
 from areal_rloo.engines.sglang.completions import body_of, read_output
 from areal_rloo.errors import EngineError
@@ -73,7 +74,7 @@ def test_an_update_before_the_first_token_is_detected() -> None:
         (_answer([1, 2], [-1.0, -1.0], output_token_logprobs=[[-1.0, 1, None]]), "expected the logprob of each"),
         (_answer([1], [-1.0], weight_versions=[_span("1", 0, 9)]), "expected weight_versions of all"),
         (_answer([1], [-1.0], weight_versions=[_span("1", 0, 10**14)]), "expected weight_versions of all"),
-        ({**_answer([1], [-1.0]), "output_ids": 1}, "expected output_ids"),
+        ({**_answer([1], [-1.0]), "output_ids": 1}, "expected token ids below 100"),
     ],
 )
 def test_an_invalid_answer_is_refused(answer: dict[str, Any], message: str) -> None:

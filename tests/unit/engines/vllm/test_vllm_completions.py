@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
-from areal_rloo.engines.server.flights import Flight, Output
+from areal_rloo.engines.server.answers import Output
+from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.vllm.completions import body_of, read_output
 from areal_rloo.errors import EngineError
 
