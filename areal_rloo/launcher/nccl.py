@@ -88,7 +88,7 @@ def pair_of(config: Config, hosts: Sequence[Host], *, same_host: bool) -> Pair |
     from areal_rloo.engines.server import find_python  # noqa: PLC0415 - imports torch
 
     try:
-        python = find_python(kind_of(engine), server)
+        python = find_python(kind_of(engine), server, on_gpus=True)
     except ConfigError:
         return None  # the doctor's check of the server reports the error
     return Pair(_installed(sys.executable), _installed(python), python)

@@ -6,6 +6,7 @@ the module (`embed_out` of gpt_neox), or buffers of former versions; transformer
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 from areal_rloo.errors import ModelError
 from areal_rloo.models.files import reading_model
 from areal_rloo.models.folder import StoredTensor, stored_tensors
+
+_LOADING = threading.Lock()  # transformers keeps the state of a load in globals
 
 
 def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
@@ -37,7 +40,7 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
     names = {number.data_ptr(): name for name, number in numbers.items()}
     stand_ins = {name: number.expand(stored[name].shape) for name, number in numbers.items()}
     transformers_logging.disable_progress_bar()
-    with reading_model(str(folder)):
+    with _LOADING, reading_model(str(folder)):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, found = architecture.from_pretrained(
