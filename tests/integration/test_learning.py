@@ -86,7 +86,7 @@ def _evaluations(folder: Path) -> list[EvalRecord]:
 def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
     """The model has heads of 32, because vLLM's attention on a CPU refuses 16, so it learns more slowly.
 
-    In as many steps, the embedded engine brings it from 0.524 to 0.726. Two cores are few for vLLM, so the learner waits.
+    In as many steps, the embedded engine brings this model from 0.524 to 0.726. The learner waits for vLLM.
     """
     vllm = ("rollout.engine=vllm", f"rollout.vllm.python={SERVERS['vllm'].python()}", "rollout.num_slots=128")
     arguments = (*vllm, "learner.num_threads=1", "rollout.num_threads=1")
