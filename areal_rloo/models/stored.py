@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import StoredTensor, stored_tensors
+from areal_rloo.models.folder import StoredTensor, check_weights, stored_tensors
 
 _LOADING = threading.Lock()  # transformers keeps the state of a load in globals
 
@@ -31,10 +31,12 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
     This takes a tenth of a second and no memory, whatever the size of the model.
 
     Raises:
-        ModelError: a file is damaged, a parameter has no tensor or another shape, or a tensor belongs to no parameter.
+        ModelError: the folder is an adapter's, a file is damaged, a parameter has no tensor or another shape, or a
+            tensor belongs to no parameter.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - seconds, which some workers need not spend
 
+    check_weights(key, folder)
     stored = stored_tensors(key, folder)
     numbers = {name: torch.zeros(()) for name in stored}
     names = {number.data_ptr(): name for name, number in numbers.items()}

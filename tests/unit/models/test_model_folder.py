@@ -179,5 +179,5 @@ def test_an_index_of_impossible_names_is_refused(tmp_path: Path, name: str) -> N
 
 def test_a_pipe_among_the_weights_is_no_weight_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"no \.safetensors file"):
+    with pytest.raises(ModelError, match=r"no model\.safetensors in it"):
         check_weights("model.path", tmp_path)

@@ -309,7 +309,7 @@ def test_a_function_s_process_has_no_torch(file: str) -> None:
 def test_a_failed_start_ends_the_runners_that_have_started(file: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     parts = [{"function": f"{file}:exact"}, {"function": f"{file}:judge"}]
-    with pytest.raises(ModelError, match=r"data\.train\.rewards\.2\.model: .*no \.safetensors file"):
+    with pytest.raises(ModelError, match=r"data\.train\.rewards\.2\.model: .*no model\.safetensors in it"):
         asyncio.run(make_scoring(_config(file, *parts, {"model": tmp_path / "model"})))
     with pytest.raises(ConfigError, match=r"data\.train\.rewards\.0\.function: .*has no function 'absent'"):
         asyncio.run(make_scoring(_config(file, {"function": f"{file}:absent"})))

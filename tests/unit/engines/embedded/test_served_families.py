@@ -20,6 +20,7 @@ from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded.families import FAMILIES, Architecture, Norms
 from areal_rloo.errors import EngineError, ModelError
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
+from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Completion
 
 SERVED = [name for name, options in TINY.items() if options["model_type"] in FAMILIES]
@@ -170,7 +171,9 @@ def test_other_options_of_a_family_are_served(name: str, tmp_path: Path) -> None
 
 def _plain(architecture: Architecture) -> dict[str, Any]:
     """Return the switches of a model without peculiarities, of these sizes."""
-    given = {field.name: field.default for field in fields(architecture) if field.default is not MISSING}
+    sizes = {field.name for field in fields(Sizes)}
+    own = [field for field in fields(architecture) if field.name not in sizes]
+    given = {field.name: field.default for field in own if field.default is not MISSING}
     return given | {
         "activation": F.silu,
         "attention_scale": architecture.head_dim**-0.5,
