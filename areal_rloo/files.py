@@ -216,18 +216,6 @@ class SharedFolder:
         with _scratch_opened(self.path) as inside:
             return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=inside)
 
-    def holds(self, name: str, descriptor: int) -> bool:
-        """Return True if the path of this file still leads to the open file; False after somebody removed the file."""
-        try:
-            found = (self.path / name).lstat()
-        except OSError:
-            return False
-        return os.path.samestat(found, os.fstat(descriptor))
-
-    def is_in_place(self) -> bool:
-        """Return True if another process would join this folder now."""
-        return self.holds(_LOCK, self._lock)
-
     def close(self) -> None:
         """Leave the folder; the last process removes the folder."""
         os.close(self._lock)

@@ -12,10 +12,6 @@ The learner has the turn only during a step, and an engine answers every request
 neither waits for the other in a circle. An engine that does not give the turn in time (it hangs, or has a SIGSTOP)
 costs the learner a limited time; then the step computes beside the engine. A wait of an engine ends with the step, or
 with the learner's process.
-
-If the files are removed during the run (systemd-logind removes a user's files in memory at logout), a later
-process makes new files. So both sides compare paths and open files. An engine gives the turn and opens the files
-anew. The learner waits for the engines at the removed files first, and then takes its turn at the new files.
 """
 
 from __future__ import annotations
@@ -89,10 +85,11 @@ class LearnerTurn:
         began_s = time.monotonic()
         self._tell(True)
         timeout_s = self._patience_s if self._has_turn else min(_SHORT_PATIENCE_S, self._patience_s)
-        self._has_turn = self._lock(timeout_s)
-        while not self._files.are_in_place():
-            self._files.open_again()
-            self._has_turn = self._lock(timeout_s) and self._has_turn
+        # Engines hold `wanted` for moments only, to look.
+        wait_until(lambda: self._files.wanted.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S)
+        self._has_turn = wait_until(
+            lambda: self._files.turn.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S
+        )
         self._waited_s += time.monotonic() - began_s
         self._num_taken += self._has_turn
         self._num_missed += not self._has_turn
@@ -106,23 +103,11 @@ class LearnerTurn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        if self._has_turn and self._files.path.exists() and not self._files.are_in_place():
-            self._num_missed += 1
-            logger.error(
-                "somebody removed %s during a step, and an engine that started since then computed beside the step",
-                self._files.path,
-            )
         if error is None:  # after an error, the learner ends
             self._free()
             self._tell(False)
         self._files.turn.unlock()
         self._files.wanted.unlock()
-
-    def _lock(self, timeout_s: float) -> bool:
-        """Lock the present files; return False if an engine keeps the turn."""
-        # Engines hold `wanted` for moments only, to look.
-        wait_until(lambda: self._files.wanted.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S)
-        return wait_until(lambda: self._files.turn.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S)
 
     def statistics(self) -> TurnStatistics:
         return TurnStatistics(taken=self._num_taken, missed=self._num_missed, wait_s=self._waited_s)
@@ -148,31 +133,18 @@ class EngineTurn:
         self._waits_since_s: float | None = None
 
     def is_wanted(self) -> bool:
-        """Return True if the learner wants the devices, or if the files were removed: then no wish of the
-        learner may reach this engine. Looks at most every LOOK_EVERY_S; False in between.
-        """
+        """Return True if the learner wants the devices. Looks at most every LOOK_EVERY_S; False in between."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return False
         self._looked_s = now_s
-        return self._files.wanted.is_locked() or not self._files.are_in_place()
+        return self._files.wanted.is_locked()
 
     def take(self) -> bool:
-        """Take the turn if no learner wants the devices; return at once.
-
-        Raises:
-            PreflightError: the files were removed, and cannot be made again.
-        """
+        """Take the turn if no learner wants the devices; return at once."""
         now_s = time.monotonic()
-        free = not self._files.wanted.is_locked()
-        if free and not self._files.are_in_place():  # else the learner's step began with the removed files
-            self._files.open_again()
-            free = not self._files.wanted.is_locked()
-        if free and self._files.turn.lock(fcntl.LOCK_SH):
-            self.held = self._files.are_in_place()  # after the lock: later, the learner waits for this lock
-            if not self.held:
-                self._files.turn.unlock()
-                return False
+        if not self._files.wanted.is_locked() and self._files.turn.lock(fcntl.LOCK_SH):
+            self.held = True
             if self._waits_since_s is not None:
                 self.waited_s += now_s - self._waits_since_s
             self._waits_since_s = None
@@ -223,44 +195,22 @@ class _Files:
     """The two files, in a folder of the host that all processes of the run name in the same way."""
 
     def __init__(self, run_folder: Path) -> None:
-        self._name = hashlib.sha256(os.fsencode(run_folder)).hexdigest()[:16]
-        self._descriptors: dict[str, int] = {}
-        self._open()
-
-    @property
-    def path(self) -> Path:
-        return self._folder.path
-
-    def are_in_place(self) -> bool:
-        """Return True if a new process would open the same files."""
-        held = all(self._folder.holds(name, descriptor) for name, descriptor in self._descriptors.items())
-        return held and self._folder.is_in_place()
-
-    def open_again(self) -> None:
-        """Leave the removed files, which frees the locks of this process, and open the files of the path.
-
-        Raises:
-            PreflightError: the files cannot be made.
-        """
-        logger.warning("somebody removed %s while the run uses the files there: they are made again", self.path)
-        self.close()
-        self._open()
-
-    def _open(self) -> None:
+        name = hashlib.sha256(os.fsencode(run_folder)).hexdigest()[:16]
+        self._descriptors: list[int] = []
         try:
-            self._folder = SharedFolder(f"turns-{self._name}")
-            self.turn, self.wanted = self._lock("turn"), self._lock("wanted")
+            self._folder = SharedFolder(f"turns-{name}")
+            self.turn, self.wanted = self._open("turn"), self._open("wanted")
         except OSError as error:
             raise PreflightError(
                 f"rollout.share_devices: in_turns needs a folder in memory: {error}; remove the folder if another user "
                 "made it, or set rollout.share_devices=side_by_side"
             ) from error
 
-    def _lock(self, name: str) -> _Lock:
-        self._descriptors[name] = self._folder.open(name)
-        return _Lock(self._descriptors[name])
+    def _open(self, name: str) -> _Lock:
+        self._descriptors.append(self._folder.open(name))
+        return _Lock(self._descriptors[-1])
 
     def close(self) -> None:
         while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+            os.close(self._descriptors.pop())
         self._folder.close()

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -253,22 +252,3 @@ def test_a_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "file", most_bytes=5) == b"12345"
     with pytest.raises(OSError, match="expected at most 4 bytes"):
         read_regular(tmp_path / "file", most_bytes=4)
-
-
-def test_a_shared_folder_that_was_removed_is_not_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MEMORY", tmp_path)
-    folder = SharedFolder("test")
-    descriptor = folder.open("turn")
-    assert folder.is_in_place()
-    assert folder.holds("turn", descriptor)
-    shutil.rmtree(folder.path)
-    assert not folder.is_in_place()
-    later = SharedFolder("test")
-    os.close(later.open("turn"))
-    assert later.is_in_place()
-    assert not folder.is_in_place()
-    assert not folder.holds("turn", descriptor)
-    os.close(descriptor)
-    folder.close()
-    assert later.is_in_place()
-    later.close()

@@ -1,7 +1,6 @@
 """Turns of the learner and of engines: never both, whatever process is killed or stopped, and never a turn lost."""
 
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -78,49 +77,6 @@ def test_kills_and_stops_lose_no_turn_and_let_no_two_overlap(seed: int, takers: 
     assert _never_both(takers) > 10
     with told_learner(takers.folder) as learner:
         assert learner.take() == 0, "no turn of a dead process is left"
-
-
-def _remove_files(run_folder: Path) -> Path:
-    """Remove the files of the turns, as systemd-logind does at a logout."""
-    turn = EngineTurn(run_folder)
-    path = turn._files.path
-    shutil.rmtree(path)
-    turn.close()
-    return path
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_turns_exclude_each_other_after_their_files_are_removed(seed: int, takers: _Takers) -> None:
-    chance = random.Random(seed)
-    running = [takers.start(kind) for kind in ("learner", "engine", "engine")]
-    _go_on(*running)
-    for _ in range(5):
-        time.sleep(chance.random() * 0.03)
-        path = _remove_files(takers.folder)
-        _go_on(*running)
-        assert (path / "turn").is_file()
-        running[-1].kill()
-        running[-1] = takers.start("engine")
-        _go_on(*running)
-    for taker in running:
-        taker.kill()
-    assert _never_both(takers) > 10
-
-
-def test_an_engine_started_after_the_removal_waits_for_the_next_step(takers: _Takers) -> None:
-    with told_learner(takers.folder) as learner:
-        assert learner.take() == 0
-        _remove_files(takers.folder)
-        engine = takers.start("engine")
-        wait_until(lambda: engine.num_turns() > 0)
-        learner.give()
-        assert learner.take() == 1, "the step beside the engine counts"
-        num = engine.num_turns()
-        assert len(engine.intervals()) == num
-        time.sleep(0.3)
-        assert engine.num_turns() == num, "the engine computes beside the step"
-        learner.give()
-        wait_until(lambda: engine.num_turns() > num)
 
 
 def test_engines_have_turns_together(takers: _Takers) -> None:
