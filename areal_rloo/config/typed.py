@@ -44,11 +44,12 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         path = ".".join(_parts(path.rstrip("`")))
         value, words = _at(clean, path), f"{message[:1].lower()}{message[1:].replace('`', '')}"
-        kinds = _options(hints_of(Config).get(path))
+        hint = hints_of(Config).get(path)
+        kinds = _options(hint)
         if (choices := [word for kind in kinds for word in _words(kind)]) and isinstance(value, str):
             choices += ["true", "false"] if bool in kinds else []
             words = f"expected one of {', '.join(choices)}"
-        if hints_of(Config).get(path) == Bytes:
+        if hint == Bytes:
             words = "expected bytes, as 24000000000, 24GB or 24GiB"
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
@@ -163,7 +164,7 @@ def hints_of(struct: Any, prefix: str = "") -> dict[str, Any]:
 
 def _struct_in(expected: Any) -> Any:
     """Return the struct type X of a hint (`X`, `X | None`, `tuple[X, ...]`), or None."""
-    options = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    options = _options(expected)
     options = (*options, *(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple))
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 

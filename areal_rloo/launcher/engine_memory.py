@@ -59,7 +59,7 @@ def without_options(config: Config) -> Config:
     server, given = config.rollout.server, given_options(config)
     assert server is not None, "the embedded engine has no such arguments"
     kept = {name: v for name, v in server.arguments.items() if not any(key.endswith(f".{name}") for key in given)}
-    return _with_rollout(config, **{config.rollout.engine: msgspec.structs.replace(server, arguments=kept)})
+    return with_rollout(config, **{config.rollout.engine: msgspec.structs.replace(server, arguments=kept)})
 
 
 def given_cache(config: Config, model: Sizes, gpu_bytes: int) -> float | None:
@@ -168,7 +168,7 @@ def with_share(config: Config, model: Sizes, gpu_bytes: int) -> Config:
         return config
     cache_tokens = int(min(room, _cache_of_slots(config, model)) / token_bytes(config, model))
     tokens = max(config.context_tokens, cache_tokens)
-    return _with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=tokens))
+    return with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=tokens))
 
 
 def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
@@ -187,7 +187,7 @@ def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
         _SIZES[engine]: max(0, num_tokens if engine == "sglang" else num_bytes),
     }
     arguments = {**server.arguments, **{option: value for option, value in ours.items() if option not in given}}
-    return _with_rollout(config, **{engine: msgspec.structs.replace(server, arguments=arguments)})
+    return with_rollout(config, **{engine: msgspec.structs.replace(server, arguments=arguments)})
 
 
 def cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
@@ -200,5 +200,5 @@ def cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
     )
 
 
-def _with_rollout(config: Config, **rollout: object) -> Config:
+def with_rollout(config: Config, **rollout: object) -> Config:
     return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, **rollout))

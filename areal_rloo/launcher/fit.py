@@ -19,7 +19,7 @@ from areal_rloo.config import Config, validate
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular
-from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_share
+from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_rollout, with_share
 from areal_rloo.launcher.placement import Host, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
@@ -83,7 +83,7 @@ def planned(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Confi
     found, refusal = None, None
     for way in _ways_to_share(config, hosts):
         try:
-            found = _resolved(_with_rollout(config, share_devices=way), hosts, model)
+            found = _resolved(with_rollout(config, share_devices=way), hosts, model)
         except TooLargeError as error:
             refusal = error
             continue
@@ -264,7 +264,3 @@ def _needed(config: Config, model: Sizes) -> float:
 
 def _with(config: Config, **learner: object) -> Config:
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, **learner))
-
-
-def _with_rollout(config: Config, **rollout: object) -> Config:
-    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, **rollout))

@@ -186,8 +186,10 @@ def rotary_options(config: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def check_weights(key: str, folder: Path) -> None:
-    """Check that every weight file exists and is complete; raise ModelError with the file and the remedy otherwise.
+def check_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
+    """Check that every weight file exists and is complete, and return the tensors as `stored_tensors` does.
+
+    Raises a ModelError with the file and the remedy otherwise.
 
     Pickled weights and adapters are refused: loading a pickle can run code, and transformers loads the base model that
     an adapter names.
@@ -197,7 +199,7 @@ def check_weights(key: str, folder: Path) -> None:
             f"{key}: {folder}: adapter_config.json is that of an adapter; merge the adapter into its base model "
             "(merge_and_unload of peft, then save_pretrained), and name the folder of the merged model"
         )
-    stored_tensors(key, folder)
+    return stored_tensors(key, folder)
 
 
 def check_targets(lora: LoraConfig, known: Collection[str]) -> None:
@@ -219,13 +221,14 @@ def linear_layers(folder: Path) -> set[str]:
     }
 
 
-def check_policy_weights(key: str, folder: Path) -> None:
+def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
-    check_weights(key, folder)
+    stored = check_weights(key, folder)
     _check_precision(key, str(folder), _config(key, folder))
-    for name, tensor in stored_tensors(key, folder).items():
+    for name, tensor in stored.items():
         if tensor.dtype.startswith(_NARROW):
             raise ModelError(_quantized(key, str(folder), f"{name} in {tensor.file.name}: {shown(tensor.dtype)}"))
+    return stored
 
 
 def check_tokenizer(key: str, folder: Path) -> None:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import StoredTensor, check_weights, stored_tensors
+from areal_rloo.models.folder import StoredTensor, check_weights
 
 _LOADING = threading.Lock()  # transformers keeps the state of a load in globals
 
@@ -36,8 +36,7 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - seconds, which some workers need not spend
 
-    check_weights(key, folder)
-    stored = stored_tensors(key, folder)
+    stored = check_weights(key, folder)
     numbers = {name: torch.zeros(()) for name in stored}
     names = {number.data_ptr(): name for name, number in numbers.items()}
     stand_ins = {name: number.expand(stored[name].shape) for name, number in numbers.items()}

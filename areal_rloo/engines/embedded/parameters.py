@@ -22,7 +22,7 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.engines.embedded.families import Architecture, Rotary
 from areal_rloo.errors import DecodeError, EngineError, ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy_weights, stored_tensors
+from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_policy_weights
 from areal_rloo.models.stored import read_parameters, stored_parameters
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -228,7 +228,7 @@ def load_checkpoint(
     half of the signed sin is negated, so that a rotation needs no negation. Raises ModelError if the folder cannot be
     read, or the engine does not support the model.
     """
-    check_policy_weights("model.path", path)
+    stored = check_policy_weights("model.path", path)
     with reading_model(str(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     architecture = Architecture.of_config(config, path)
@@ -236,7 +236,6 @@ def load_checkpoint(
         tables = _rotary_tables(config, architecture, context_tokens)
     parameters = Parameters(architecture, device=device, dtype=dtype, lora=lora)
     try:
-        stored = stored_tensors("model.path", path)
         if not parameters.know(stored):  # transformers ignores some tensors of old checkpoints
             stored = stored_parameters("model.path", path)
         parameters.copy_from(parameters.fitting(chain(read_parameters(stored), parameters.adapters())))

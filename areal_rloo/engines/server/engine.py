@@ -97,7 +97,9 @@ class ServerEngine:
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         plan = replace(plan, model_context_tokens=facts.context_tokens)
         self._server: Server = (
-            ManagedServer(kind, config, plan, log) if url is None else ExternalServer(kind, config, plan, url)
+            ManagedServer(kind, config, plan, self._parameters, log)
+            if url is None
+            else ExternalServer(kind, config, plan, self._parameters, url)
         )
         self._queue = FlightQueue(
             num_slots=plan.num_slots, context_tokens=plan.context_tokens, vocab_size=facts.vocab_size

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from areal_rloo.models.fingerprint import Digest, Fingerprint, Sample, known_names, take_sample
-from areal_rloo.models.stored import read_parameters, stored_parameters
+from areal_rloo.models.folder import StoredTensor
+from areal_rloo.models.stored import read_parameters
 
 _JOINED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 _BASES = ("gpt_neox.",)  # of the names of some families; servers call the base `model`
 
 
-def sample_of_folder(folder: Path, *, dtype: str, digest: Digest, num_ranks: int) -> tuple[Sample, list[str]]:
-    """Take the sample of a layer, and of all parameters outside of the layers, from the files of a model.
-
-    Returns: the sample, and the names of all parameters.
-    """
-    stored, held = stored_parameters("model.path", folder), getattr(torch, dtype)
+def sample_of_files(stored: Mapping[str, StoredTensor], *, dtype: str, digest: Digest, num_ranks: int) -> Sample:
+    """Take the sample of a layer, and of all parameters outside of the layers, from the files of a model."""
     known = {name: stored[name] for name in known_names(stored)}
-    sampled = {name: tensor.to(held) for name, tensor in read_parameters(known)}
-    return take_sample(sampled, digest=digest, num_ranks=num_ranks), list(stored)
+    sampled = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_parameters(known)}
+    return take_sample(sampled, digest=digest, num_ranks=num_ranks)
 
 
 def difference_of(sample: Sample, ranks: object) -> str | None:

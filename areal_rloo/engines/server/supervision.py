@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server.api import Connection, Pause, ServerApi, ServerKind, ServerPlan
 from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.server.process import ServerProcess, find_python
-from areal_rloo.engines.server.readback import sample_of_folder
+from areal_rloo.engines.server.readback import sample_of_files
 from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
 from areal_rloo.models.fingerprint import Digest, Sample, compared_share
-from areal_rloo.models.stored import stored_parameters
+from areal_rloo.models.folder import StoredTensor
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -58,11 +58,14 @@ def find_api_key(kind: ServerKind, config: ServerConfig) -> str | None:
 class _Server:
     """The common part."""
 
-    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan) -> None:
+    def __init__(
+        self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor]
+    ) -> None:
         self.health = kind.health
         self._kind = kind
         self._config = config
         self._plan = plan
+        self._stored = stored
 
     def ended(self) -> str | None:
         """Return why the process ended; None while it runs, or if it is not ours."""
@@ -100,14 +103,13 @@ class _Server:
                 why = str(error)
         if why is not None:
             logger.warning("%s: updates cannot be proven: %s", api.client.url, why)
-        elif (share := await asyncio.to_thread(self._share)) < 1:
+        elif (share := self._share()) < 1:
             logger.info("%s: proofs of updates compare %.1f %% of the parameters", api.client.url, 100 * share)
         return None if why is not None else found.digest
 
     def _share(self) -> float:
         """Return the share of the model's numbers in proofs."""
-        stored = stored_parameters("model.path", self._plan.model_path)
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         return compared_share(shapes, num_ranks=self._plan.tensor_parallel)
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
@@ -120,8 +122,10 @@ class ManagedServer(_Server):
 
     managed = True
 
-    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, log: Path) -> None:
-        super().__init__(kind, config, plan)
+    def __init__(
+        self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor], log: Path
+    ) -> None:
+        super().__init__(kind, config, plan, stored)
         self._log = log
         self._process: ServerProcess | None = None
 
@@ -171,7 +175,8 @@ class ManagedServer(_Server):
 
     def _known(self, digest: Digest) -> tuple[Sample, list[str]]:
         plan = self._plan
-        return sample_of_folder(plan.model_path, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel)
+        sample = sample_of_files(self._stored, dtype=plan.dtype, digest=digest, num_ranks=plan.tensor_parallel)
+        return sample, list(self._stored)
 
     async def _until_healthy(self, process: ServerProcess, client: ServerClient) -> str:
         ends_s = time.monotonic() + self._config.start_timeout_s
@@ -196,8 +201,10 @@ class ExternalServer(_Server):
 
     managed = False
 
-    def __init__(self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, url: str) -> None:
-        super().__init__(kind, config, plan)
+    def __init__(
+        self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor], url: str
+    ) -> None:
+        super().__init__(kind, config, plan, stored)
         self._url = url
         self._api_key: str | None = None
         self._was_open = False
