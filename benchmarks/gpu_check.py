@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +36,7 @@ TITLES = {
     "weights": "do NCCL groups form, and how fast do weights reach another process?",
     "run": "does a run train with learner and engine on one GPU?",
 }
-LIMITS_S = {"tests": 420, "engine": 420, "learner": 300, "compiled": 300, "run": 300}  # of a part
+LIMITS_S = {"tests": 420, "engine": 420, "learner": 300, "compiled": 300, "run": 420}  # of a part
 LIMIT_S = 180
 
 
@@ -84,8 +85,9 @@ def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:
     limit_s = LIMITS_S.get(name, LIMIT_S)
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     started = time.monotonic()
+    lines: list[str] = []
     process = subprocess.Popen(
-        [python, str(HERE / f"gpu_{name}.py"), *options],
+        [python, "-u", str(HERE / f"gpu_{name}.py"), *options],
         env=os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,16 +95,18 @@ def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:
         errors="replace",
         start_new_session=True,
     )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        ended = f"ended with exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        ended = f"was ended after {limit_s} s"
-    lines = output.splitlines()
+    assert process.stdout is not None, "a pipe"
+    end = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    end.start()
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if not line.startswith(MARK):
+            print(line, end="", flush=True)
+    process.wait()
+    late = not end.is_alive()
+    end.cancel()
+    ended = f"was ended after {limit_s} s" if late else f"ended with exit code {process.returncode}"
     others = [line for line in lines if not line.startswith(MARK)]
-    print("\n".join(others[-60:]), flush=True)
     said = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
     result: dict[str, Any] = {"hardware": {}, "tables": {}, "notes": [], "short": [], "failures": []}
     if said:

@@ -33,7 +33,7 @@ WORST = 1.25  # distance of the engine to float32, as a multiple of the distance
 
 
 def check(part: Part) -> None:
-    names, batches, tokens = (["small"], (1, 4), 8) if part.small else (["0.5b", "1.5b"], (1, 64, 256), 256)
+    names, batches, tokens = (["small"], (1, 4), 8) if part.small else (["0.5b", "1.5b"], (1, 64, 256), 64)
     load = Load(part.device, torch.bfloat16, batches, tokens, 1 if part.small else 2)
     limits = Limits.of(part.device, torch.bfloat16)
     part.row(

@@ -2,16 +2,19 @@
 
     python benchmarks/gpu_learner.py [--device cpu --small]
 
-Rows of 8k and 16k tokens at the 1.5B shape in bfloat16, with and without gradient checkpointing, as far as the estimate
-says that they fit. MFU is 6 operations per weight and token and the attention (`train_flops` in learner/costs.py),
-divided by the peak of the data sheet (`peak_flops` there). For an unknown device the measured rate of a product of
-matrices takes the place of the peak.
+Rows of 8k and 16k tokens at the 1.5B shape in bfloat16, with and without gradient checkpointing, and with each option
+that changes the memory, as far as the estimate says that they fit. MFU is 6 operations per weight and token and the
+attention (`train_flops` in learner/costs.py), divided by the peak of the data sheet (`peak_flops` there). For an
+unknown device the measured rate of a product of matrices takes the place of the peak.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from generation_shapes import Limits
@@ -24,8 +27,18 @@ from areal_rloo.learner.costs import peak_flops
 from areal_rloo.learner.memory import OVERHEAD_BYTES, estimate
 from areal_rloo.models.device import memory_of
 
-CASES = ((8192, False), (8192, True), (16_384, False), (16_384, True))  # tokens of a row, gradient checkpointing
-SMALL_CASES = ((256, False), (512, True))
+_AGAIN = "learner.gradient_checkpointing=true"
+CASES: tuple[tuple[int, tuple[str, ...]], ...] = (  # tokens of a row, options
+    (8192, ()),
+    (8192, (_AGAIN,)),
+    (16_384, ()),
+    (16_384, (_AGAIN,)),
+    (8192, ("algorithm.kl.coefficient=0.1",)),
+    (8192, ("learner.optimizer.state_dtype=bfloat16",)),
+    (8192, ("learner.lora={}",)),
+    (8192, ("algorithm.loss.ratio_level=sequence_mean",)),
+)
+SMALL_CASES = ((256, ()), (512, (_AGAIN,)))
 GOAL_MFU = 0.3
 
 
@@ -37,38 +50,42 @@ def check(part: Part) -> None:
         flops, source = Limits.of(part.device, torch.bfloat16).arithmetic, "measured product of matrices"
     part.row("assumed peak", tflop_per_s=round(flops / 1e12, 2), source=source)
     num_measured = 0
-    for num_tokens, again in cases:
-        options = [
-            "model.dtype=bfloat16",
-            f"learner.gradient_checkpointing={str(again).lower()}",
-            f"learner.peak_flops={flops:.6g}",
-        ]
+    for num_tokens, case in cases:
+        if "learner.lora={}" in case and importlib.util.find_spec("peft") is None:
+            part.notes.append("LoRA: not run, because peft is not installed")
+            continue
+        options = ["model.dtype=bfloat16", f"learner.peak_flops={flops:.6g}", *case]
         config = load_config("quickstart.yaml", [f"learner.microbatch_tokens={num_tokens}", *options])
-        needed = sum(estimate(SHAPES[name], config).values()) + OVERHEAD_BYTES * part.on_gpu
+        needed = sum(estimate(SHAPES[name], config, on_gpu=part.on_gpu).values()) + OVERHEAD_BYTES * part.on_gpu
         there = memory_of(part.device).total_bytes
+        words = f"rows of {num_tokens} tokens, {_named(case)}"
         if needed > there:
             part.notes.append(
-                f"rows of {num_tokens} tokens, checkpointing {again}: not run, the estimate is {needed / GIB:.1f} GiB, "
-                f"the device has {there / GIB:.1f}"
+                f"{words}: not run, the estimate is {needed / GIB:.1f} GiB, the device has {there / GIB:.1f}"
             )
             continue
-        _case(
-            part, name, num_tokens, again, measure(SHAPES[name], num_tokens, options, path=folder, device=part.device)
-        )
-        num_measured += 1
+        try:
+            row = measure(SHAPES[name], num_tokens, options, path=folder, device=part.device)
+        except torch.OutOfMemoryError as error:
+            part.check(False, f"{words}: the estimate is {needed / GIB:.1f} GiB, and torch says: {str(error)[:200]}")
+        else:
+            _judge(part, words, row)
+            num_measured += 1
         gc.collect()
         if part.on_gpu:
             torch.cuda.empty_cache()
     part.goal(num_measured > 0, "no case fits into this device")
 
 
-def _case(part: Part, name: str, num_tokens: int, again: bool, row: dict[str, float]) -> None:
+def _named(options: Sequence[str]) -> str:
+    return options[0] if options else "plain"
+
+
+def _judge(part: Part, case: str, row: dict[str, Any]) -> None:
     ratio, mfu = row["estimated_over_measured"], row["model_flops_share"]
     part.row(
         "train step",
-        shape=name,
-        row_tokens=num_tokens,
-        checkpointing=again,
+        case=case,
         measured_gib=round(row["measured_bytes"] / GIB, 2),
         estimated_gib=round(row["estimated_bytes"] / GIB, 2),
         estimated_over_measured=ratio,
@@ -76,7 +93,6 @@ def _case(part: Part, name: str, num_tokens: int, again: bool, row: dict[str, fl
         tokens_per_s=round(row["learner_tokens_per_s"]),
         mfu=round(mfu, 3),
     )
-    case = f"rows of {num_tokens} tokens, checkpointing {again}"
     part.check(math.isfinite(row["gradient_norm"]), f"{case}: the norm of the gradient is {row['gradient_norm']}")
     if part.on_gpu:  # on a CPU the allocator hides the peak of a small model
         part.goal(0.9 <= ratio <= 1.25, f"{case}: estimated over measured memory is {ratio}, goal 0.9 to 1.25")

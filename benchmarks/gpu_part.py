@@ -21,6 +21,8 @@ from typing import Any
 import pynvml
 import torch
 
+from areal_rloo.models.device import grow_segments
+
 REPO = Path(__file__).resolve().parents[1]
 GIB = 2**30
 MARK = "gpu-part: "  # begins a line with all results so far
@@ -71,6 +73,7 @@ def run(measure: Callable[[Part], None]) -> None:
     parser.add_argument("--small", action="store_true", help="a small model, to try the check out on a CPU")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    grow_segments()  # as a learner does
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         part = Part(device, arguments.small, Path(folder))

@@ -100,6 +100,7 @@ def measure(
         estimate(
             sizes,
             config,
+            on_gpu=device.type == "cuda",
             num_parameters=sum(parameter.numel() for parameter in own.parameters()),
             num_trained=sum(parameter.numel() for parameter in own.parameters() if parameter.requires_grad),
         ).values()

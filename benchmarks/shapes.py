@@ -36,7 +36,7 @@ def save_random(folder: Path, sizes: Sizes, *, max_tokens: int = 32_768) -> Path
     torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = Qwen2ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model = model.to(torch.bfloat16).to_empty(device="cuda" if torch.cuda.is_available() else "cpu")  # in a second
     model.tie_weights()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -100,9 +100,8 @@ def learner_beside(config: Config, model: Sizes) -> float:
     if not config.rollout.shares:
         return 0.0
     in_turns = config.rollout.share_devices == "in_turns"
-    return OVERHEAD_BYTES + sum(
-        size for part, size in estimate(model, config).items() if not in_turns or part in STANDING
-    )
+    parts = estimate(model, config, on_gpu=True)
+    return OVERHEAD_BYTES + sum(size for part, size in parts.items() if not in_turns or part in STANDING)
 
 
 def cache_bytes(config: Config, model: Sizes, gpu_bytes: int) -> float:

@@ -208,8 +208,8 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
             f"learner: {config.model.path} is not here yet, so its memory is unknown; a folder with its config.json "
             "alone gives the estimate: set model.path to this folder"
         )
-    parts = estimate(model, config)
     rank_gpus, worker_gpus = gpus_each(config, hosts)
+    parts = estimate(model, config, on_gpu=rank_gpus > 0)
     gpu_bytes = _gpu_bytes(hosts)
     needed = (sum(parts.values()) + rank_gpus * OVERHEAD_BYTES) / GIB
     words = f"learner: a rank needs about {needed:.1f} GiB ({in_words(parts)})"
@@ -228,7 +228,7 @@ def _fitted(config: Config, model: Sizes, device_bytes: float) -> Config:
 
 def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: float) -> TooLargeError:
     engine = f", {engine_bytes / GIB:.1f} of them for the engine" if engine_bytes else ""
-    needed, parts = _needed(config, model), in_words(estimate(model, config))
+    needed, parts = _needed(config, model), in_words(estimate(model, config, on_gpu=True))
     words = f"a rank needs about {needed / GIB:.1f} GiB ({parts}), and a GPU has {gpu_bytes / GIB:.1f}{engine}"
     return TooLargeError(f"learner: {words}", RANK, _least_needs(config, model))
 
@@ -259,7 +259,7 @@ def _unknown(config: Config) -> Config:
 
 
 def _needed(config: Config, model: Sizes) -> float:
-    return sum(estimate(model, config).values()) + OVERHEAD_BYTES
+    return sum(estimate(model, config, on_gpu=True).values()) + OVERHEAD_BYTES
 
 
 def _with(config: Config, **learner: object) -> Config:

@@ -47,6 +47,7 @@ from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.turn import turn_of_learner
+from areal_rloo.models.device import grow_segments
 from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_eval, load_train
@@ -112,6 +113,7 @@ def main() -> int:
 
 def _run(config: Config, arguments: Arguments) -> int:
     import_entry(config.run.entry)
+    grow_segments()
     torch.manual_seed(config.run.seed)
     settings, ranks = config.learner, Ranks()
     if settings.num_ranks > 1 or settings.offload == "parameters":

@@ -89,7 +89,9 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     assert sizes is not None, "the model has been loaded"
     num_parameters = sum(p.numel() for p in policy.parameters())
     num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    parts = estimate(sizes, config, num_parameters=num_parameters, num_trained=num_trained)
+    parts = estimate(
+        sizes, config, on_gpu=device.type == "cuda", num_parameters=num_parameters, num_trained=num_trained
+    )
     free, total = memory_of(device)
     remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]
     if not learner.gradient_checkpointing:

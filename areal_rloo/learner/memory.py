@@ -7,7 +7,7 @@ Not included: memory lost by the allocator, the CUDA context, and buffers of NCC
 from __future__ import annotations
 
 from areal_rloo.config import Config
-from areal_rloo.models.sizes import CHUNK_LOGITS, Sizes
+from areal_rloo.models.sizes import Sizes, chunk_logits
 
 GIB = 2**30
 OVERHEAD_BYTES = 2 * GIB  # of a process on a GPU
@@ -30,7 +30,7 @@ def activation_bytes(model: Sizes, config: Config) -> float:
 
 
 def estimate(
-    model: Sizes, config: Config, *, num_parameters: int | None = None, num_trained: int | None = None
+    model: Sizes, config: Config, *, on_gpu: bool, num_parameters: int | None = None, num_trained: int | None = None
 ) -> dict[str, float]:
     """Estimate the bytes of a rank by part, with full microbatches.
 
@@ -57,7 +57,7 @@ def estimate(
         "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
         "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
         "activations": activation_bytes(model, config) * learner.microbatch_tokens,
-        "logits": (4 * model.head if learner.lora is None else 0) + _logit_bytes(config) * CHUNK_LOGITS,
+        "logits": (4 * model.head if learner.lora is None else 0) + _logit_bytes(config) * chunk_logits(on_gpu=on_gpu),
     }
     return {part: float(size) for part, size in parts.items() if size}
 

@@ -5,6 +5,8 @@ A CPU computes in order and has no streams, so most functions do nothing there.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor
 
 from areal_rloo import container_limits
+
+_ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 class DeviceMemory(NamedTuple):
@@ -28,6 +32,24 @@ def memory_of(device: torch.device) -> DeviceMemory:
         return DeviceMemory(*torch.cuda.mem_get_info(device))
     total, available = container_limits.memory()
     return DeviceMemory(available, total)
+
+
+def grow_segments() -> None:
+    """Let torch grow its blocks of GPU memory, before the first use of a GPU; settings of the user stay.
+
+    With blocks of fixed sizes, a train step with 81 GiB of tensors held 88 GiB of an H200; with growing blocks 81.4.
+    """
+    if not _ALLOCATOR_SETTINGS & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def avoid_plans_of_shapes(device: torch.device) -> None:
+    """Let this process use no attention of cuDNN, which plans each new shape: 44 ms on an H200, and 1.1 s at first.
+
+    An engine has new shapes all the time.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def finish_stream(device: torch.device) -> None:
@@ -74,3 +96,23 @@ class SideStream:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         return torch.cuda.stream(self._stream)
+
+
+class GraphRecorder:
+    """Records the kernels of functions as CUDA graphs, which share memory; a CPU has nothing to record."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Call the function; return a function with the same effect, as long as all memory stays in place.
+
+        The function must not wait for the device. Memory that it allocates is overwritten by other recordings.
+        """
+        function()
+        if self._pool is None:
+            return function
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads go on
+            function()
+        return graph.replay

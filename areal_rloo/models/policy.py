@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.head import LogitChunks, LogitForm, add_product, head_product, with_bias
-from areal_rloo.models.sizes import CHUNK_LOGITS
+from areal_rloo.models.sizes import chunk_logits
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether to compute the entropy, and whether it needs a gradient."""
@@ -106,7 +106,7 @@ def chosen_logprobs(
 
     `hidden` is [num_targets, hidden_size], `head` [vocabulary, hidden_size], `targets` [num_targets] int64.
     """
-    chunk = max(1, CHUNK_LOGITS // head.shape[0])
+    chunk = max(1, chunk_logits(on_gpu=hidden.is_cuda) // head.shape[0])
     head = head.to(hidden.dtype)
     if len(targets) <= chunk:
         return _chunk(hidden, head, targets, form, entropy)
@@ -143,7 +143,7 @@ def loss_of_tokens(
     to `hidden` and `head` (once), and logprobs and entropies without gradient.
     """
     loss, logprobs, entropies = _LossOfTokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, form, token_loss, entropy, max(1, CHUNK_LOGITS // head.shape[0])
+        hidden, head, targets, form, token_loss, entropy, max(1, chunk_logits(on_gpu=hidden.is_cuda) // head.shape[0])
     )
     return loss, TokenLogprobs(logprobs, entropies)
 

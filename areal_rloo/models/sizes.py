@@ -8,7 +8,8 @@ from typing import Any
 
 from areal_rloo.config import TinyModelConfig
 
-CHUNK_LOGITS = 2**25  # logits in memory at the same time: 128 MiB of float32, twice that while differentiated
+_CHUNK_LOGITS = 2**25  # in memory at the same time: 128 MiB of float32, twice that while differentiated
+_CHUNK_LOGITS_OF_GPU = 2**27  # each chunk adds its gradient to that of the head: of a 1.5B model, 2.8 GB to move
 _TINY_VOCABULARY = 258  # bytes and two special tokens
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -202,3 +203,8 @@ SHIPPED = {
     ),
 }
 """The models of the shipped configs, for a plan before the first download."""
+
+
+def chunk_logits(*, on_gpu: bool) -> int:
+    """Return the number of logits in memory at the same time."""
+    return _CHUNK_LOGITS_OF_GPU if on_gpu else _CHUNK_LOGITS

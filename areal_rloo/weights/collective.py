@@ -118,6 +118,8 @@ class CollectiveSender:
         self._free.append(buckets)
 
     def close(self) -> None:
+        if self._group is not None and self._backend == "nccl":
+            self._group.abort()  # no broadcast is under way; without this, torch warns at the end of the process
         self._group = self._store = None
         self._free.clear()
 

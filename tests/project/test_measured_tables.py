@@ -1,4 +1,4 @@
-"""Compare the tables of docs/measured.md and docs/algorithms.md with the result files of the benchmarks."""
+"""Compare tables and numbers of the documents with the result files of the benchmarks."""
 
 import itertools
 import json
@@ -12,8 +12,9 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
-MEASURED, ALGORITHMS, LEARNER = (
-    (REPO / "docs" / name).read_text(encoding="utf-8") for name in ("measured.md", "algorithms.md", "learner.md")
+MEASURED, ALGORITHMS, LEARNER, GPU = (
+    (REPO / "docs" / name).read_text(encoding="utf-8")
+    for name in ("measured.md", "algorithms.md", "learner.md", "gpu.md")
 )
 
 
@@ -263,3 +264,23 @@ def test_the_estimate_of_the_learners_memory_is_near_the_measured_peaks() -> Non
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values())
     assert f"| {' | '.join(ratios)} |\n" in LEARNER
     assert f"| {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} |\n" in LEARNER
+
+
+def test_the_numbers_of_a_gpu_equal_the_result_file() -> None:
+    parts = _result("gpu/gpu_check.json")
+    rows = {(row["shape"], row["batch"]): row for row in parts["engine"]["tables"]["decoding"]}
+    large = [rows["1.5b", batch] for batch in (1, 64, 256)]
+    rates = " / ".join(f"{row['embedded_tokens_per_s']:,.0f}" for row in large)
+    over = " / ".join(f"{row['over_generate']:.1f}" for row in large)
+    assert f"| embedded engine, 1.5B, batch 1 / 64 / 256 | {rates} tokens/s; {over} times `generate` |" in GPU
+    shares = [row["share_of_bandwidth_limit"] for row in rows.values()]
+    assert f"the engine has {min(shares):.2f} to {max(shares):.2f} of the bandwidth limit" in GPU
+    steps = parts["learner"]["tables"]["train step"]
+    ratios = [row["estimated_over_measured"] for row in steps]
+    assert len(steps) == 8
+    assert f"is {min(ratios):.2f} to {max(ratios):.2f} of the peak" in GPU
+    assert min(ratios) >= 0.85 and max(ratios) <= 1.15
+    faster = [row["eager_s"] / row["compiled_s"] for row in parts["compiled"]["tables"]["compiled against eager"]]
+    assert f"{min(faster):.2f} to {max(faster):.2f} times the speed of eager layers" in GPU
+    outcomes = [row["outcome"] for row in parts["tests"]["tables"]["tests"]]
+    assert f"| {outcomes.count('passed')} passed; {len(outcomes) - outcomes.count('passed')} of NCCL" in GPU

@@ -18,8 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_rloo.engines.embedded.cache import Cache, RowKind
+from areal_rloo.engines.embedded.cache import Block, Cache, RowKind
+from areal_rloo.engines.embedded.decode_attention import BlockAttention, RowAttention
 from areal_rloo.engines.embedded.parameters import Parameters
+from areal_rloo.engines.embedded.recorded import RecordedSteps
 from areal_rloo.engines.embedded.requests import PlacedRequest, WaitingRequest
 from areal_rloo.engines.embedded.sampling import Shaping, choose, uniforms
 from areal_rloo.engines.embedded.transformer import Rotations, Rows, decode
@@ -34,11 +36,11 @@ class _Plan:
     """The inputs of all steps until the rows change."""
 
     num_moves: int  # of the cache; the plan is valid while the cache has the same number
+    blocks: list[Block]
+    longest: list[int]  # of each block, 1 + the largest position
     slots: npt.NDArray[np.int64]
     slots_on_device: Tensor
-    rows: Rows
-    uniform_places: Tensor
-    counters: Tensor  # a step increases all of them by 1
+    rows: Rows  # recorded steps may have more rows than slots
     shaping: Shaping
 
 
@@ -77,6 +79,9 @@ class DecodeBatch:
         self._steps_ahead = steps_ahead
         self._num_slots = num_slots
         self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
+        self._recorded: RecordedSteps | None = None
+        if RowAttention.serves(parameters.architecture, device=device, dtype=parameters.embedding.dtype):
+            self._recorded = RecordedSteps(parameters, cache, self._rotations, num_slots=num_slots)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._plan: _Plan | None = None
@@ -189,6 +194,12 @@ class DecodeBatch:
         self._free_slots.append(slot)
         return left
 
+    def release_memory(self) -> None:
+        """Forget what needs the memory of the cache; no request is placed."""
+        self._plan = None
+        if self._recorded is not None:
+            self._recorded.forget()
+
     def _current_plan(self) -> _Plan | None:
         if self._plan is not None and self._plan.num_moves != self._cache.num_moves:
             self._drop_plan()
@@ -197,50 +208,67 @@ class DecodeBatch:
     def _drop_plan(self) -> None:
         """Let the next launch read again which rows exist, and where."""
         if self._plan is not None:
-            self._tokens.index_copy_(0, self._plan.slots_on_device, self._plan.rows.tokens)
+            slots = self._plan.slots_on_device
+            self._tokens.index_copy_(0, slots, self._plan.rows.tokens[: len(slots)])
             self._plan = None
 
     def _launch(self) -> None:
         plan = self._current_plan() or self._make_plan()
-        rows, slots = plan.rows, plan.slots
-        logits = decode(self.parameters, self._cache, rows, self._rotations).float()
-        uniform = self._uniforms.view(-1).index_select(0, plan.uniform_places)
+        rows, slots, num = plan.rows, plan.slots, len(plan.slots)
+        logits = self._logits(plan)[:num].float()
+        uniform = self._uniforms.view(-1).index_select(0, rows.uniform_places[:num])
         tokens, logprobs = choose(plan.shaping(logits), uniform, plan.shaping.greedy)
-        rows.tokens.copy_(tokens)
-        plan.counters.add_(1)
-        rows.longest[:] = [longest + 1 for longest in rows.longest]
+        rows.tokens[:num].copy_(tokens)
+        rows.tokens[num:].copy_(tokens[:1])
+        rows.counters.add_(1)
+        plan.longest[:] = [longest + 1 for longest in plan.longest]
         self._positions[slots] += 1
         self._made[slots] += 1
         if (self._made[slots] == self._minimums[slots]).any():
             self._drop_plan()  # stop tokens of these rows are allowed from now on
         self._launched.append(_Launched(slots, self._arrivals[slots], HostCopy.begin(tokens, logprobs)))
 
+    def _logits(self, plan: _Plan) -> Tensor:
+        """Compute the next logits of all rows, [num_rows, vocab_size]."""
+        if self._recorded is not None:
+            return self._recorded.logits(plan.rows)
+        a = self.parameters.architecture
+        attention = BlockAttention(self._cache, plan.blocks, plan.longest, plan.rows, a)
+        return decode(self.parameters, self._cache, plan.rows, self._rotations, attention)
+
     def _make_plan(self) -> _Plan:
         blocks = self._cache.blocks(self.kind)
         rows = list(itertools.chain(*blocks))
-        num, num_kv_heads = len(rows), self._cache.num_kv_heads
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         positions = self._positions[slots]
         self._capacities[slots] = [row.capacity for row in rows]
         starts = np.array([row.start for row in rows], dtype=np.int64)
         uniform_places = slots * self._table_tokens + self._made[slots]
         numbers = np.stack([slots, starts, self._capacities[slots], positions, uniform_places])
-        on_device = torch.from_numpy(numbers).to(self._device)
-        places = self._cache.places(on_device[1], on_device[2], on_device[3])
-        counters = torch.cat([on_device[3], on_device[4], places[:, :num_kv_heads].flatten(), places.flatten()])
-        sizes = [num, num, num * num_kv_heads, 2 * num * num_kv_heads]
-        at, uniform_at, key_places, all_places = counters.split(sizes)
         longest = [int(self._positions[[row.slot for row in block]].max()) + 1 for block in blocks]
-        tokens = self._tokens.index_select(0, on_device[0])
         sampled = [self.running[slot].submission.request.sampling for slot in slots.tolist()]
         early = self._made[slots] < self._minimums[slots]
         self._plan = _Plan(
             num_moves=self._cache.num_moves,
+            blocks=blocks,
+            longest=longest,
             slots=slots,
-            slots_on_device=on_device[0],
-            rows=Rows(blocks, longest, tokens, at, all_places, key_places),
-            uniform_places=uniform_at,
-            counters=counters,
+            slots_on_device=torch.from_numpy(slots).to(self._device),
+            rows=self._rows(numbers),
             shaping=Shaping.of(sampled, self._stops[slots] & early[:, None] if early.any() else None, self._device),
         )
         return self._plan
+
+    def _rows(self, numbers: npt.NDArray[np.int64]) -> Rows:
+        """Lay the rows out for a step: slots, starts, capacities, positions and uniform places, [5, num_rows]."""
+        if self._recorded is not None:  # the first row fills the rest
+            num = numbers.shape[1]
+            numbers = numbers[:, np.pad(np.arange(num), (0, self._recorded.size_for(num) - num))]
+        slots, starts, capacities, positions, uniform_places = torch.from_numpy(numbers).to(self._device)
+        tokens = self._tokens.index_select(0, slots)
+        places = self._cache.places(starts, capacities, positions)
+        keys = places[:, : self._cache.num_kv_heads]
+        counters = torch.cat([positions, uniform_places, keys.flatten(), places.flatten()])
+        if self._recorded is None:
+            return Rows.of(tokens, counters)
+        return self._recorded.rows(tokens, counters, (keys - positions[:, None]).flatten())

@@ -205,6 +205,11 @@ class Cache:
         mask = self._slab(self.mask, start, size).view(num_heads, 1, capacity)[:, :, :longest]
         return keys, values, mask
 
+    def halves(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return all keys and all values of a layer, each [num_vectors, head_dim]."""
+        keys, values = self._halves[layer].unbind()
+        return keys, values
+
     def vectors(self, row: CacheRow, num_tokens: int) -> Tensor:
         """Return keys and values of the first tokens: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
         slab: Tensor = self._halves.narrow(2, row.start * self.num_kv_heads, row.capacity * self.num_kv_heads)

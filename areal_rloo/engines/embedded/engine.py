@@ -33,6 +33,7 @@ from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
 from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
 from areal_rloo.errors import EngineError, GenerationError
+from areal_rloo.models.device import avoid_plans_of_shapes
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
@@ -67,6 +68,7 @@ class EmbeddedEngine:
         closes the turn.
         """
         options = options or EmbeddedConfig()
+        avoid_plans_of_shapes(device)
         self._steps_ahead = (1 if device.type == "cuda" else 0) if steps_ahead is None else steps_ahead
         table_tokens = context_tokens + self._steps_ahead  # an ended row is decoded a few steps more
         parameters, self._rope = load_checkpoint(

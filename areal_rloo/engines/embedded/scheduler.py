@@ -138,6 +138,7 @@ class Scheduler:
         for batch in self.batches.values():
             for placed in batch.requests():
                 batch.leave(placed)
+            batch.release_memory()
         self._prefixes.clear()
         self._cache.release()
         return ended, preempted

@@ -134,7 +134,9 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
     parts = {"learner": 4 * parameters}
     if not rank_gpus and sizes is not None:
         alone = msgspec.structs.replace(learner, num_ranks=1, num_replicas=1)
-        parts["learner"] = int(sum(estimate(sizes, msgspec.structs.replace(config, learner=alone)).values()))
+        parts["learner"] = int(
+            sum(estimate(sizes, msgspec.structs.replace(config, learner=alone), on_gpu=False).values())
+        )
     elif not rank_gpus:
         moments = 0 if learner.lora is not None else 4 if learner.optimizer.state_dtype == "bfloat16" else 8
         parts["learner"] = (8 + moments) * parameters

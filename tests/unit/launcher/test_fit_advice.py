@@ -68,7 +68,7 @@ def _assert_fits(config: Config, model: Sizes, hosts: list[Host]) -> None:
     """Add up the parts of each GPU again, with the cache as the words give it."""
     rank_gpus, worker_gpus = gpus_each(config, hosts)
     gpu, words = hosts[0].gpu_bytes, memory_words(config, hosts, model)
-    parts = estimate(model, config)
+    parts = estimate(model, config, on_gpu=True)
     rank = sum(parts.values()) + OVERHEAD_BYTES
     if rank_gpus:
         assert rank <= gpu
@@ -145,7 +145,7 @@ def test_adapters_are_among_the_remedies_with_their_saving() -> None:
 
 
 def test_options_that_exclude_each_other_are_not_combined() -> None:
-    text = _text(gigabytes=12)
+    text = _text(gigabytes=14)
     verb, (words,) = _advised(text)
     assert verb == "combine"
     assert len({word.partition("=")[0] for word in words}) == len(words) >= 2, text
@@ -198,7 +198,7 @@ def test_the_learner_fits_beside_the_users_own_engine(given: str, engine: str, g
     config = load_config("gsm8k_rloo.yaml", [f"rollout.engine={engine}", given])
     hosts = _hosts(1, 80 * 10**9)
     found = resolved(config, hosts, SMALL)
-    rank = sum(estimate(SMALL, found).values()) + OVERHEAD_BYTES
+    rank = sum(estimate(SMALL, found, on_gpu=True).values()) + OVERHEAD_BYTES
     assert rank + gigabytes * 10**9 + OVERHEAD_BYTES <= 80.1e9, "cache and weights of the user, and both overheads"
     cache = (gigabytes * 10**9 - 2 * SMALL.num_parameters) / GIB
     words = re.search(r"about ([\d.]+) GiB for a cache", memory_words(found, hosts, SMALL))

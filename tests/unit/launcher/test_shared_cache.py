@@ -83,7 +83,7 @@ def test_the_cache_of_a_server_is_the_planned_one_in_every_order(name: str, engi
     except PreflightError:
         assert gigabytes == 24, "only a small GPU is too small for both"
         return
-    parts = estimate(model, config)
+    parts = estimate(model, config, on_gpu=True)
     held = {
         "nothing": 0,
         "loading": int(parts["weights"]) // 2 + CONTEXT,

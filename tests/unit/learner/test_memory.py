@@ -88,8 +88,8 @@ class _Live(TorchDispatchMode):
 def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
     dtype: str, coefficient: float, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "CHUNK_LOGITS", 2**20)
-    monkeypatch.setattr(memory, "CHUNK_LOGITS", 2**20)
+    for module in (policy, memory):
+        monkeypatch.setattr(module, "chunk_logits", lambda *, on_gpu: 2**20)
     loss = f"algorithm.loss={{ratio_level: {level}, entropy_coefficient: {coefficient}}}"
     config = load_config("quickstart.yaml", [f"model.dtype={dtype}", loss])
     model = LlamaConfig(vocab_size=2**14, hidden_size=4, num_attention_heads=1, num_key_value_heads=1)
@@ -108,7 +108,7 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
             sum_of(given, slice(None)).backward()
     sizes = Sizes.of(model.to_dict())
     assert sizes is not None
-    expected = estimate(sizes, config, num_parameters=0, num_trained=0)["logits"]
+    expected = estimate(sizes, config, on_gpu=False, num_parameters=0, num_trained=0)["logits"]
     assert live.peak == pytest.approx(expected, rel=0.15)
 
 
@@ -119,7 +119,7 @@ def test_every_memory_saving_option_lowers_the_estimate(tiny_folders: dict[str, 
 
     def of(*overrides: str) -> float:
         config = load_config("quickstart.yaml", overrides)
-        return sum(estimate(sizes, config, num_parameters=10**9, num_trained=10**9).values())
+        return sum(estimate(sizes, config, on_gpu=False, num_parameters=10**9, num_trained=10**9).values())
 
     for override in (
         "learner.microbatch_tokens=1024",

@@ -1,5 +1,6 @@
 """The paths of a GPU with a fake of CUDA alone: memory, streams, and copies that arrive late."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from torch import Tensor
 from areal_rloo import container_limits
 from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.embedded import batch
-from areal_rloo.models.device import HostCopy, SideStream, finish_stream, memory_of
+from areal_rloo.models.device import (
+    GraphRecorder,
+    HostCopy,
+    SideStream,
+    avoid_plans_of_shapes,
+    finish_stream,
+    grow_segments,
+    memory_of,
+)
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -140,3 +149,50 @@ def test_no_attention_has_a_mask_and_grouped_heads(tmp_path: Path, monkeypatch: 
         completions = results(engine.submit([request("whole", prompt=prompt)]))
     assert_same(completions, expected)
     assert masked > 0, "the rest of the prompt sees the tokens before"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocators_settings_of_a_user_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    grow_segments()
+    assert os.environ == {name: "max_split_size_mb:64"}
+
+
+def test_without_settings_the_allocators_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"HOME": "/"})
+    grow_segments()
+    assert os.environ == {"HOME": "/", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_an_engine_on_a_gpu_uses_no_plans_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
+    avoid_plans_of_shapes(CPU)
+    assert given == []
+    avoid_plans_of_shapes(CUDA)
+    assert given == [False]
+
+
+def test_a_recording_has_the_effect_of_the_function_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the function runs before the recording, which computes nothing, and each replay has its effect."""
+    happened: list[str] = []
+    GraphRecorder(CPU).record(lambda: happened.append("call"))()
+    assert happened == ["call", "call"]
+    happened.clear()
+
+    class _Graph:
+        def replay(self) -> None:
+            happened.append("replay")
+
+    def recording(graph: _Graph, *, pool: str, capture_error_mode: str) -> Any:
+        assert (pool, capture_error_mode) == ("pool", "thread_local"), "other threads use the GPU meanwhile"
+        happened.append("record")
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    again = GraphRecorder(CUDA).record(lambda: happened.append("call"))
+    again()
+    again()
+    assert happened == ["call", "record", "call", "replay", "replay"]

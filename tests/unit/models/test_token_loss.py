@@ -31,7 +31,7 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_loss_and_gradients_equal_those_of_whole_logits(
     form: LogitForm, entropy: Literal["none", "value", "gradient"], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk * VOCABULARY)
+    monkeypatch.setattr(policy, "chunk_logits", lambda *, on_gpu: chunk * VOCABULARY)
     hidden, head, targets, factor = _inputs()
 
     def token_loss(given: TokenLogprobs, part: slice) -> Tensor:

@@ -20,7 +20,7 @@ from support.requests_to_serve import (
 )
 
 from areal_rloo.config import TinyModelConfig
-from areal_rloo.engines.embedded.sampling import choose, inverted, rising, uniforms
+from areal_rloo.engines.embedded.sampling import choose, drawn, place_above, rising, uniforms
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
 NAMES = ["qwen2", "qwen3", "llama"]
@@ -121,7 +121,24 @@ def test_rounded_sums_choose_no_token_of_probability_0(parts: list[float], seed:
     noise = torch.randn(probabilities.shape, generator=torch.Generator().manual_seed(seed)) * 1e-6
     cumulated = rising(probabilities.cumsum(-1, dtype=torch.float64) * (1 + noise), probabilities)
     assert (cumulated.diff(dim=-1) >= 0).all()
-    assert probabilities[0, inverted(cumulated, torch.tensor([uniform], dtype=torch.float64))[0]] > 0
+    assert probabilities[0, place_above(cumulated, uniform * cumulated[:, -1:])[0]] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 1025, 2048, 5000])
+def test_a_token_is_drawn_where_the_sums_pass_the_uniform_number(num_tokens: int) -> None:
+    """In parts or not; also in parts, and at ends of parts, whose probabilities are all 0."""
+    random = np.random.default_rng(num_tokens)
+    probabilities = random.dirichlet(np.full(num_tokens, 0.3), size=400).astype(np.float32)
+    probabilities[100:200, 400:1024] = 0
+    probabilities[200:300, -300:] = 0
+    probabilities[300:, :512] = 0
+    uniform = np.concatenate([random.random(396), [0, 1 - 2**-53] * 2])
+    tokens = drawn(torch.from_numpy(probabilities), torch.from_numpy(uniform)).numpy()[:, 0]
+    sums = probabilities.astype(np.float64).cumsum(axis=1)
+    at, rows = uniform * sums[:, -1], np.arange(len(tokens))
+    assert (probabilities[rows, tokens] > 0).all()
+    assert (at <= sums[rows, tokens] + 1e-12).all()
+    assert (at >= sums[rows, tokens] - probabilities[rows, tokens] - 1e-12).all()
 
 
 def test_the_tail_of_a_large_vocabulary_can_be_chosen() -> None:
