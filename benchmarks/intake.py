@@ -77,6 +77,7 @@ class Load:
             [
                 f"algorithm.group_size={group_size}",
                 f"algorithm.max_staleness={max_staleness}",
+                f"algorithm.pipeline_depth={max(1, max_staleness)}",
                 f"learner.groups_per_step={groups_per_step}",
                 "learner.num_minibatches=1",
                 "learner.num_train_steps=1000000",

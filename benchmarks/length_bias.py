@@ -58,6 +58,7 @@ class Simulation:
             f"algorithm.group_size={SAMPLES}",
             f"learner.groups_per_step={GROUPS}",
             f"algorithm.max_staleness={self.eta}",
+            f"algorithm.pipeline_depth={max(1, self.eta)}",
             f"algorithm.stale_tokens={self.stale_tokens}",
             f"learner.num_train_steps={NUM_STEPS}",
             f"rollout.sampling.max_new_tokens={MOST_TOKENS}",

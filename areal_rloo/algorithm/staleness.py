@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 
 def num_admissible(
-    *, policy_version: int, max_staleness: int, groups_per_step: int, num_train_steps: int, num_live: int
+    *,
+    policy_version: int,
+    max_staleness: int,
+    pipeline_depth: int,
+    groups_per_step: int,
+    num_train_steps: int,
+    num_live: int,
 ) -> int:
-    """Count the groups that may be leased now and still keep the live groups to those of the next eta + 1 steps.
+    """Count the groups that may be leased now and keep the live groups to those of the next min(eta, depth) + 1 steps.
 
-    Live groups are admitted, and neither trained nor dropped. No group is admitted for a step after the last.
+    Live groups are admitted, and neither trained nor dropped. No group is admitted for a step after the last. More than
+    eta + 1 steps would break the bound. A smaller depth keeps tokens fresher, and late samples within the bound.
     """
-    num_steps = min(max_staleness + 1, num_train_steps - policy_version)
+    num_steps = min(max_staleness + 1, pipeline_depth + 1, num_train_steps - policy_version)
     return max(0, num_steps * groups_per_step - num_live)
 
 

@@ -159,6 +159,7 @@ _RULES: dict[str, Rule] = {
     **_exact("algorithm", "preset"),  # the keys that the preset sets have rules
     **_allowed("algorithm", "group_size", "groups under way keep their size"),
     **_allowed("algorithm", "max_staleness", _FITTED),
+    **_allowed("algorithm", "pipeline_depth", "groups under way stay; new ones wait until as few are live"),
     **_allowed("algorithm", "stale_tokens", _FITTED),
     **_allowed("algorithm", "drop_groups_of_one", _BUFFERED),
     **_allowed("algorithm", "min_reward_std group_filter", "complete groups are not filtered again"),

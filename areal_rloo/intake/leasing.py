@@ -188,6 +188,7 @@ class Leasing:
         return num_admissible(
             policy_version=policy_version,
             max_staleness=self.config.algorithm.max_staleness,
+            pipeline_depth=self.config.algorithm.pipeline_depth,
             groups_per_step=self.config.learner.groups_per_step,
             num_train_steps=self.config.learner.num_train_steps,
             num_live=len(self.ledger.groups),

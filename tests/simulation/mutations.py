@@ -230,8 +230,8 @@ def _groups_are_not_fitted_to_other_options() -> Any:
 
 
 def _admission_counts_a_group_too_few() -> Any:
-    def mutated(*, max_staleness: int, groups_per_step: int, num_live: int, **values: int) -> int:
-        return max(0, (max_staleness + 1) * groups_per_step - num_live + 1)
+    def mutated(*, max_staleness: int, pipeline_depth: int, groups_per_step: int, num_live: int, **values: int) -> int:
+        return max(0, (min(max_staleness, pipeline_depth) + 1) * groups_per_step - num_live + 1)
 
     return patch("areal_rloo.intake.leasing.num_admissible", mutated)
 

@@ -324,8 +324,8 @@ class SimulatedLearner:
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():
             raise ViolationError(f"trained {self.trained.total()}, and the ledger says {counts}")
-        live, learner = len(ledger.groups), self.config.learner
-        if live > (self.config.algorithm.max_staleness + 1) * learner.groups_per_step:
+        live, learner, algorithm = len(ledger.groups), self.config.learner, self.config.algorithm
+        if live > (min(algorithm.max_staleness, algorithm.pipeline_depth) + 1) * learner.groups_per_step:
             raise ViolationError(f"{live} groups are live at version {self.version}")
         held = {
             (sample.worker_id, sample.leases[-1].lease_id, group.group_id, index)

@@ -29,9 +29,10 @@ _NUM_STEPS = 6
 _LAST_OUTCOMES, _SET_ASIDE_S = 6, 2.0  # far below those of real runs, which complete thousands of samples
 
 
-def _config(eta: int, policy: str, groups: int, max_attempts: int) -> Config:
+def _config(eta: int, policy: Any, groups: int, max_attempts: int, depth: int = 2) -> Config:
+    algorithm = AlgorithmConfig(group_size=2, max_staleness=eta, pipeline_depth=depth, stale_tokens=policy)
     return Config(
-        algorithm=AlgorithmConfig(group_size=2, max_staleness=eta, stale_tokens=policy),  # type: ignore[arg-type]
+        algorithm=algorithm,
         learner=LearnerConfig(groups_per_step=groups, num_minibatches=1, num_train_steps=_NUM_STEPS),
         rollout=RolloutConfig(max_reward_failure_share=1.0),
         wire=WireConfig(
@@ -46,7 +47,7 @@ def _with(config: Config, section: str, **options: Any) -> Config:
 
 
 CONFIGS = [
-    _config(0, "mask", 2, 3), _config(1, "mask", 1, 3), _config(2, "mask", 2, 9),
+    _config(0, "mask", 2, 3), _config(1, "mask", 1, 3), _config(2, "mask", 2, 9), _config(3, "mask", 2, 3, depth=1),
     _config(1, "drop", 2, 3), _config(1, "wait", 2, 9), _config(0, "wait", 1, 9),
 ]  # fmt: skip
 PATIENT = [_with(config, "wire", stall_timeout_s=1000.0) for config in CONFIGS]

@@ -39,7 +39,8 @@ def missed_leases(leasing: Leasing, policy_version: int) -> list[str]:
         if samples and room & (others or room):
             missed.append(f"group {group.group_id} waits, and {sorted(room & (others or room))} have room")
     algorithm, learner = leasing.config.algorithm, leasing.config.learner
-    num_steps = min(algorithm.max_staleness + 1, learner.num_train_steps - policy_version)
+    ahead = min(algorithm.max_staleness, algorithm.pipeline_depth)
+    num_steps = min(ahead + 1, learner.num_train_steps - policy_version)
     if room and len(leasing.ledger.groups) < num_steps * learner.groups_per_step and not leasing.stream.exhausted:
         missed.append(f"another group could be admitted, and {sorted(room)} have room")
     return missed

@@ -35,13 +35,19 @@ def make_config(
     *,
     max_staleness: int,
     stale_tokens: Any,
+    pipeline_depth: int = 3,
     group_size: int = 3,
     groups_per_step: int = 2,
     num_train_steps: int = NUM_STEPS,
     max_new_tokens: int = 40,
     microbatch_tokens: int = 40,
 ) -> Config:
-    algorithm = AlgorithmConfig(group_size=group_size, max_staleness=max_staleness, stale_tokens=stale_tokens)
+    algorithm = AlgorithmConfig(
+        group_size=group_size,
+        max_staleness=max_staleness,
+        pipeline_depth=pipeline_depth,
+        stale_tokens=stale_tokens,
+    )
     learner = LearnerConfig(
         groups_per_step=groups_per_step, num_train_steps=num_train_steps, microbatch_tokens=microbatch_tokens
     )
@@ -107,12 +113,16 @@ class Simulation:
         self.grant()
 
     def grant(self) -> None:
+        admitted, algorithm = self.ledger.counts().admitted, self.config.algorithm
         for worker, leases in self.leasing.grants(self.version):
             for lease in leases:
                 for duty in lease.duties:
                     self.held[worker.worker_id][duty] = []
                     self.min_version[duty] = lease.min_version
         assert missed_leases(self.leasing, self.version) == []
+        if self.ledger.counts().admitted > admitted:  # those of before a resume may be more
+            ahead = min(algorithm.max_staleness, algorithm.pipeline_depth)
+            assert len(self.ledger.groups) <= (ahead + 1) * self.config.learner.groups_per_step
 
     def decode(self, worker_id: str) -> None:
         """A token for every sample this worker may work on."""

@@ -21,6 +21,7 @@ _OPTIONS = st.fixed_dictionaries(
         "max_new_tokens": st.sampled_from([4, 40]),
         "microbatch_tokens": st.sampled_from([4, 12, 40]),
         "max_staleness": st.integers(0, 3),
+        "pipeline_depth": st.integers(1, 3),
         "stale_tokens": st.sampled_from(["mask", "drop", "wait"]),
         "group_size": st.integers(2, 4),
         "groups_per_step": st.integers(1, 5),

@@ -30,13 +30,16 @@ GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
 @settings(max_examples=150)
 @given(
     st.integers(0, 3),
+    st.integers(1, 3),
     st.sampled_from(["mask", "drop", "wait"]),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 11)), max_size=250),
 )
 def test_no_schedule_breaks_the_bound_or_the_ledger_and_every_run_ends(
-    max_staleness: int, stale_tokens: str, schedule: list[tuple[int, int, int]]
+    max_staleness: int, pipeline_depth: int, stale_tokens: str, schedule: list[tuple[int, int, int]]
 ) -> None:
-    simulation = Simulation(make_config(max_staleness=max_staleness, stale_tokens=stale_tokens))
+    simulation = Simulation(
+        make_config(max_staleness=max_staleness, pipeline_depth=pipeline_depth, stale_tokens=stale_tokens)
+    )
     for what, who, pick in schedule:
         simulation.act(what, who, pick)
     simulation.run_out()
