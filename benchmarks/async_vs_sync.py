@@ -1,12 +1,11 @@
-"""Measure trained tokens per second of the same job, synchronous (eta = 0) and asynchronous, by bound and depth.
+"""Measure trained tokens per second of the same job, synchronous (eta = 0) and asynchronous (eta = 1, 2, 4).
 
     python benchmarks/async_vs_sync.py [--output benchmarks/results/async_vs_sync.json]
 
 Run the quickstart's task on the quickstart's model with a tiny learning rate, so every run has the same load.
 Synchronous: learner and rollout worker alternate, once with all cores each and once with half of the cores each,
 because a tiny model may gain nothing from more cores. The faster setting is the baseline. Asynchronous: half of the
-cores each, at the same time; with eta = 1, 2, 4 generation runs ahead as far as the bound allows, and with eta = 8 by
-`algorithm.pipeline_depth` = 1, 2, 8 steps. Runs alternate. The first steps of each run do not count.
+cores each, at the same time. Runs alternate. The first steps of each run do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import hardware
 
@@ -29,21 +27,6 @@ NUM_STEPS = 16
 NOT_COUNTED = 5
 
 
-class Setup(NamedTuple):
-    eta: int
-    depth: int  # `algorithm.pipeline_depth`
-    threads: int  # of learner and worker each
-
-    @property
-    def name(self) -> str:
-        return f"eta_{self.eta}" if self.depth == max(1, self.eta) else f"eta_{self.eta}_depth_{self.depth}"
-
-
-class Rate(NamedTuple):
-    tokens_per_s: float
-    staleness: float  # mean of the trained tokens
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=2)
@@ -51,38 +34,31 @@ def main() -> None:
     arguments = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
-    setups = [Setup(0, 1, cores), Setup(0, 1, half), *(Setup(eta, eta, half) for eta in (1, 2, 4))]
-    setups += [Setup(8, depth, half) for depth in (1, 2, 8)]
-    rates: dict[Setup, list[Rate]] = {setup: [] for setup in dict.fromkeys(setups)}
+    setups = [(0, cores), (0, half), (1, half), (2, half), (4, half)]
+    rates: dict[tuple[int, int], list[float]] = {setup: [] for setup in dict.fromkeys(setups)}
     for _ in range(arguments.repeats):
-        for setup, values in rates.items():
-            values.append(_run(setup))
-            print(f"{setup}: {values[-1].tokens_per_s:,.0f} trained tokens/s", flush=True)
-    medians = {setup: statistics.median(rate.tokens_per_s for rate in values) for setup, values in rates.items()}
-    synchronous = max(value for setup, value in medians.items() if setup.eta == 0)
-    result = {
-        "trained_tokens_per_s": {f"{setup.name}_threads_{setup.threads}": round(v) for setup, v in medians.items()},
-        "mean_staleness": {
-            f"{setup.name}_threads_{setup.threads}": round(statistics.mean(rate.staleness for rate in values), 2)
-            for setup, values in rates.items()
-        },
-        **{f"{setup.name}_over_eta_0": round(v / synchronous, 2) for setup, v in medians.items() if setup.eta},
-    }
-    print(result)
-    hardware.write(arguments.output, result)
+        for (max_staleness, threads), values in rates.items():
+            values.append(_run(max_staleness, threads))
+            print(f"eta {max_staleness}, {threads} threads each: {values[-1]:,.0f} trained tokens/s", flush=True)
+    medians = {setup: statistics.median(values) for setup, values in rates.items()}
+    synchronous = max(value for (eta, _), value in medians.items() if eta == 0)
+    ratios = {f"eta_{eta}_over_eta_0": round(value / synchronous, 2) for (eta, _), value in medians.items() if eta}
+    result = {f"eta_{eta}_threads_{threads}": round(value) for (eta, threads), value in medians.items()}
+    print("trained tokens/s", result, ratios)
+    hardware.write(arguments.output, {"trained_tokens_per_s": result, **ratios})
 
 
-def _run(setup: Setup) -> Rate:
+def _run(max_staleness: int, threads: int) -> float:
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "run"
         subprocess.run(
             [
                 *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
                 f"run.folder={folder}",
-                f"algorithm.max_staleness={setup.eta}",
-                f"algorithm.pipeline_depth={setup.depth}",
-                f"learner.num_threads={setup.threads}",
-                f"rollout.num_threads={setup.threads}",
+                f"algorithm.max_staleness={max_staleness}",
+                f"algorithm.pipeline_depth={max(1, max_staleness)}",
+                f"learner.num_threads={threads}",
+                f"rollout.num_threads={threads}",
                 f"learner.num_train_steps={NUM_STEPS + NOT_COUNTED}",
                 "learner.optimizer.learning_rate=1e-9",
                 "evaluation.every_n_versions=0",
@@ -94,9 +70,7 @@ def _run(setup: Setup) -> Rate:
         )
         records = [r for r in read_records(folder / "metrics.jsonl") if isinstance(r, TrainRecord)]
     counted = records[NOT_COUNTED:]
-    tokens = sum(record.trained_tokens for record in counted)
-    stale = sum(record.trained_tokens * record.staleness_mean for record in counted)
-    return Rate(tokens / (counted[-1].wall_s - records[NOT_COUNTED - 1].wall_s), stale / tokens)
+    return sum(r.trained_tokens for r in counted) / (counted[-1].wall_s - records[NOT_COUNTED - 1].wall_s)
 
 
 if __name__ == "__main__":

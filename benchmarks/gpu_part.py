@@ -73,8 +73,8 @@ def run(measure: Callable[[Part], None]) -> None:
     parser.add_argument("--small", action="store_true", help="a small model, to try the check out on a CPU")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    grow_segments()  # as a learner does
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    grow_segments(device)  # as a learner does
     with tempfile.TemporaryDirectory() as folder:
         part = Part(device, arguments.small, Path(folder))
         try:

@@ -21,6 +21,7 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             self._before = torch.cuda.memory_allocated(device)
+            self._held_before = torch.cuda.memory_reserved(device)
         else:
             self._before = hardware.status_bytes("VmRSS")
 
@@ -43,6 +44,11 @@ class Peak:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
         return self.num_bytes
+
+    @property
+    def grown_bytes(self) -> int:
+        """Return by how much the memory that the allocator holds grew; recorded steps are part of it."""
+        return self.held_bytes - self._held_before if self._device.type == "cuda" else self.num_bytes
 
 
 def finish(device: torch.device) -> None:

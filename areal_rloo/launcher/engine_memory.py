@@ -90,9 +90,20 @@ def _number(value: object, otherwise: float) -> float:
         return otherwise
 
 
+def overhead_bytes(config: Config, model: Sizes) -> float:
+    """Return the bytes of an engine besides weights and cache; of the embedded one, also all logits of a decode step.
+
+    In units of these logits: the memory that recorded steps share, 4 for each batch, and 6 to sample from them.
+    """
+    rollout, batches = config.rollout, 1 if config.data.eval is None else 2
+    if rollout.engine != "embedded":
+        return OVERHEAD_BYTES
+    return OVERHEAD_BYTES + 4 * rollout.num_slots * model.vocab_size * (6 + 4 * batches)
+
+
 def cache_room(config: Config, model: Sizes, gpu_bytes: int) -> float:
     """Return the bytes for a cache beside all else on the GPU; negative if the weights alone are too large."""
-    return gpu_bytes - learner_beside(config, model) - weight_bytes(config, model) - OVERHEAD_BYTES
+    return gpu_bytes - learner_beside(config, model) - weight_bytes(config, model) - overhead_bytes(config, model)
 
 
 def learner_beside(config: Config, model: Sizes) -> float:
@@ -125,7 +136,7 @@ def reserved(config: Config, model: Sizes, gpu_bytes: int, *, least: bool) -> fl
     In turns, the engine then has no cache. Side by side, the cache is the user's, or the least, or for half contexts in
     all slots up to a quarter of the GPU.
     """
-    fixed = weight_bytes(config, model) + OVERHEAD_BYTES
+    fixed = weight_bytes(config, model) + overhead_bytes(config, model)
     if config.rollout.share_devices == "in_turns":
         return fixed
     smallest = least_cache(config, model)
@@ -138,7 +149,7 @@ def reserved(config: Config, model: Sizes, gpu_bytes: int, *, least: bool) -> fl
 
 def least_bytes(config: Config, model: Sizes) -> float:
     """Return the bytes of the smallest engine, on a GPU of its own."""
-    return weight_bytes(config, model) + OVERHEAD_BYTES + least_cache(config, model)
+    return weight_bytes(config, model) + overhead_bytes(config, model) + least_cache(config, model)
 
 
 def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
@@ -147,7 +158,7 @@ def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
     has = cache_bytes(config, model, gpu_bytes)
     if least <= has <= room:
         return ""
-    parts = {"weights": weight_bytes(config, model), "overhead": OVERHEAD_BYTES}
+    parts = {"weights": weight_bytes(config, model), "overhead": overhead_bytes(config, model)}
     parts |= {"learner": beside} if (beside := learner_beside(config, model)) else {}
     beside_words = " + ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
     given = ", ".join(f"{key}={value}" for key, value in given_options(config).items())

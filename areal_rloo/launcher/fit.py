@@ -148,7 +148,8 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
     if model is None:
         return _unknown(counted)
     if not rank_gpus or not gpu_bytes:
-        found = _fitted(counted, model, device_bytes) if device_bytes else _unknown(counted)
+        on_gpu = rank_gpus > 0
+        found = _fitted(counted, model, device_bytes, on_gpu=on_gpu) if device_bytes else _unknown(counted)
     elif shared:
         found = _beside_engine(counted, model, gpu_bytes)
     else:
@@ -220,10 +221,11 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
     return f"{words}; {cache_words(config, model, gpu_bytes)}" if worker_gpus and gpu_bytes else words
 
 
-def _fitted(config: Config, model: Sizes, device_bytes: float) -> Config:
+def _fitted(config: Config, model: Sizes, device_bytes: float, *, on_gpu: bool = True) -> Config:
     """Replace `auto` of rows and gradient checkpointing: the fastest choice within the memory, else the smallest."""
     *faster, smallest = _choices(config)
-    return next((choice for choice in faster if _needed(choice, model) * _MARGIN <= device_bytes), smallest)
+    fits = (choice for choice in faster if _needed(choice, model, on_gpu=on_gpu) * _MARGIN <= device_bytes)
+    return next(fits, smallest)
 
 
 def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: float) -> TooLargeError:
@@ -258,8 +260,8 @@ def _unknown(config: Config) -> Config:
     )
 
 
-def _needed(config: Config, model: Sizes) -> float:
-    return sum(estimate(model, config, on_gpu=True).values()) + OVERHEAD_BYTES
+def _needed(config: Config, model: Sizes, *, on_gpu: bool = True) -> float:
+    return sum(estimate(model, config, on_gpu=on_gpu).values()) + OVERHEAD_BYTES
 
 
 def _with(config: Config, **learner: object) -> Config:

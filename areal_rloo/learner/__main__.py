@@ -113,7 +113,7 @@ def main() -> int:
 
 def _run(config: Config, arguments: Arguments) -> int:
     import_entry(config.run.entry)
-    grow_segments()
+    grow_segments(torch.device(arguments.device))
     torch.manual_seed(config.run.seed)
     settings, ranks = config.learner, Ranks()
     if settings.num_ranks > 1 or settings.offload == "parameters":

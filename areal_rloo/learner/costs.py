@@ -89,9 +89,9 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     assert sizes is not None, "the model has been loaded"
     num_parameters = sum(p.numel() for p in policy.parameters())
     num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    parts = estimate(
-        sizes, config, on_gpu=device.type == "cuda", num_parameters=num_parameters, num_trained=num_trained
-    )
+    on_gpu = device.type == "cuda"
+    parts = estimate(sizes, config, on_gpu=on_gpu, num_parameters=num_parameters, num_trained=num_trained)
+    of_token = activation_bytes(sizes, config, on_gpu=on_gpu)
     free, total = memory_of(device)
     remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]
     if not learner.gradient_checkpointing:
@@ -104,7 +104,7 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     return (
         f"out of memory: a step with learner.microbatch_tokens={learner.microbatch_tokens} needs about "
         f"{sum(parts.values()) / GIB:.2f} GiB on each rank ({in_words(parts)}; "
-        f"{activation_bytes(sizes, config) / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were "
+        f"{of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were "
         "free; "
         f"{', '.join(remedies)}; then continue with --resume"
     )

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from areal_rloo import container_limits
+from areal_rloo.errors import first_line
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
 
 _ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
@@ -34,13 +38,22 @@ def memory_of(device: torch.device) -> DeviceMemory:
     return DeviceMemory(available, total)
 
 
-def grow_segments() -> None:
+def grow_segments(device: torch.device) -> None:
     """Let torch grow its blocks of GPU memory, before the first use of a GPU; settings of the user stay.
 
     With blocks of fixed sizes, a train step with 81 GiB of tensors held 88 GiB of an H200; with growing blocks 81.4.
+    Some virtual GPUs and WSL2 refuse the calls of the driver for this, at the first allocation.
     """
-    if not _ALLOCATOR_SETTINGS & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if device.type != "cuda" or _ALLOCATOR_SETTINGS & os.environ.keys():
+        return
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        logger.warning(
+            "blocks of GPU memory have fixed sizes here, because the driver refuses others: %s", first_line(error)
+        )
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def avoid_plans_of_shapes(device: torch.device) -> None:
@@ -102,6 +115,7 @@ class GraphRecorder:
     """Records the kernels of functions as CUDA graphs, which share memory; a CPU has nothing to record."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -112,7 +126,17 @@ class GraphRecorder:
         function()
         if self._pool is None:
             return function
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads go on
-            function()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # other threads go on
+            ):
+                function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # another thread, perhaps of the user's code, waited for the whole device
+            torch.cuda.set_stream(stream)
+            logger.warning("a step could not be recorded, and launches each kernel: %s", first_line(error))
+            return function
         return graph.replay

@@ -284,3 +284,16 @@ def test_the_numbers_of_a_gpu_equal_the_result_file() -> None:
     assert f"{min(faster):.2f} to {max(faster):.2f} times the speed of eager layers" in GPU
     outcomes = [row["outcome"] for row in parts["tests"]["tables"]["tests"]]
     assert f"| {outcomes.count('passed')} passed; {len(outcomes) - outcomes.count('passed')} of NCCL" in GPU
+
+
+def test_the_table_of_the_depth_equals_the_result_file() -> None:
+    rows = _result("pipeline_depth.json")["depths"]
+    first = rows[0]["trained_tokens_per_s"]
+    assert _table("Depth") == [
+        [
+            str(row["depth"]),
+            f"{row['trained_tokens_per_s'] / first:.2f}",
+            f"{row['first_staleness']:.2f} / {row['last_staleness']:.2f}",
+        ]
+        for row in rows
+    ]

@@ -80,7 +80,8 @@ class DecodeBatch:
         self._num_slots = num_slots
         self._rotations = Rotations(parameters.architecture, rope, num_rows=num_slots)
         self._recorded: RecordedSteps | None = None
-        if RowAttention.serves(parameters.architecture, device=device, dtype=parameters.embedding.dtype):
+        dtype = parameters.embedding.dtype
+        if RowAttention.serves(parameters.architecture, num_rows=num_slots, device=device, dtype=dtype):
             self._recorded = RecordedSteps(parameters, cache, self._rotations, num_slots=num_slots)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._launched: deque[_Launched] = deque()

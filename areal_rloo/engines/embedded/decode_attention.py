@@ -20,6 +20,7 @@ from areal_rloo.models.capped_attention import attend_capped
 
 _FLASH_GENERATION = 8  # of the GPU, at least: Ampere
 _FLASH_HEAD = 256  # numbers of a head, at most
+_MOST_SEQUENCES = 65_535  # of a call: a dimension of CUDA's grid
 
 
 class BlockAttention:
@@ -90,11 +91,13 @@ class RowAttention:
         self._lengths = (positions + 1).int().repeat_interleave(cache.num_kv_heads, output_size=num_heads)
 
     @staticmethod
-    def serves(architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether flash attention computes this architecture on this device."""
+    def serves(architecture: Architecture, *, num_rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether flash attention computes so many rows of this architecture on this device."""
         a = architecture
         return (
             device.type == "cuda"
+            and torch.version.hip is None
+            and num_rows * a.num_kv_heads <= _MOST_SEQUENCES
             and torch.cuda.get_device_capability(device)[0] >= _FLASH_GENERATION
             and dtype != torch.float32
             and a.attention_cap is None
@@ -124,7 +127,9 @@ def flash_rows(
     for sequences with gaps between them.
     """
     q_starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    limits: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    limits: dict[str, Any] = {}
+    if window is not None and window < longest:  # with limits, rows that share keys read them more than once
+        limits = {"window_size_left": window - 1, "window_size_right": 0}
     out: Tensor = torch.ops.aten._flash_attention_forward(
         *(q, keys.unsqueeze(1), values.unsqueeze(1), q_starts, starts, 1, longest, 0.0, False, False),
         scale=scale,

@@ -336,7 +336,7 @@ class EmbeddedEngine:
             wanted = pinned is None or outdated
             wanted = wanted and self._waiting.first(RowKind.PINNED, newest, newest) is not None
         if outdated:
-            del batches[RowKind.PINNED]
+            del batches[RowKind.PINNED], pinned  # the old weights go before the new copy comes
             self._scheduler.forget_unused_versions()
         if wanted:
             self._make_batch(self._running.parameters.clone(), RowKind.PINNED)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.launcher.engine_memory import overhead_bytes
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
@@ -64,7 +65,7 @@ def test_long_rows_without_recomputation_are_chosen_where_they_fit() -> None:
         for gigabytes in (24, 48, 80, 141)
         for found in [resolved(_config("learner.num_ranks=2"), _hosts(4, gigabytes), SMALL)]
     ]
-    assert chosen == [(8192, True), (32768, True), (8192, False), (32768, False)]
+    assert chosen == [(8192, True), (32768, True), (8192, False), (16384, False)]
 
 
 def test_a_large_model_learns_on_as_many_gpus_as_it_needs() -> None:
@@ -134,6 +135,27 @@ def _cache_bytes(config: Config) -> int:
         return int(config.rollout.vllm.arguments["kv-cache-memory-bytes"] or 0)
     tokens = config.rollout.embedded.cache_tokens or config.rollout.sglang.arguments["max-total-tokens"] or 0
     return int(tokens) * 2 * SMALL.cache_numbers
+
+
+def test_rows_on_a_cpu_are_planned_without_the_logits_of_a_gpu() -> None:
+    """A GPU has four times the logits of a chunk in memory."""
+    half = SHIPPED["Qwen/Qwen2.5-0.5B-Instruct"]
+    given = ("learner.device=cpu", "rollout.device=cpu", "rollout.engine=embedded", "learner.num_ranks=1")
+    host = Host("n0", "10.0.0.1", 8, (), 32 * 10**9, 0)
+    found = resolved(_config(*given, "rollout.num_workers=1"), [host], half)
+    on_cpu, on_gpu = (sum(estimate(half, found, on_gpu=on_gpu).values()) + OVERHEAD_BYTES for on_gpu in (False, True))
+    assert on_cpu * 1.1 <= 16e9 < on_gpu * 1.1
+    assert found.learner.microbatch_tokens == 8192
+
+
+def test_the_plan_knows_the_logits_of_decode_steps() -> None:
+    """Of recorded steps and of sampling, of both batches if there is an evaluation."""
+    few, many = (_config(f"rollout.num_slots={slots}", "rollout.engine=embedded") for slots in (1, 257))
+    of_slot = (overhead_bytes(many, SMALL) - overhead_bytes(few, SMALL)) / 256
+    assert 8 * 4 * SMALL.vocab_size <= of_slot <= 16 * 4 * SMALL.vocab_size
+    without = _config("rollout.num_slots=257", "rollout.engine=embedded", "data.eval=null")
+    assert overhead_bytes(without, SMALL) < overhead_bytes(many, SMALL)
+    assert overhead_bytes(_config("rollout.num_slots=257"), SMALL) == OVERHEAD_BYTES, "a server plans its own"
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "embedded"])
@@ -206,7 +228,7 @@ def _engine_needs(config: Config, model: Sizes = SMALL) -> int:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "way"), [(43, "in_turns"), (48, "in_turns"), (80, "side_by_side"), (141, "side_by_side")]
+    ("gigabytes", "way"), [(45, "in_turns"), (48, "in_turns"), (80, "side_by_side"), (141, "side_by_side")]
 )
 def test_without_room_for_a_cache_learner_and_engine_take_turns(gigabytes: int, way: str) -> None:
     hosts = _hosts(1, gigabytes)

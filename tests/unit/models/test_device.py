@@ -154,14 +154,35 @@ def test_no_attention_has_a_mask_and_grouped_heads(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocators_settings_of_a_user_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
-    grow_segments()
+    grow_segments(CUDA)
     assert os.environ == {name: "max_split_size_mb:64"}
 
 
 def test_without_settings_the_allocators_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"HOME": "/"})
-    grow_segments()
+    monkeypatch.setattr(torch, "empty", lambda size, *, device: None)
+    grow_segments(CPU)
+    assert os.environ == {"HOME": "/"}
+    grow_segments(CUDA)
     assert os.environ == {"HOME": "/", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_a_driver_that_refuses_growing_memory_gets_fixed_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(size: int, *, device: torch.device) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported\nmore lines")
+
+    given: list[str] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch, "empty", refused)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
+    grow_segments(CUDA)
+    assert given == ["expandable_segments:False"]
+    assert caplog.messages == [
+        "blocks of GPU memory have fixed sizes here, because the driver refuses others: CUDA driver error: operation "
+        "not supported"
+    ]
 
 
 def test_an_engine_on_a_gpu_uses_no_plans_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +208,22 @@ def test_a_recording_has_the_effect_of_the_function_at_each_call(monkeypatch: py
     def recording(graph: _Graph, *, pool: str, capture_error_mode: str) -> Any:
         assert (pool, capture_error_mode) == ("pool", "thread_local"), "other threads use the GPU meanwhile"
         happened.append("record")
+        if refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
         return nullcontext()
 
+    refused = False
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", happened.append)
     again = GraphRecorder(CUDA).record(lambda: happened.append("call"))
     again()
     again()
     assert happened == ["call", "record", "call", "replay", "replay"]
+    happened.clear()
+    refused = True
+    GraphRecorder(CUDA).record(lambda: happened.append("call"))()
+    assert happened == ["call", "record", "stream of cuda", "call"], "without a recording, each kernel is launched"

@@ -1,9 +1,11 @@
 """Memory of the embedded engine: limited in tokens, shared by all requests, freed by preempting the latest."""
 
 import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +24,13 @@ from support.requests_to_serve import (
     serving,
     wait_until,
 )
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.engines.embedded.cache import RowKind, tokens_for
-from areal_rloo.engines.embedded.parameters import load_checkpoint
+from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
 from areal_rloo.errors import GenerationError
 from areal_rloo.models.device import DeviceMemory
@@ -275,3 +278,27 @@ def test_by_default_no_more_than_half_of_the_free_memory_is_taken(
     assert tokens_for(1000, 512, a, **options) == 3000
     assert tokens_for(1000, 4096, a, **options) == 4096, "one context at least"
     assert tokens_for(2, 512, a, **options) < 3000
+
+
+def test_at_most_two_copies_of_the_weights_are_in_memory(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the running policy and of the evaluation, also when the next evaluation waits at an update."""
+    made: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+    make = Parameters.__init__
+
+    def counted(self: Parameters, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        made.append(weakref.ref(self.embedding))
+        num_alive.append(sum(copy() is not None for copy in made))
+
+    monkeypatch.setattr(Parameters, "__init__", counted)
+    model = model_of(tiny_folders["qwen2"])
+    with serving(tiny_folders["qwen2"]) as engine:
+        for version in range(3):
+            futures = engine.submit([request(str(version), pinned=True, min_version=version)])
+            if version:
+                engine.load_weights(version, model.named_parameters()).result(timeout=60)
+            assert set(results(futures)[0].versions.tolist()) == {version}
+    assert num_alive == [1, 2, 2, 2]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,6 +151,25 @@ def test_a_recorded_size_is_at_most_half_larger() -> None:
     assert all(num <= size <= max(num * 3 / 2, num + 1) for num, size in enumerate(sizes, start=1))
     assert sizes[-1] == 200
     assert len(set(sizes)) <= 15
+
+
+def test_attention_of_rows_needs_a_gpu_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SimpleNamespace(num_kv_heads=8, head_dim=128, attention_cap=None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def serves(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, num_rows: int = 256, **other: object) -> bool:
+        a: Any = SimpleNamespace(**{**vars(sizes), **other})
+        return RowAttention.serves(a, num_rows=num_rows, device=torch.device(device), dtype=dtype)
+
+    assert serves()
+    assert not serves(device="cpu")
+    assert not serves(dtype=torch.float32)
+    assert not serves(num_rows=2**13), "a dimension of CUDA's grid is 65,535 at most"
+    assert not serves(attention_cap=50.0)
+    assert not serves(head_dim=320)
+    assert not serves(head_dim=100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not serves()
 
 
 def test_torch_has_attention_of_rows_with_gaps() -> None:
