@@ -59,7 +59,8 @@ def estimate(
         "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
         "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
         "activations": activation_bytes(model, config, on_gpu=on_gpu) * learner.microbatch_tokens,
-        "logits": (4 * model.head if learner.lora is None else 0) + _logit_bytes(config) * chunk_logits(on_gpu=on_gpu),
+        "logits": (4 * model.head if learner.lora is None else 0)
+        + _logit_bytes(model, config) * chunk_logits(on_gpu=on_gpu),
     }
     return {part: float(size) for part, size in parts.items() if size}
 
@@ -70,9 +71,11 @@ def in_words(parts: dict[str, float]) -> str:
     return " + ".join(f"{part} {size / GIB:.2f}" for part, size in ordered)
 
 
-def _logit_bytes(config: Config) -> int:
+def _logit_bytes(model: Sizes, config: Config) -> int:
     """Return the bytes for each logit of a chunk: the float32 buffers and products alive at the same time."""
     loss = config.algorithm.loss
     if not loss.of_tokens:  # autograd keeps more of a chunk, and more of an entropy with a gradient
         return 4 * (4 if loss.entropy_coefficient == 0 else 6)
-    return 4 * 3 + (2 if number_bytes(config) == 2 else 0)
+    low = number_bytes(config) == 2
+    capped = 0 if not model.logits_capped else 4 if low else 8  # the slope of the cap
+    return 4 * 3 + (2 if low else 0) + capped

@@ -86,10 +86,24 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
         )
 
 
-def check_served(key: str, folder: Path) -> None:
-    """Raise ModelError if the embedded engine does not know the family of a model, or config.json cannot be read."""
-    family = _config(key, folder).get("model_type")
-    if family not in SERVED_FAMILIES:
+def check_served(key: str, folder: Path, engine: str) -> None:
+    """Check that the engine has the logprobs of a model, as far as config.json tells.
+
+    Raises:
+        ModelError: the embedded engine does not know the family, SGLang would rotate more of each head than the model
+            does, or config.json cannot be read.
+    """
+    config = _config(key, folder)
+    family = config.get("model_type")
+    inner = config.get("rope_parameters")
+    part = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
+    if engine == "sglang" and family == "phi3" and part not in (None, 1, config.get("partial_rotary_factor")):
+        raise ModelError(
+            f"{key}: {folder}: partial_rotary_factor {shown(part)} is in rope_parameters of config.json alone, where "
+            f'SGLang does not look: its logprobs would be wrong; add "partial_rotary_factor": {shown(part)} to the top '
+            "level of config.json, or set rollout.engine=vllm"
+        )
+    if engine == "embedded" and family not in SERVED_FAMILIES:
         raise ModelError(
             f"{key}: {folder} is a {shown(family)} model, which the embedded engine does not serve; expected one of "
             f"{', '.join(SERVED_FAMILIES)}; take such a model, or a server for rollout.engine (sglang, vllm)"

@@ -105,6 +105,7 @@ class Sizes:
     tied: bool
     gated: bool  # the MLP
     kept: Kept = Kept()
+    logits_capped: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
@@ -126,7 +127,8 @@ class Sizes:
         gated = config.get("model_type") not in _UNGATED
         if len(sizes) < len(found):
             return None
-        return cls(**sizes, tied=bool(tied), gated=gated, kept=Kept.of(config))
+        capped = config.get("final_logit_softcapping") is not None
+        return cls(**sizes, tied=bool(tied), gated=gated, kept=Kept.of(config), logits_capped=capped)
 
     @classmethod
     def of_tiny(cls, tiny: TinyModelConfig) -> Sizes:

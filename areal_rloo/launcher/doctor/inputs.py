@@ -116,12 +116,12 @@ def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
 
 
 def _check_family(key: str, folder: Path, config: Config) -> None:
-    """Raise ModelError if the learner cannot train the model, or the embedded engine does not serve the policy."""
+    """Raise ModelError if the learner cannot train the model, or the engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
     if key == "model.path" and config.learner.lora is not None:
         check_targets(config.learner.lora, linear_layers(folder))
-    if key == "model.path" and config.rollout.engine == "embedded":
-        check_served(key, folder)
+    if key == "model.path":
+        check_served(key, folder, config.rollout.engine)
 
 
 def check_hub_models(situation: Situation) -> Iterator[Finding]:

@@ -84,9 +84,9 @@ class _Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
-@pytest.mark.parametrize("level", ["token", "sequence_mean"])
+@pytest.mark.parametrize(("level", "cap"), [("token", None), ("token", 3.0), ("sequence_mean", None)])
 def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
-    dtype: str, coefficient: float, level: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, coefficient: float, level: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (policy, memory):
         monkeypatch.setattr(module, "chunk_logits", lambda *, on_gpu: 2**20)
@@ -102,11 +102,11 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
 
     with _Live() as live:
         if config.algorithm.loss.of_tokens:
-            policy.loss_of_tokens(hidden, head, targets, LogitForm(), sum_of, entropy=entropy)[0].backward()
+            policy.loss_of_tokens(hidden, head, targets, LogitForm(cap=cap), sum_of, entropy=entropy)[0].backward()
         else:
-            given = policy.chosen_logprobs(hidden, head, targets, LogitForm(), entropy=entropy)
+            given = policy.chosen_logprobs(hidden, head, targets, LogitForm(cap=cap), entropy=entropy)
             sum_of(given, slice(None)).backward()
-    sizes = Sizes.of(model.to_dict())
+    sizes = Sizes.of(model.to_dict() | {"final_logit_softcapping": cap})
     assert sizes is not None
     expected = estimate(sizes, config, on_gpu=False, num_parameters=0, num_trained=0)["logits"]
     assert live.peak == pytest.approx(expected, rel=0.15)

@@ -248,10 +248,26 @@ def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -
     assert tuple(FAMILIES) == SERVED_FAMILIES
     save_family("cohere2", tmp_path)
     with pytest.raises(ModelError, match=r"is a cohere2 model, which the embedded engine does not serve; .*glm4"):
-        check_served("model.path", tmp_path)
+        check_served("model.path", tmp_path, "embedded")
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"is a cohere2 model; .*rollout\.engine=sglang"), serving(tmp_path):
         pass
+
+
+def test_sglang_must_find_the_rotated_part_of_heads(tmp_path: Path) -> None:
+    """SGLang 0.5.23 reads the top level alone, and rotates whole heads otherwise: up to 4.4 nats from transformers."""
+    save_family("phi3", tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
+    for engine in ("vllm", "embedded"):
+        check_served("model.path", tmp_path, engine)
+    with pytest.raises(ModelError, match=r"SGLang does not look: .*add \"partial_rotary_factor\": 0\.5 to the top"):
+        check_served("model.path", tmp_path, "sglang")
+    file.write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
+    check_served("model.path", tmp_path, "sglang")
+    save_family("llama", tmp_path / "llama")
+    check_served("model.path", tmp_path / "llama", "sglang")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
