@@ -51,18 +51,33 @@ def estimate(
     reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
     at_home = config.model.reference is not None and config.model.reference.offload
     away = learner.offload == "parameters"
+    logits = (4 * model.head if learner.lora is None else 0) + _logit_bytes(model, config) * chunk_logits(on_gpu=on_gpu)
     parts = {
         "weights": 0 if away else 4 * num_parameters / ranks,
         "gradients": 0 if away else 4 * num_trained / ranks,
         "optimizer": 0 if learner.offload != "none" else moments * num_trained / ranks,
         "reference": 4 * num_parameters / ranks if reference and not at_home and not away else 0,
-        "weights in bfloat16": low * num_parameters if low == 2 and ranks == 1 else 0,  # kept during use
+        "weights in bfloat16": _copies_bytes(model, config, num_parameters, logits) if ranks == 1 else 0,
         "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
         "activations": activation_bytes(model, config, on_gpu=on_gpu) * learner.microbatch_tokens,
-        "logits": (4 * model.head if learner.lora is None else 0)
-        + _logit_bytes(model, config) * chunk_logits(on_gpu=on_gpu),
+        "logits": logits,
     }
     return {part: float(size) for part, size in parts.items() if size}
+
+
+def _copies_bytes(model: Sizes, config: Config, num_parameters: int, logits: float) -> float:
+    """Return the bytes of the weights in bfloat16 at the peak, beside the logits.
+
+    The backward pass needs the copies of all layers. With checkpointing, they are there until the logits come; of
+    frozen weights only those of a layer and of the head.
+    """
+    if number_bytes(config) != 2:
+        return 0.0
+    if not config.learner.gradient_checkpointing:
+        return 2.0 * num_parameters
+    if config.learner.lora is not None:
+        return 2 * ((num_parameters - model.head) / model.num_layers + model.head)
+    return max(0.0, 2 * num_parameters - logits)
 
 
 def in_words(parts: dict[str, float]) -> str:

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from areal_rloo.config import load_config
+from areal_rloo.learner.memory import GIB, estimate
+from areal_rloo.models.sizes import SHIPPED
+
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
 MEASURED, ALGORITHMS, LEARNER, GPU = (
@@ -297,3 +301,15 @@ def test_the_table_of_the_depth_equals_the_result_file() -> None:
         ]
         for row in rows
     ]
+
+
+def test_todays_estimate_is_near_the_peaks_of_a_gpu() -> None:
+    shares = []
+    for row in _result("gpu/gpu_check.json")["learner"]["tables"]["train step"]:
+        tokens, option = re.fullmatch(r"rows of (\d+) tokens, (.*)", row["case"]).groups()  # type: ignore[union-attr]
+        options = ["model.dtype=bfloat16", f"learner.microbatch_tokens={tokens}", "learner.num_minibatches=1"]
+        config = load_config("quickstart.yaml", [*options, *([] if option == "plain" else [option])])
+        parts = estimate(SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"], config, on_gpu=True)
+        shares.append(sum(parts.values()) / GIB / row["measured_gib"])
+    assert len(shares) == 8
+    assert f"by the same peaks, {min(shares):.2f} to {max(shares):.2f}." in LEARNER

@@ -145,7 +145,7 @@ def test_rows_on_a_cpu_are_planned_without_the_logits_of_a_gpu() -> None:
     found = resolved(_config(*given, "rollout.num_workers=1"), [host], half)
     on_cpu, on_gpu = (sum(estimate(half, found, on_gpu=on_gpu).values()) + OVERHEAD_BYTES for on_gpu in (False, True))
     assert on_cpu * 1.1 <= 16e9 < on_gpu * 1.1
-    assert found.learner.microbatch_tokens == 8192
+    assert found.learner.microbatch_tokens == 16_384
 
 
 def test_the_plan_knows_the_logits_of_decode_steps() -> None:

@@ -138,14 +138,14 @@ def _text(*overrides: str, gpus: int = 1, gigabytes: float = 24, model: Sizes = 
 
 
 def test_adapters_are_among_the_remedies_with_their_saving() -> None:
-    text = _text()
+    text = _text(gigabytes=20)
     assert re.search(
         r"; set learner\.offload=parameters \(\S+ GiB less\) or learner\.lora\.rank=16 \(\S+ GiB less\)$", text
     )
 
 
 def test_options_that_exclude_each_other_are_not_combined() -> None:
-    text = _text(gigabytes=14)
+    text = _text(gigabytes=11)
     verb, (words,) = _advised(text)
     assert verb == "combine"
     assert len({word.partition("=")[0] for word in words}) == len(words) >= 2, text
