@@ -85,7 +85,7 @@ def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:
     limit_s = LIMITS_S.get(name, LIMIT_S)
     paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     started = time.monotonic()
-    lines: list[str] = []
+    said, others = "", list[str]()
     process = subprocess.Popen(
         [python, "-u", str(HERE / f"gpu_{name}.py"), *options],
         env=os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
@@ -99,18 +99,18 @@ def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:
     end = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     end.start()
     for line in process.stdout:
-        lines.append(line.rstrip())
-        if not line.startswith(MARK):
+        if line.startswith(MARK):
+            said = line.removeprefix(MARK)
+        else:
+            others.append(line.rstrip())
             print(line, end="", flush=True)
     process.wait()
     late = not end.is_alive()
     end.cancel()
     ended = f"was ended after {limit_s} s" if late else f"ended with exit code {process.returncode}"
-    others = [line for line in lines if not line.startswith(MARK)]
-    said = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
     result: dict[str, Any] = {"hardware": {}, "tables": {}, "notes": [], "short": [], "failures": []}
     if said:
-        result |= json.loads(said[-1])
+        result |= json.loads(said)
     if not result.pop("done", False):
         result["failures"].append(f"the part {ended}; its last words: {' / '.join(others[-3:])[:500]}")
     seconds = round(time.monotonic() - started, 1)

@@ -102,4 +102,4 @@ def _judge(part: Part, case: str, row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run(check)
+    run(check, growing=True)

@@ -66,15 +66,19 @@ class Part:
         print(f"{MARK}{json.dumps({'done': done, **{name: getattr(self, name) for name in names}})}", flush=True)
 
 
-def run(measure: Callable[[Part], None]) -> None:
-    """Run a part with the options of the command line; print the result, and exit with 1 if the part failed."""
+def run(measure: Callable[[Part], None], *, growing: bool = False) -> None:
+    """Run a part with the options of the command line; print the result, and exit with 1 if the part failed.
+
+    `growing`: torch's blocks of GPU memory grow, as those of a learner do, and those of an engine do not.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a small model, to try the check out on a CPU")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    grow_segments(device)  # as a learner does
+    if growing:
+        grow_segments(device)
     with tempfile.TemporaryDirectory() as folder:
         part = Part(device, arguments.small, Path(folder))
         try:

@@ -91,9 +91,10 @@ def _number(value: object, otherwise: float) -> float:
 
 
 def overhead_bytes(config: Config, model: Sizes) -> float:
-    """Return the bytes of an engine besides weights and cache; of the embedded one, also all logits of a decode step.
+    """Return the bytes of an engine besides weights and cache.
 
-    In units of these logits: the memory that recorded steps share, 4 for each batch, and 6 to sample from them.
+    The embedded engine also needs multiples of the logits of a decode step: 4 for the recorded steps of each batch, and
+    6 to sample.
     """
     rollout, batches = config.rollout, 1 if config.data.eval is None else 2
     if rollout.engine != "embedded":

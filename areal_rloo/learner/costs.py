@@ -104,7 +104,6 @@ def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     return (
         f"out of memory: a step with learner.microbatch_tokens={learner.microbatch_tokens} needs about "
         f"{sum(parts.values()) / GIB:.2f} GiB on each rank ({in_words(parts)}; "
-        f"{of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were "
-        "free; "
+        f"{of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were free; "
         f"{', '.join(remedies)}; then continue with --resume"
     )

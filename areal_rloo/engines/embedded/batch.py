@@ -220,7 +220,8 @@ class DecodeBatch:
         uniform = self._uniforms.view(-1).index_select(0, rows.uniform_places[:num])
         tokens, logprobs = choose(plan.shaping(logits), uniform, plan.shaping.greedy)
         rows.tokens[:num].copy_(tokens)
-        rows.tokens[num:].copy_(tokens[:1])
+        if len(rows.tokens) > num:
+            rows.tokens[num:].copy_(tokens[:1])
         rows.counters.add_(1)
         plan.longest[:] = [longest + 1 for longest in plan.longest]
         self._positions[slots] += 1
