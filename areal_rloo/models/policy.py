@@ -106,7 +106,7 @@ def chosen_logprobs(
 
     `hidden` is [num_targets, hidden_size], `head` [vocabulary, hidden_size], `targets` [num_targets] int64.
     """
-    chunk = max(1, chunk_logits(on_gpu=hidden.is_cuda) // head.shape[0])
+    chunk = _chunk_targets(hidden, head)
     head = head.to(hidden.dtype)
     if len(targets) <= chunk:
         return _chunk(hidden, head, targets, form, entropy)
@@ -115,6 +115,10 @@ def chosen_logprobs(
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _chunk_targets(hidden: Tensor, head: Tensor) -> int:
+    return max(1, chunk_logits(on_gpu=hidden.is_cuda) // head.shape[0])
 
 
 def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, form: LogitForm, entropy: Entropy) -> TokenLogprobs:
@@ -143,7 +147,7 @@ def loss_of_tokens(
     to `hidden` and `head` (once), and logprobs and entropies without gradient.
     """
     loss, logprobs, entropies = _LossOfTokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, form, token_loss, entropy, max(1, chunk_logits(on_gpu=hidden.is_cuda) // head.shape[0])
+        hidden, head, targets, form, token_loss, entropy, _chunk_targets(hidden, head)
     )
     return loss, TokenLogprobs(logprobs, entropies)
 
