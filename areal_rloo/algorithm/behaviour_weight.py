@@ -74,7 +74,7 @@ def interpolated_proximal(
     version v + 1: `progress` in (0, 1] is the share of the step's minibatches that it has been trained on. For a fresh
     token (s = 0) the behaviour policy is the proximal policy, and the result is exact.
 
-    All are [num_tokens]: logprobs and result float, the result without gradient; staleness int64.
+    All are [num_tokens]: logprobs and result float, the result without gradient; staleness int.
     """
     share = staleness / (staleness + progress)
     return behaviour_logprobs + share * (current_logprobs.detach() - behaviour_logprobs)

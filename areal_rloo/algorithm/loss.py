@@ -63,7 +63,7 @@ class TokenOutcomes(NamedTuple):
     behaviour_weight_unbounded: Tensor  # float, w before the rule
     behaviour_weight_clamped: Tensor  # bool, the effect of the rule
     behaviour_weight_masked: Tensor  # bool, likewise
-    staleness: Tensor  # int64, in versions
+    staleness: Tensor  # int, in versions
 
     @classmethod
     def joined(cls, parts: Sequence[TokenOutcomes]) -> TokenOutcomes:
@@ -93,7 +93,7 @@ def policy_loss(
 ) -> LossOutput:
     """Compute the loss of a microbatch by the equation above.
 
-    All tensors are [num_tokens]; staleness and sequence_index are int64, the others float. Only the current logprobs,
+    All tensors are [num_tokens]; staleness is int, sequence_index int64, the others float. Only the current logprobs,
     and with an `entropy_coefficient` the entropies, have a gradient. A token weight of 0 removes a token from loss and
     metrics, whatever the logprobs are. `sequence_index` numbers the sequences of the tokens from 0; all are whole.
     """

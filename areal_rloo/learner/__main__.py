@@ -131,7 +131,7 @@ def _run(config: Config, arguments: Arguments) -> int:
     else:
         _ignore_drain_signals()  # rank 0 drains, and needs all ranks for the last checkpoint
         try:
-            checkpoint = ranks.take().decode()
+            checkpoint = bytes(ranks.take()).decode()
             follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
         except RankLostError as error:
             logger.error("%s", error)
@@ -157,7 +157,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     restored = newest_checkpoint(checkpoints, config, resume=arguments.resume)
     tokenizer = load_tokenizer(arguments.model_path)
     model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
-    ranks.hand_out([str(restored[0]).encode() if restored is not None else b""] * (ranks.num - 1))
+    ranks.hand_out([bytearray("" if restored is None else str(restored[0]), "utf-8")] * (ranks.num - 1))
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(arguments.model_path, tokenizer))
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)

@@ -99,22 +99,20 @@ class Masks:
 
 def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig) -> Masks:
     """Mask every token that another party wrote, that is past the staleness bound, or whose sample is truncated."""
-    masks, stale_tokens, num_truncated = [], [], 0
-    truncated = samples.spread(samples.truncated).tolist()
-    staleness_tokens: Counter[int] = Counter()
-    for index, trajectory in enumerate(samples.trajectories):
-        versions = trajectory.completion.versions
-        written = written_by_policy(trajectory.completion.spans, len(versions))
-        fresh = within_bound(versions, policy_version=policy_version, max_staleness=config.max_staleness)
-        stale_tokens.append(int((written & ~fresh).sum()))
-        mask = written & fresh
-        if config.rewards.mask_truncated and truncated[index]:
-            num_truncated += int(mask.sum())
-            mask = np.zeros_like(mask)
-        values, counts = np.unique(policy_version - versions[mask], return_counts=True)
-        staleness_tokens.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-        masks.append(torch.from_numpy(mask))
-    return Masks(masks, stale_tokens, num_truncated, staleness_tokens)
+    completions = [trajectory.completion for trajectory in samples.trajectories]
+    lengths = [len(completion.tokens) for completion in completions]
+    versions = np.concatenate([completion.versions for completion in completions])
+    written = np.concatenate([written_by_policy(c.spans, num) for c, num in zip(completions, lengths, strict=True)])
+    fresh = within_bound(versions, policy_version=policy_version, max_staleness=config.max_staleness)
+    firsts = np.cumsum([0, *lengths[:-1]])
+    stale_tokens = np.add.reduceat(written & ~fresh, firsts, dtype=np.int64).tolist()
+    mask, num_truncated = written & fresh, 0
+    if config.rewards.mask_truncated:
+        truncated = mask & np.repeat(samples.spread(samples.truncated).numpy(), lengths)
+        mask, num_truncated = mask & ~truncated, int(truncated.sum())
+    values, counts = np.unique(policy_version - versions[mask], return_counts=True)
+    staleness_tokens = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    return Masks(list(torch.from_numpy(mask).split(lengths)), stale_tokens, num_truncated, staleness_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,7 @@ def _forward(model: PreTrainedModel, sequences: Sequence[tuple[list[int], list[i
     microbatch = Microbatch(
         lengths=[len(prompt) + len(completion) - 1 for prompt, completion in sequences],
         num_targets=[len(completion) for _, completion in sequences],
-        input_ids=torch.tensor([token for prompt, completion in sequences for token in (*prompt, *completion[:-1])]),
-        targets=torch.tensor([token for _, completion in sequences for token in completion]),
+        tokens=torch.tensor([token for prompt, completion in sequences for token in (*prompt, *completion)]),
         columns={},
     )
     row = Row.of(microbatch, torch.device("cpu"))

@@ -8,13 +8,16 @@ minibatch.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,16 +31,12 @@ from areal_rloo.trajectory import Trajectory
 
 
 class Microbatch(msgspec.Struct, frozen=True):
-    """Whole trajectories in a row, in CPU memory, as sent to a rank.
+    """Whole trajectories for a row, in CPU memory, as sent to a rank."""
 
-    The last token of each trajectory is omitted: no target follows it.
-    """
-
-    lengths: list[int]  # tokens of each sequence
-    num_targets: list[int]  # of each sequence, the number of last places that predict a completion token
-    input_ids: Tensor  # [sum of lengths] int32
-    targets: Tensor  # [sum of num_targets] int32, the completion tokens
-    columns: dict[str, Tensor]  # further values of the targets, [sum of num_targets] each
+    lengths: list[int]  # places of each sequence in the row: the tokens but the last, which predicts nothing
+    num_targets: list[int]  # of each sequence, the number of last tokens that are the completion
+    tokens: Tensor  # [sum of lengths + 1] int32, of each sequence the prompt and the completion
+    columns: dict[str, Tensor]  # further values of the completion tokens, [sum of num_targets] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,14 @@ class Row:
         lengths, counts = np.array(microbatch.lengths), np.array(microbatch.num_targets)
         ends, first = np.cumsum(lengths), np.cumsum(counts) - counts
         predicts = np.arange(counts.sum()) + np.repeat(ends - counts - first, counts)
+        sequence_index, tokens = np.repeat(np.arange(len(counts)), counts), microbatch.tokens.numpy()
+        lasts = ends + np.arange(len(lengths))  # in `tokens`, which have another place for each sequence
         return cls(
-            input_ids=microbatch.input_ids.to(device, torch.int64),
+            input_ids=torch.from_numpy(np.delete(tokens, lasts)).to(device, torch.int64),
             layout=PackedLayout.of_lengths(microbatch.lengths, device),
             predicts=torch.from_numpy(predicts).to(device),
-            targets=microbatch.targets.to(device, torch.int64),
-            sequence_index=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+            targets=torch.from_numpy(tokens[predicts + sequence_index + 1]).to(device, torch.int64),
+            sequence_index=torch.from_numpy(sequence_index).to(device),
             columns={name: column.to(device) for name, column in microbatch.columns.items()},
         )
 
@@ -136,7 +137,7 @@ def pack(
     *,
     max_tokens: int,
     num_ranks: int = 1,
-    columns: Mapping[str, Sequence[Tensor]] | None = None,
+    columns: Mapping[str, Sequence[npt.NDArray[Any]]] | None = None,
 ) -> PackedBatch:
     """Pack all trajectories of a minibatch into rows; each column is, of each trajectory, [num_completion_tokens]."""
     indices = plan_rows([trajectory.num_tokens - 1 for trajectory in trajectories], max_tokens, num_ranks=num_ranks)
@@ -159,42 +160,45 @@ def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) ->
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in order]
+    rows: list[list[int]] = []
     left = np.full(len(order), max_tokens)
     for index in order:
-        place = int(np.argmax(left >= lengths[index]))
+        place = int(np.argmax(left[: len(rows) + 1] >= lengths[index]))
+        if place == len(rows):
+            rows.append([])
         rows[place].append(index)
         left[place] -= lengths[index]
-    return [row for row in rows if row]
+    return rows
 
 
 def _evened(order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int) -> list[list[int]] | None:
     """Put each sequence, longest first, into the emptiest row; None if a row exceeds the budget."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    used = np.zeros(num_rows, dtype=np.int64)
+    emptiest = [(0, place) for place in range(num_rows)]  # a heap: tokens and row
     for index in order:
-        place = int(used.argmin())
-        used[place] += lengths[index]
-        if used[place] > max_tokens:
+        used, place = emptiest[0]
+        if used + lengths[index] > max_tokens:
             return None
+        heapq.heapreplace(emptiest, (used + lengths[index], place))
         rows[place].append(index)
     return rows
 
 
 def _microbatch(
-    trajectories: Sequence[Trajectory], indices: Sequence[int], columns: Mapping[str, Sequence[Tensor]]
+    trajectories: Sequence[Trajectory], indices: Sequence[int], columns: Mapping[str, Sequence[npt.NDArray[Any]]]
 ) -> Microbatch:
     """Build a row; without trajectories, a filler row of a single token with weight 0."""
     if not indices:
-        zero = torch.zeros(1, dtype=torch.int32)
-        empty = {name: torch.zeros(1, dtype=values[0].dtype) for name, values in columns.items()}
-        return Microbatch([1], [1], zero, zero, empty)
+        empty = {name: torch.from_numpy(np.zeros(1, values[0].dtype)) for name, values in columns.items()}
+        return Microbatch([1], [1], torch.zeros(2, dtype=torch.int32), empty)
     row = [trajectories[index] for index in indices]
-    inputs = [part for t in row for part in (t.prompt_tokens, t.completion.tokens[:-1])]
+    tokens = np.concatenate([part for t in row for part in (t.prompt_tokens, t.completion.tokens)])
     return Microbatch(
         lengths=[t.num_tokens - 1 for t in row],
         num_targets=[len(t.completion.tokens) for t in row],
-        input_ids=torch.from_numpy(np.concatenate(inputs)),
-        targets=torch.from_numpy(np.concatenate([t.completion.tokens for t in row])),
-        columns={name: torch.cat([values[index] for index in indices]) for name, values in columns.items()},
+        tokens=torch.from_numpy(tokens),
+        columns={
+            name: torch.from_numpy(np.concatenate([values[index] for index in indices]))
+            for name, values in columns.items()
+        },
     )

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from areal_rloo.algorithm.diagnostics import Sums, measure
 from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import Rounding, named_weights, rounding
@@ -42,7 +43,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     stepped: list[bool]  # True if everything was finite on all ranks
     gradient_norms: list[float]  # over all ranks, before clipping
     losses: list[float]  # the sum over the rows of this rank
-    outcomes: list[TokenOutcomes]  # of the tokens of this rank, in CPU memory
+    sums: list[Sums]  # over the tokens of this rank
     times: Times
     roundings: list[Rounding] = []  # of merged adapters after the step; empty if none are merged
 
@@ -197,8 +198,7 @@ class LearnerRank:
         trained.stepped.append(finite)
         trained.gradient_norms.append(norm)
         trained.losses.append(loss)
-        outcomes = TokenOutcomes.joined([output.tokens for output in outputs])
-        trained.outcomes.append(TokenOutcomes(*(values.cpu() for values in outcomes)))
+        trained.sums.append(measure(TokenOutcomes.joined([output.tokens for output in outputs])))
 
     def _loss(self, loss: RowLoss) -> LossOutput:
         """Compute the loss in the forward pass, chunk by chunk if the loss is a sum over tokens."""

@@ -194,7 +194,7 @@ def batch_numbers(batch: Sequence[Group], *, label: Callable[[str], str] = str) 
         "completion_tokens_mean": float(lengths.mean()),
         "completion_tokens_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
-        "spanning_share": float(np.mean([len(np.unique(t.completion.versions)) > 1 for t in trajectories])),
+        "spanning_share": float(np.mean([t.completion.versions[0] < t.completion.versions[-1] for t in trajectories])),
     }
 
 

@@ -202,10 +202,16 @@ def _own_storage(part: Tensor) -> Tensor:
     return torch.from_numpy(part.flatten().view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
 
-def _tensor_to_plain(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+def _encode(message: Command | Answer) -> bytearray:
+    encoded = bytearray()
+    _encoder.encode_into(message, encoded)
+    return encoded
+
+
+def _tensor_to_plain(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     assert isinstance(value, Tensor), f"unexpected type in a message: {type(value).__name__}"
     array = value.contiguous().numpy()
-    return array.dtype.str, array.shape, array.tobytes()
+    return array.dtype.str, array.shape, array.data
 
 
 def _tensor_from_plain(kind: type, plain: Any) -> Tensor:
@@ -214,6 +220,6 @@ def _tensor_from_plain(kind: type, plain: Any) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
 
 
-_encode: Callable[[Command | Answer], bytes] = msgspec.msgpack.Encoder(enc_hook=_tensor_to_plain).encode
-_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_tensor_from_plain).decode
-_decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer, dec_hook=_tensor_from_plain).decode
+_encoder = msgspec.msgpack.Encoder(enc_hook=_tensor_to_plain)
+_decode_command: Callable[[memoryview], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_tensor_from_plain).decode
+_decode_answer: Callable[[memoryview], Answer] = msgspec.msgpack.Decoder(Answer, dec_hook=_tensor_from_plain).decode

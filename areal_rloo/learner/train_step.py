@@ -176,13 +176,13 @@ class TrainStep:
             live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
             kept = [samples.trajectories[i] for i in live]
             columns = {
-                "behaviour": [behaviour_logprobs(trajectory) for trajectory in kept],
-                "advantages": [advantages.of_tokens[i] for i in live],
-                "weights": [weights[i] for i in live],
-                "staleness": [policy_version - torch.from_numpy(t.completion.versions).long() for t in kept],
+                "behaviour": [trajectory.completion.behaviour_logprobs for trajectory in kept],
+                "advantages": [advantages.of_tokens[i].numpy() for i in live],
+                "weights": [weights[i].numpy() for i in live],
+                "staleness": [policy_version - trajectory.completion.versions for trajectory in kept],
             }
             if self._kl_in_loss:
-                columns["reference"] = [reference.logprobs[i] for i in live]
+                columns["reference"] = [reference.logprobs[i].numpy() for i in live]
             minibatches.append(self._pack(kept, columns=columns))
         return minibatches
 
@@ -208,7 +208,7 @@ class TrainStep:
         numbers = {
             "loss": sum(sum(answer.losses) for answer in trained) / len(minibatches),
             "gradient_norm": float(np.max(first.gradient_norms)),  # unlike max, NaN stays
-            **diagnose(list(zip(*(answer.outcomes for answer in trained), strict=True))),
+            **diagnose(list(zip(*(answer.sums for answer in trained), strict=True))),
             "lora_lost_share": lost_share(rounding for answer in trained for rounding in answer.roundings),
         }
         times["exchange"] = max(0.0, all_s - sum(times.values()))

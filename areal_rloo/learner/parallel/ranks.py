@@ -66,22 +66,22 @@ class Ranks:
         patience = (_PATIENCE, timeout, _PATIENCE)  # orders, answers, and files: a slow disk may take any time
         return cls(rank, num, *(dist.new_group(backend="gloo", timeout=longest) for longest in patience))
 
-    def hand_out(self, messages: Sequence[bytes]) -> None:
+    def hand_out(self, messages: Sequence[bytearray]) -> None:
         """Rank 0: send a message to each of the other ranks, in rank order."""
         assert len(messages) == self.num - 1, "expected a message for each other rank"
         sent = [self._send(message, rank, self._orders) for rank, message in enumerate(messages, start=1)]
         for rank, works in enumerate(sent, start=1):
             self._finish(works, rank)
 
-    def take(self) -> bytes:
+    def take(self) -> memoryview:
         """Other ranks: wait for the next message; raises RankLostError if rank 0 ended."""
         return self._receive(0, self._orders)
 
-    def answer(self, message: bytes) -> None:
+    def answer(self, message: bytearray) -> None:
         """Other ranks: answer the message taken last."""
         self._finish(self._send(message, 0, self._answers), 0)
 
-    def answers(self) -> list[bytes]:
+    def answers(self) -> list[memoryview]:
         """Rank 0: wait for the answers of the other ranks, in rank order; raises RankLostError if a rank ended."""
         return [self._receive(rank, self._answers) for rank in range(1, self.num)]
 
@@ -93,9 +93,9 @@ class Ranks:
         if self.files is None:
             return [problem]
         if self.rank > 0:
-            self._finish(self._send(problem.encode(), 0, self.files), 0)
+            self._finish(self._send(bytearray(problem.encode()), 0, self.files), 0)
             return [problem]
-        return [problem, *(self._receive(rank, self.files).decode() for rank in range(1, self.num))]
+        return [problem, *(bytes(self._receive(rank, self.files)).decode() for rank in range(1, self.num))]
 
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor in CPU memory over all ranks; the same shape on each."""
@@ -114,8 +114,9 @@ class Ranks:
             self._orders = self._answers = self.files = None
             dist.destroy_process_group()
 
-    def _send(self, message: bytes, rank: int, group: dist.ProcessGroup | None) -> list[dist.Work | None]:
-        size, body = torch.tensor([len(message)]), torch.frombuffer(bytearray(message + b"\0"), dtype=torch.uint8)
+    def _send(self, message: bytearray, rank: int, group: dist.ProcessGroup | None) -> list[dist.Work | None]:
+        size = torch.tensor([len(message)])
+        body = torch.frombuffer(message or bytearray(1), dtype=torch.uint8)  # an empty tensor cannot be sent
         return [
             dist.isend(tensor, group=group, group_dst=rank, tag=tag)
             for tensor, tag in ((size, _TAG_SIZE), (body, _TAG_BODY))
@@ -129,15 +130,15 @@ class Ranks:
             except RuntimeError as error:
                 raise self._gone(rank, error) from error
 
-    def _receive(self, rank: int, group: dist.ProcessGroup | None) -> bytes:
+    def _receive(self, rank: int, group: dist.ProcessGroup | None) -> memoryview:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             dist.recv(size, group=group, group_src=rank, tag=_TAG_SIZE)
-            body = torch.empty(int(size) + 1, dtype=torch.uint8)  # an empty tensor cannot be sent
+            body = torch.empty(max(1, int(size)), dtype=torch.uint8)
             dist.recv(body, group=group, group_src=rank, tag=_TAG_BODY)
         except RuntimeError as error:
             raise self._gone(rank, error) from error
-        return body[:-1].numpy().tobytes()
+        return body.numpy().data[: int(size)]
 
     def _gone(self, rank: int, error: Exception) -> RankLostError:
         return RankLostError(

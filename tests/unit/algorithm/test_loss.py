@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_rloo.algorithm.diagnostics import diagnose
+from areal_rloo.algorithm.diagnostics import diagnose, measure
 from areal_rloo.algorithm.kl import KLTerm
 from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
 from areal_rloo.config import BehaviourWeightConfig, KLConfig, LossConfig
@@ -222,7 +222,9 @@ def test_an_ignored_behaviour_weight_is_one() -> None:
 )
 def test_without_a_weight_the_mean_is_absent_and_the_shares_are_0(config: LossConfig) -> None:
     """The alert of the shares adds both up, so none may be NaN."""
-    numbers = diagnose([[_loss([-1.0, -2.0], [-1.1, -2.0], [-4.0, -2.0], [1.0, 1.0], config=config)[2].tokens]])
+    numbers = diagnose(
+        [[measure(_loss([-1.0, -2.0], [-1.1, -2.0], [-4.0, -2.0], [1.0, 1.0], config=config)[2].tokens)]]
+    )
     assert math.isnan(numbers["behaviour_weight_mean"])
     assert math.isnan(numbers["behaviour_weight_max"])
     assert numbers["behaviour_weight_clamped_share"] == numbers["behaviour_weight_masked_share"] == 0
@@ -281,7 +283,7 @@ def test_any_finite_input_gives_a_finite_loss_and_gradient(
     loss, gradient, output = _loss(current, proximal, behaviour, advantages, weights, config, sequence)
     assert math.isfinite(loss)
     assert all(map(math.isfinite, gradient))
-    numbers = diagnose([[output.tokens]])
+    numbers = diagnose([[measure(output.tokens)]])
     numbers |= numbers.pop("behaviour_kl_by_staleness")
     absent = () if kind != "reinforce" else ("ratio_mean", "ratio_max")
     absent += () if decoupled else ("behaviour_weight_mean", "behaviour_weight_max")
