@@ -1,0 +1,156 @@
+"""Compare the quickstart with TRL's RLOOTrainer and with a synchronous loop: the same model, task and optimizer.
+
+    python benchmarks/trl_peer.py --trl .venv-trl/bin/python [--output benchmarks/results/trl_peer.json]
+
+    speed      samples a second after the first steps, with a learning rate so small that all runs have the same load
+    learning   seconds to a greedy held-out accuracy of 0.95, with the learning rate of the quickstart, and the peak of
+               memory
+
+`.venv-trl` is made by `python -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt -e . trl datasets`.
+Each system has both cores: ours a core for each half, TRL both in turn. `synchronous` is ours with `max_staleness=0`
+and both cores for each half: generation and training in turn. Runs are interleaved, and results are medians. The
+seconds leave out the start of the processes. Evaluations count for ours, because the engine decodes them beside the
+training; TRL's clock is stopped meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hardware
+import psutil
+
+from areal_rloo.config import load_config
+from areal_rloo.learner.warm_start import prepare_tiny_model
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+_SPEED_STEPS, _NOT_COUNTED = 16, 4
+_LEARNING_STEPS = 60
+_GOAL = 0.95
+_STILL = 1e-9  # a learning rate
+
+
+class Point(NamedTuple):
+    step: int
+    seconds: float  # since the first step began
+    accuracy: float | None
+    peak_bytes: float  # of the process, or of all processes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trl", type=Path, required=True, help="a Python that has TRL and areal_rloo")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=["speed", "learning"])
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    config = load_config("quickstart.yaml")
+    samples = config.learner.groups_per_step * config.algorithm.group_size
+    model = prepare_tiny_model(config).path
+    cores = len(os.sched_getaffinity(0))
+    systems: dict[str, Callable[[int, float], list[Point]]] = {
+        "asynchronous": partial(_ours, max(1, cores // 2), 1),
+        "synchronous": partial(_ours, cores, 0),
+        "trl": partial(_trl, arguments.trl, model),
+    }
+    result: dict[str, Any] = {"samples_per_step": samples}
+    if "speed" in arguments.parts:
+        rates: dict[str, list[float]] = {name: [] for name in systems}
+        for _ in range(arguments.repeats):
+            for name, run in systems.items():
+                points = run(_SPEED_STEPS, _STILL)
+                counted_s = points[-1].seconds - points[_NOT_COUNTED].seconds
+                rates[name].append(samples * (points[-1].step - points[_NOT_COUNTED].step) / counted_s)
+                print(f"{name}: {rates[name][-1]:.0f} samples/s", flush=True)
+        result["samples_per_s"] = {name: round(statistics.median(values)) for name, values in rates.items()}
+        result["range"] = {name: [round(min(values)), round(max(values))] for name, values in rates.items()}
+    if "learning" in arguments.parts:
+        seconds: dict[str, list[float | None]] = {name: [] for name in systems}
+        peaks: dict[str, list[float]] = {name: [] for name in systems}
+        for _ in range(arguments.repeats):
+            for name, run in systems.items():
+                points = run(_LEARNING_STEPS, config.learner.optimizer.learning_rate)
+                reached = (point.seconds for point in points if (point.accuracy or 0.0) >= _GOAL)
+                seconds[name].append(next(reached, None))
+                peaks[name].append(max(point.peak_bytes for point in points))
+                accuracies = [point.accuracy for point in points if point.accuracy is not None]
+                print(f"{name}: {seconds[name][-1]} s to {_GOAL}; {accuracies}", flush=True)
+        result["seconds_to_goal"] = seconds
+        result["peak_gib"] = {name: round(max(values) / 2**30, 2) for name, values in peaks.items()}
+    print(result)
+    hardware.write(arguments.output, result)
+
+
+def _ours(threads: int, max_staleness: int, num_steps: int, rate: float) -> list[Point]:
+    evaluates = rate > _STILL
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base) / "run"
+        command = [
+            *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
+            f"run.folder={folder}",
+            f"algorithm.max_staleness={max_staleness}",
+            f"learner.num_threads={threads}",
+            f"rollout.num_threads={threads}",
+            f"learner.num_train_steps={num_steps}",
+            f"learner.optimizer.learning_rate={rate}",
+            f"evaluation.every_n_versions={5 if evaluates else 0}",
+            *([] if evaluates else ["data.eval=null"]),
+            "checkpoint.every_n_steps=0",
+            "telemetry.progress=false",
+        ]
+        peak = _peak_of(command)
+        records = list(read_records(folder / "metrics.jsonl"))
+    steps = [record for record in records if isinstance(record, TrainRecord)]
+    accuracies = {record.policy_version: record.accuracy for record in records if isinstance(record, EvalRecord)}
+    points = [Point(step.policy_version, step.wall_s, accuracies.get(step.policy_version), peak) for step in steps]
+    return [Point(0, 0.0, accuracies.get(0), peak), *points]
+
+
+def _peak_of(command: list[str]) -> float:
+    """Run a command; return the peak of the memory of all its processes in bytes, shared pages counted once."""
+    process = psutil.Popen(command)
+    peak = 0
+    while True:
+        try:
+            code = process.wait(0.5)
+        except psutil.TimeoutExpired:
+            peak = max(peak, sum(map(_memory_of, [process, *process.children(recursive=True)])))
+            continue
+        if code != 0:
+            raise subprocess.CalledProcessError(code, command)
+        return peak
+
+
+def _memory_of(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _trl(python: Path, model: str, num_steps: int, rate: float) -> list[Point]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "steps.jsonl"
+        command = [
+            *(str(python), str(Path(__file__).with_name("trl_trainer.py")), "--model", model),
+            *("--num-steps", str(num_steps), "--learning-rate", str(rate), "--output", str(output)),
+            *(["--evaluates"] if rate > _STILL else []),
+        ]
+        peak = _peak_of(command)
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+    return [Point(line["step"], line["seconds"], line["accuracy"], peak) for line in lines]
+
+
+if __name__ == "__main__":
+    main()
