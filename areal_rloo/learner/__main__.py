@@ -34,7 +34,7 @@ from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, Totals, read_state
+from areal_rloo.learner.checkpoint import Checkpoints, read_state
 from areal_rloo.learner.checkpoint_folder import folder_of
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.loop import Learner
@@ -43,6 +43,7 @@ from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.resuming import newest_checkpoint, restored_ledger
+from areal_rloo.learner.state import Totals
 from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep

@@ -20,9 +20,10 @@ from areal_rloo.errors import TrainingError, UnsavedError, WeightsError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, capture
+from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.state import LearnerState, capture
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
@@ -98,7 +99,7 @@ class Learner:
             totals=msgspec.structs.replace(self.reporter.totals),
             kl_coefficient=self.train_step.kl_coefficient,
             num_optimizer_steps=self.train_step.team.num_optimizer_steps,
-            **self.intake.snapshot(capture),
+            **self.intake.snapshot(capture).encoded(),
         )
         self.checkpoints.save(state, config=self.config, team=self.train_step.team, tokenizer=self.tokenizer)
 

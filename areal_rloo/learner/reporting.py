@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from areal_rloo.intake.intake import IntakeStatistics
-from areal_rloo.learner.checkpoint import Checkpoints, Totals
+from areal_rloo.learner.checkpoint import Checkpoints
+from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile

@@ -11,7 +11,8 @@ from areal_rloo.config import Config, load_config
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.refit import refit
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, restore_ledger
+from areal_rloo.learner.checkpoint import Checkpoints
+from areal_rloo.learner.state import LearnerState, restore_ledger
 from areal_rloo.learner.stretches import CONFIG_NAME, changes_since
 from areal_rloo.telemetry.logs import get_logger
 

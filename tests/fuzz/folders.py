@@ -24,9 +24,10 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.launcher.run_folder import is_finished
 from areal_rloo.learner.batches import encode_batch, read_batch
-from areal_rloo.learner.checkpoint import LearnerState, Totals, capture, read_checkpoint, read_state, restore_ledger
+from areal_rloo.learner.checkpoint import read_checkpoint, read_state
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
+from areal_rloo.learner.state import LearnerState, Totals, capture, restore_ledger
 from areal_rloo.models.folder import (
     check_model_folder,
     check_policy_weights,
@@ -87,7 +88,7 @@ def _state() -> LearnerState:
     prompts.give_back(0, 5)
     totals = Totals(trained_tokens=7, staleness_tokens={0: 4, 1: 3}, wall_s=1.5)
     return LearnerState(
-        **capture(ledger, prompts),
+        **capture(ledger, prompts).encoded(),
         policy_version=3,
         history=(("before", 0), ("learner", 2)),
         totals=totals,
@@ -146,7 +147,7 @@ def _try_checkpoint(content: bytes) -> None:
             return _check_line(error, _STEP, "checkpoint")
         finally:
             torch.set_rng_state(random)
-        again = msgspec.structs.replace(state, **capture(ledger, stream))
+        again = msgspec.structs.replace(state, **capture(ledger, stream).encoded())
         (folder / "state.msgpack").write_bytes(msgspec.msgpack.encode(again))
         assert read_state(folder) == again
         (folder / "state.msgpack").write_bytes(whole.files["state.msgpack"])

@@ -10,7 +10,8 @@ from areal_rloo.config import load_config
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, Totals, capture
+from areal_rloo.learner.checkpoint import Checkpoints
+from areal_rloo.learner.state import LearnerState, Totals, capture
 from areal_rloo.learner.team import Team
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import Item, Source
@@ -47,7 +48,7 @@ def checkpoint_state(version: int) -> LearnerState:
         totals=Totals(trained_tokens=7),
         kl_coefficient=0.1,
         num_optimizer_steps=2,
-        **capture(ledger, prompts),
+        **capture(ledger, prompts).encoded(),
     )
 
 

@@ -9,17 +9,14 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import save, stream, trained
+from support.checkpoints import checkpoint_state, save, stream, trained
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import (
-    Checkpoints,
-    _seal,
-    restore_ledger,
-)
+from areal_rloo.learner.checkpoint import Checkpoints, _seal
 from areal_rloo.learner.optimizer import schedule_factor
+from areal_rloo.learner.state import capture, restore_ledger
 from areal_rloo.models.loading import load_policy
 
 CPU = torch.device("cpu")
@@ -48,6 +45,18 @@ def test_a_checkpoint_restores_state_and_its_model_loads(tmp_path: Path, tiny_fo
     expected_weights = trained(tiny_folders["qwen2"]).own.policy.causal.state_dict()
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
     assert (state.kl_coefficient, state.num_optimizer_steps) == (0.1, 2)
+
+
+def test_a_captured_state_copies_no_token_and_stays_as_it_was() -> None:
+    """The loop of the intake waits for the capture, and not for the tokens."""
+    prompts = stream()
+    ledger = restore_ledger(checkpoint_state(3), prompts)
+    expected = capture(ledger, prompts).encoded()
+    captured = capture(ledger, prompts)
+    assert captured.buffered[0] is ledger.groups[1].samples[0].trajectories[0]
+    ledger.drop_sample((1, 0), "test")
+    prompts.take()
+    assert captured.encoded() == expected != capture(ledger, prompts).encoded()
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from support.checkpoints import save, stream
 from areal_rloo.config import load_config
 from areal_rloo.errors import DataError, DecodeError, UserError
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, LearnerState, _seal, read_checkpoint, restore_ledger
+from areal_rloo.learner.checkpoint import Checkpoints, _seal, read_checkpoint
 from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.learner.state import LearnerState, restore_ledger
 from areal_rloo.trajectory import Completion
 from areal_rloo.wire.turns import RecordedTurn, encode_turns
 

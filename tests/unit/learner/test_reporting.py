@@ -10,8 +10,9 @@ from support.train_steps import ragged_groups, spied_step, step_config
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.intake.intake import IntakeStatistics
-from areal_rloo.learner.checkpoint import Checkpoints, Totals
+from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.state import Totals
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
