@@ -28,6 +28,7 @@ ArealRlooError
 """
 
 import inspect
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,11 @@ EXIT_WENT_BACK = 4  # exit code of a rollout worker after the learner restarted 
 EXIT_UNSAVED = 5  # exit code of a learner whose last checkpoint the disk refused; a restart would end in the same way
 
 
+def install(extra: str) -> str:
+    """Give the command that installs an extra into the environment of this process."""
+    return f"{sys.executable} -m pip install 'areal-rloo[{extra}]'"
+
+
 class ArealRlooError(Exception):
     """Root of the tree. `exit_code`: of a process that ends with this error."""
 
@@ -57,7 +63,7 @@ class UserError(ArealRlooError):
     """The user can fix this error. Programs print a single line `error: ...` and exit with code 2.
 
     The text is made a single line, whatever a file name, a value or another program's message has in it. `absent`: a
-    library or program is not installed on this host; other hosts may have it.
+    library, a program or the weights of a model are not on this host; other hosts may have them.
     """
 
     exit_code = 2

@@ -1,6 +1,6 @@
-"""Add your own reward to the reward of a task: correct answers, the shorter the better.
+r"""Add your own reward to the reward of a task: correct answers, the shorter the better.
 
-    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \\
+    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \
         'data.train.rewards=[{task: arithmetic}, {function: examples/custom_reward.py:brevity, weight: 0.3}]'
 
 The reward is a weighted sum of parts. metrics.jsonl, the report and every trajectory show each part
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def brevity(completion: str, completion_ids: list[int], finish_reason: str, answer: str) -> float:
-    """Return 1 for an empty completion, less for more tokens, and 0 from 96 tokens on or if truncated.
+    """Return almost 1 for a short completion with an answer, less for more tokens, and 0 from 96 tokens on.
 
     Arguments are passed by name: prompt, completion, turns, prompt_ids, completion_ids, finish_reason, answer, purpose,
     source, item, and every field of the item's row.

@@ -1,7 +1,7 @@
-"""Define your own task: prompts, and rewards of completions.
+r"""Define your own task: prompts, and rewards of completions.
 
-    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \\
-        data.train.task=examples/custom_task.py:ShortSums data.train.parameters.num_items=500 \\
+    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \
+        data.train.task=examples/custom_task.py:ShortSums data.train.parameters.num_items=500 \
         data.eval.task=examples/custom_task.py:ShortSums
 
 Prompts in a file with a reward function need no class: use `task: rows`, `path` and `rewards`.

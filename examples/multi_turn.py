@@ -1,7 +1,7 @@
-"""Define your own episode: the policy may try again, after a hint whether the answer was too high or too low.
+r"""Define your own episode: the policy may try again, after a hint whether the answer was too high or too low.
 
-    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \\
-        rollout.episode.type=examples/multi_turn.py:Hints rollout.episode.max_turns=3 \\
+    python -m areal_rloo.launcher.local --config quickstart.yaml learner.num_train_steps=20 \
+        rollout.episode.type=examples/multi_turn.py:Hints rollout.episode.max_turns=3 \
         rollout.sampling.max_new_tokens=200
 
 The built-in episode `rollout.episode.type=multi_turn` repeats a fixed feedback. Hints are never trained on. The next

@@ -1,6 +1,6 @@
-"""Train an agent without changes: the agent uses the `openai` client, and does not know about the training.
+r"""Train an agent without changes: the agent uses the `openai` client, and does not know about the training.
 
-    python -m areal_rloo.launcher.local --config quickstart.yaml rollout.episode.type=agent \\
+    python -m areal_rloo.launcher.local --config quickstart.yaml rollout.episode.type=agent \
         rollout.episode.agent=examples/openai_agent.py:solve learner.num_train_steps=20
 
 Needs `pip install openai`, and minutes on a CPU. The run makes 8 samples of each problem. Every sample is a call of
@@ -9,7 +9,7 @@ this key, and the return value of `solve` is the reward of the sample.
 
 To run the same agent against any other endpoint:
 
-    print(solve(base_url="https://...", api_key="...", model="...", prompt="3+5+7=?\\n", answer="#### 15"))
+    print(solve(base_url="https://...", api_key="...", model="...", prompt="3+5+7=?\n", answer="#### 15"))
 """
 
 import re

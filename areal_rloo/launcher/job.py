@@ -41,6 +41,7 @@ from areal_rloo.telemetry.summary import (
 
 logger = get_logger(__name__)
 
+_FULL_BYTES = 65_536  # free on a disk that takes nothing more
 _GRACE_S = 5.0
 _LOOK_EVERY_S = 0.1
 _TOLD_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -91,7 +92,7 @@ class Job:
         self._waits = Waits(request.folder / "logs" / "learner.log", self._progress.warn)
         self._signals = signals
         self._drain_ends_s: float | None = None
-        self._disk_is_full = False
+        self._disk_told = 0  # 1: of little room, 2: of no room
         self._trouble = ""
         self.unfinished = False
 
@@ -258,13 +259,19 @@ class Job:
                 logger.error("the launcher cannot look at the run: %r; the run goes on", error)
             self._trouble = str(error)
             return
-        least, was_full = self._config.launcher.min_free_disk_bytes, self._disk_is_full
-        self._disk_is_full = free < least
-        if self._disk_is_full and not was_full:
-            self._progress.warn(
-                f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}: training goes "
-                "on, but checkpoints, metrics and logs may be missing; free some disk"
-            )
+        self._warn_of_disk(free)
+
+    def _warn_of_disk(self, free: int) -> None:
+        """Say that the disk has little room, and that it has none; each once until there is room again."""
+        least, told = self._config.launcher.min_free_disk_bytes, self._disk_told
+        level = 2 if free < _FULL_BYTES else 1 if free < least else 0
+        self._disk_told = max(told, level) if level else 0
+        if level > told:
+            few = f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}"
+            lost = "checkpoints, metrics and logs may be missing"
+            if level == 2:
+                lost = "no checkpoint and no record can be written, so the line of progress stands still"
+            self._progress.warn(f"{few}: training goes on, but {lost}; free some disk")
 
     def _unsaved(self) -> str:
         """Describe the last checkpoint that could not be written, with the reason from the log of the first rank."""

@@ -21,10 +21,16 @@ from typing import Any, NoReturn
 from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
-from areal_rloo.launcher.doctor import Finding, Situation, findings, raise_first
+from areal_rloo.launcher.doctor import Check, Finding, Situation, findings, raise_first
 from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_wire_host
 from areal_rloo.launcher.doctor.disk import check_run_folder
-from areal_rloo.launcher.doctor.inputs import check_data_files, check_functions, check_models, check_server
+from areal_rloo.launcher.doctor.inputs import (
+    check_data_files,
+    check_functions,
+    check_hub_datasets,
+    check_models,
+    check_server,
+)
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
@@ -148,8 +154,8 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     """
     absent: list[str] = []
     situation = Situation(config, runs_here=runs_here)
-    inputs = (check_models, check_functions, check_data_files)
-    for check_input in (check_processes, check_server, *inputs) if runs_here else inputs:
+    inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
+    for check_input in (check_processes, check_server, *inputs, check_hub_datasets) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_rloo.config import LoraConfig
-from areal_rloo.errors import ModelError
+from areal_rloo.errors import ModelError, install
 from areal_rloo.files import use_umask
 from areal_rloo.learner.parallel.sharding import local, with_product
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_targets
@@ -42,7 +42,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
     try:
         import peft  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ModelError("learner.lora: needs peft; pip install 'areal_rloo[peft]'") from error
+        raise ModelError(f"learner.lora: needs peft; {install('peft')}") from error
     head = causal.get_output_embeddings()  # the head weight is used directly, not through an adapter
     known = {
         name.rsplit(".", 1)[-1]

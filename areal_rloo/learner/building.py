@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_rloo.config import Config
-from areal_rloo.errors import ConfigError, ModelError
+from areal_rloo.errors import ConfigError, ModelError, install
 from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
@@ -107,5 +107,5 @@ def _use_liger(causal: PreTrainedModel, device: torch.device) -> None:
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ModelError("learner.kernels: liger needs liger-kernel; pip install 'areal_rloo[liger]'") from error
+        raise ModelError(f"learner.kernels: liger needs liger-kernel; {install('liger')}") from error
     _apply_liger_kernel_to_instance(causal, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -331,7 +331,8 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
                 "files; if you trust the file, convert the model: from_pretrained and save_pretrained of transformers"
             )
         if not single.is_file():
-            raise ModelError(f"{key}: {folder}: no {SINGLE} in it and no {INDEX}; expected a Hugging Face model folder")
+            text = f"{key}: {folder}: no {SINGLE} in it and no {INDEX}; expected a Hugging Face model folder"
+            raise ModelError(text, absent=True)
         return [single]
     try:
         names = weight_files(index)

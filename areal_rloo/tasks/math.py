@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import DataError, SourceError
+from areal_rloo.errors import DataError, SourceError, install
 from areal_rloo.tasks.base import Item
 from areal_rloo.tasks.rows import Row, RowTask, text_field
 
@@ -40,7 +40,7 @@ class MathTask(RowTask):
 
     def __init__(self, source: ConfiguredSource, seed: int) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            words = "task: math needs math-verify; install the extra: pip install 'areal-rloo[math]'"
+            words = f"task: math needs math-verify; install the extra: {install('math')}"
             raise SourceError(words, absent=True)
         super().__init__(source, seed)
 

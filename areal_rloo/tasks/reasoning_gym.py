@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import SourceError
+from areal_rloo.errors import SourceError, install
 from areal_rloo.tasks.base import Item, LazyItems, Split, Task, refuse_files
 
 _SIZES: Mapping[Split, int] = {"train": 10_000, "eval": 500}
@@ -59,7 +59,7 @@ class ReasoningGymTask(Task):
         try:
             import reasoning_gym  # noqa: PLC0415 - as above
         except ImportError as error:
-            words = "task: reasoning_gym needs its library; install the extra: pip install 'areal-rloo[rg]'"
+            words = f"task: reasoning_gym needs its library; install the extra: {install('rg')}"
             raise SourceError(words, absent=True) from error
         defaults = {"size": _SIZES[split], "seed": self._seed if split == "train" else _EVAL_SEED}
         try:

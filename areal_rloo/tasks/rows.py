@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.errors import DataError, SourceError
+from areal_rloo.errors import DataError, SourceError, install
 from areal_rloo.files import open_regular
 from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
 from areal_rloo.tasks.sendable import check_sendable
@@ -106,7 +106,7 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
         means = "null means the hub" if key == "path" else "a dataset of the hub"
         raise SourceError(
             f"{key}: {means} ({name}), which needs the `datasets` library; set path to a local file, or install the "
-            "extra: pip install 'areal-rloo[data]'",
+            f"extra: {install('data')}",
             absent=True,
         ) from error
     path, _, config = name.partition(":")
@@ -223,7 +223,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow  # noqa: PLC0415 - an extra, imported where it is used
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
-        words = f"{path}: parquet needs pyarrow; install the extra: pip install 'areal-rloo[data]'"
+        words = f"{path}: parquet needs pyarrow; install the extra: {install('data')}"
         raise DataError(words, absent=True) from error
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()

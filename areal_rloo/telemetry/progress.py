@@ -134,10 +134,10 @@ class Progress:
         accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
-            f"step {train.num_train_steps}/{self._num_train_steps}  reward {_fixed(train.reward_mean, 3)}  "
+            f"step {train.num_train_steps}/{self._num_train_steps}  ETA {eta}  reward {_fixed(train.reward_mean, 3)}  "
             f"eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
-            f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})  "
-            f"{f'dropped {100 * dropped:.0f} %  ' if dropped >= 0.005 else ''}ETA {eta}"
+            f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})"
+            f"{f'  dropped {100 * dropped:.0f} %' if dropped >= 0.005 else ''}"
         )
 
 

@@ -14,6 +14,8 @@ from typing import Literal
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError, UserError, first_line
+from areal_rloo.launcher.hosts import host_to_show
+from areal_rloo.launcher.placement import Host
 
 State = Literal["ok", "wrong", "unsure"]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -41,6 +43,15 @@ class Situation:
     folder: Path | None = None
     runs_here: bool = True
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def host(self) -> Host:
+        """This host, with GPUs as described if the config asks for more GPUs than are here; `check_gpus` counts them.
+
+        Raises:
+            PreflightError: the driver does not answer.
+        """
+        return host_to_show(self.config.launcher)[0]
 
 
 Check = Callable[[Situation], Iterator[Finding]]

@@ -12,7 +12,18 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.decoding import from_json
-from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, size, unsure, wrong, wrong_or_unsure
+from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.doctor.base import (
+    Finding,
+    Situation,
+    last_line,
+    ok,
+    refused,
+    size,
+    unsure,
+    wrong,
+    wrong_or_unsure,
+)
 from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus, this_host
 from areal_rloo.launcher.nccl import pair_of, refusal
 
@@ -46,7 +57,7 @@ class TorchSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_gpus(situation: Situation) -> Iterator[Finding]:
-    """Check the driver, the visible GPUs, and their use by other processes."""
+    """Check the driver, the number of visible GPUs, and their use by other processes."""
     visible = situation.environment.get("CUDA_VISIBLE_DEVICES")
     try:
         listed = list_gpus()
@@ -60,6 +71,10 @@ def check_gpus(situation: Situation) -> Iterator[Finding]:
             "install the NVIDIA driver's library",
         )
         return
+    try:
+        this_host(situation.config.launcher)
+    except PreflightError as error:  # too few
+        yield refused("launcher.gpus_per_host", error, fix="lower it")
     if not listed:
         yield from _without_gpus(situation.config, visible)
         return
@@ -87,7 +102,7 @@ def check_nccl(situation: Situation) -> Iterator[Finding]:
     """Compare NCCL here with NCCL of the server, if the weights go from GPU to GPU."""
     launcher, transport = situation.config.launcher, situation.config.weights.transport
     same_host = launcher.num_hosts == 1
-    pair = pair_of(situation.config, [this_host(launcher)], same_host=same_host)
+    pair = pair_of(situation.config, [situation.host], same_host=same_host)
     if pair is None:
         return
     if not pair.differs:

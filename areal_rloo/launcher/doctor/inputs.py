@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, import_function
-from areal_rloo.errors import ConfigError, DataError, ModelError, UserError
+from areal_rloo.errors import ConfigError, DataError, ModelError, UserError, install
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
-from areal_rloo.launcher.hosts import this_host
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
     cached_folder,
@@ -50,7 +49,7 @@ def check_server(situation: Situation) -> Iterator[Finding]:
         if server.urls:
             find_api_key(kind, server)
         else:
-            yield ok(key, find_python(kind, server, on_gpus=_engine_has_gpus(situation.config)))
+            yield ok(key, find_python(kind, server, on_gpus=_engine_has_gpus(situation)))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
 
@@ -63,7 +62,7 @@ def check_server_imports(situation: Situation) -> Iterator[Finding]:
     from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
     from areal_rloo.engines.server import find_python, remedy  # noqa: PLC0415 - imports torch
 
-    kind, on_gpus = kind_of(rollout.engine), _engine_has_gpus(situation.config)
+    kind, on_gpus = kind_of(rollout.engine), _engine_has_gpus(situation)
     key, name = f"{kind.key}.python", kind.distribution
     try:
         python = find_python(kind, server, on_gpus=on_gpus)
@@ -80,8 +79,8 @@ def check_server_imports(situation: Situation) -> Iterator[Finding]:
         yield unsure(key, f"{seen}; tested is {kind.tested_version}", fix)
 
 
-def _engine_has_gpus(config: Config) -> bool:
-    return gpus_each(config, [this_host(config.launcher)])[1] > 0
+def _engine_has_gpus(situation: Situation) -> bool:
+    return gpus_each(situation.config, [situation.host])[1] > 0
 
 
 def check_models(situation: Situation) -> Iterator[Finding]:
@@ -241,11 +240,11 @@ def check_hub_datasets(situation: Situation) -> Iterator[Finding]:
     for key, name in missing_datasets(situation):
         if importlib.util.find_spec("datasets") is None:
             what = f"null means the hub ({name}), which needs the `datasets` library"
-            fix = f"set {key} to a local file, or pip install 'areal-rloo[data]'"
+            fix = f"set {key} to a local file, or {install('data')}"
             yield wrong(key, what, fix, DataError, absent=True)
         elif variable := offline_variable(situation):
             what = f"{name} is not downloaded, and {variable} is set"
-            yield wrong(key, what, f"unset {variable}, or set {key} to a local file", DataError)
+            yield wrong(key, what, f"unset {variable}, or set {key} to a local file", DataError, absent=True)
 
 
 def missing_datasets(situation: Situation) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, siz
 from areal_rloo.launcher.doctor.inputs import policy_parameters
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.gpu_need import gpu_need
-from areal_rloo.launcher.hosts import num_cores, this_host
+from areal_rloo.launcher.hosts import num_cores
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.learner.memory import estimate, number_bytes
 
@@ -109,7 +109,7 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
 
 def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
     """Compare the estimate of the learner, and of an engine beside the learner, with the memory of the GPUs."""
-    host = this_host(situation.config.launcher)
+    host = situation.host
     model = model_sizes(situation.config, situation.environment)
     if not host.gpu_ids:
         what, semicolon, fix = gpu_need(situation.config, [host], model).partition("; ")
@@ -130,7 +130,7 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
     """
     config, sizes = situation.config, model_sizes(situation.config, situation.environment)
     learner, rollout, one = config.learner, config.rollout, number_bytes(config) * parameters
-    rank_gpus, worker_gpus = gpus_each(config, [this_host(config.launcher)])
+    rank_gpus, worker_gpus = gpus_each(config, [situation.host])
     parts = {"learner": 4 * parameters}
     if not rank_gpus and sizes is not None:
         alone = msgspec.structs.replace(learner, num_ranks=1, num_replicas=1)

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import areal_rloo
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, install
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wrong
-from areal_rloo.launcher.hosts import this_host
 
 _LEAST_PYTHON = (3, 11)
 _DISTRIBUTION = "areal-rloo"
@@ -85,14 +84,13 @@ def check_extras(situation: Situation) -> Iterator[Finding]:
     config = situation.config
     needed = {"learner.lora": "peft"} if config.learner.lora is not None else {}
     if config.learner.kernels == "liger":
-        if config.learner.device == "cpu" or not this_host(config.launcher).gpu_ids:
+        if config.learner.device == "cpu" or not situation.host.gpu_ids:
             what = "expected torch on a CPU, got liger, whose kernels need a GPU"
             yield wrong("learner.kernels", what, "set learner.kernels=torch", ConfigError)
         needed["learner.kernels"] = "liger"
     for key, extra in needed.items():
         if importlib.util.find_spec(_EXTRAS[extra]) is None:
-            fix = f"pip install '{_DISTRIBUTION}[{extra}]'"
-            yield wrong(key, f"{_EXTRAS[extra]} is not installed", fix, absent=True)
+            yield wrong(key, f"{_EXTRAS[extra]} is not installed", install(extra), absent=True)
 
 
 def check_variables(situation: Situation) -> Iterator[Finding]:

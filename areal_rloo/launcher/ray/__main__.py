@@ -20,7 +20,7 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from areal_rloo.config import LauncherConfig
-from areal_rloo.errors import PreflightError
+from areal_rloo.errors import PreflightError, install
 from areal_rloo.launcher.fleet import ReservedRoom
 from areal_rloo.launcher.hosts import described_hosts, host_to_show
 from areal_rloo.launcher.job import Job, Signals
@@ -82,7 +82,7 @@ def _cluster(options: Options) -> RayCluster:
     try:
         from areal_rloo.launcher.ray.cluster import RayCluster  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise PreflightError(f"ray: cannot be imported ({error}); pip install 'areal-rloo[ray]'") from error
+        raise PreflightError(f"ray: cannot be imported ({error}); {install('ray')}") from error
     return RayCluster(options.of_launcher["address"], options.config.launcher, in_job=IN_JOB in os.environ)
 
 

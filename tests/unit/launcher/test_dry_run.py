@@ -1,6 +1,7 @@
 """A dry run shows the plan of a host that lacks libraries and programs of the run, and names them."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def _without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         ("math_rloo.yaml", ["rollout.engine=embedded"], "math_verify", "data.train.0.task: math needs math-verify"),
         ("reasoning_gym_rloo.yaml", ["rollout.engine=embedded"], "reasoning_gym", "data.train.0.task: reasoning_gym"),
         ("quickstart.yaml", ["learner.lora={}"], "peft", "learner.lora: peft is not installed"),
+        ("gsm8k_rloo.yaml", ["rollout.engine=embedded"], "datasets", "data.train.path: null means the hub"),
     ],
 )
 def test_a_dry_run_shows_the_plan_and_names_what_is_missing(
@@ -83,6 +85,37 @@ def test_a_model_that_is_not_here_needs_only_its_config_json(tmp_path: Path) -> 
     )
     followed = load_config("gsm8k_rloo.yaml", [f"model.path={tmp_path}"])
     assert model_sizes(followed, {}) is not None
+
+
+def test_a_dry_run_plans_for_a_folder_with_config_json_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As the words of the dry run before advise."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    described = {"model_type": "qwen2", "vocab_size": 99, "intermediate_size": 128, "max_position_embeddings": 4096}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, **described}))
+    arguments = ["--config", "gsm8k_rloo.yaml", "model.path=model", "rollout.engine=embedded"]
+    assert local.main([*arguments, "launcher.memory_per_gpu=24GB", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "of a GPU's 22.4 GiB" in shown.out
+    assert "not installed here: model.path: model: no model.safetensors in it" in shown.err
+    with pytest.raises(UserError, match=r"model\.path: model: no model\.safetensors in it"):
+        local.main(arguments)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang", "vllm"])
+def test_a_dry_run_plans_for_more_gpus_than_are_here(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    described = ["launcher.memory_per_gpu=24GB", "launcher.gpus_per_host=3"]
+    assert local.main(["--config", "gsm8k_rloo.yaml", f"rollout.engine={engine}", *described, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("GPUs described, not found: 3 of 22.4 GiB; ")
+    assert "3 of 3 GPUs" in shown.out
 
 
 def test_a_dry_run_refuses_a_mistake_of_the_user() -> None:

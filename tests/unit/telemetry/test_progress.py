@@ -37,7 +37,7 @@ def test_a_line_has_step_reward_accuracy_speed_staleness_time_left(
 def test_drops_are_in_the_line_if_there_are_any(
     make_train_record: MakeTrainRecord, ledger_counts: LedgerCounts
 ) -> None:
-    for dropped, words in (({"reward_timeout": 16}, "dropped 25 %  ETA"), ({}, "(max 2)  ETA")):
+    for dropped, words in (({"reward_timeout": 16}, "(max 2)  dropped 25 %"), ({}, "(max 2)")):
         progress, out = plain()
         with progress:
             ledger = msgspec.structs.replace(ledger_counts, admitted=64, dropped=dropped)

@@ -121,7 +121,7 @@ def test_the_parts_of_a_run_on_a_cpu_are_counted(model: Path, monkeypatch: pytes
     assert re.search(r"takes about \S+ GiB: learner 13\.\d+ GiB, engines 3\.68\d? GiB, versions of the weights 3", what)
     monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**34 - 2**30, 2**33))
     assert only(check_memory, "wrong", *options).fix.startswith("take a larger host")
-    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: SimpleNamespace(gpu_ids=("0",)))
+    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (SimpleNamespace(gpu_ids=("0",)), ""))
     assert "learner 1.84 GiB, versions of the weights 3.68" in only(check_memory, "ok", *options).what
 
 
@@ -142,9 +142,9 @@ def test_a_learner_too_large_for_the_gpu_is_wrong(monkeypatch: pytest.MonkeyPatc
     options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "learner.gradient_checkpointing=true")
     assert found(check_gpu_memory, *options) == [], "no GPU here"
     hosts = {size: Host("n", "127.0.0.1", 8, ("0",), 2**38, size * 10**9) for size in (24, 80)}
-    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: hosts[80])
+    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[80], ""))
     assert "learner: a rank needs about" in only(check_gpu_memory, "ok", *options).what
-    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.this_host", lambda _: hosts[24])
+    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[24], ""))
     wrong = only(check_gpu_memory, "wrong", *options)
     assert "and a GPU has 22.4" in wrong.what
     assert wrong.fix.startswith("set learner.offload=")

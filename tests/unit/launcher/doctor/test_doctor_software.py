@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.situations import found, only
 
+from areal_rloo.errors import install
 from areal_rloo.launcher.doctor.software import check_extras, check_packages, check_python, check_variables
 
 
@@ -30,7 +31,7 @@ def test_an_option_whose_package_is_absent_is_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for option, package, extra in (("lora={rank: 4}", "peft", "peft"), ("kernels=liger", "liger_kernel", "liger")):
         absent = only(check_extras, "wrong", f"learner.{option}")
-        assert (absent.what, absent.fix) == (f"{package} is not installed", f"pip install 'areal-rloo[{extra}]'")
+        assert (absent.what, absent.fix) == (f"{package} is not installed", install(extra))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert found(check_extras, "learner.lora={rank: 4}", "learner.kernels=liger") == found(check_extras) == []
 
