@@ -77,23 +77,27 @@ class LearnerTurn:
         """
         self._files = _Files(run_folder)
         self._free, self._tell, self._patience_s = free, tell, patience_s
-        self._has_turn = True  # the last time
+        self._is_patient = True  # no engine was late the last time
         self._num_taken = self._num_missed = 0
         self._waited_s = 0.0
 
     def __enter__(self) -> None:
         began_s = time.monotonic()
         self._tell(True)
-        timeout_s = self._patience_s if self._has_turn else min(_SHORT_PATIENCE_S, self._patience_s)
-        # Engines hold `wanted` for moments only, to look.
-        wait_until(lambda: self._files.wanted.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S)
-        self._has_turn = wait_until(
-            lambda: self._files.turn.lock(fcntl.LOCK_EX), timeout_s=timeout_s, look_every_s=_POLL_S
-        )
+        timeout_s = self._patience_s if self._is_patient else min(_SHORT_PATIENCE_S, self._patience_s)
+        wanted = turn = False  # engines hold `wanted` for moments only, to look
+
+        def has_both() -> bool:
+            nonlocal wanted, turn
+            wanted = wanted or self._files.wanted.lock(fcntl.LOCK_EX)
+            turn = turn or self._files.turn.lock(fcntl.LOCK_EX)
+            return wanted and turn
+
+        self._is_patient = wait_until(has_both, timeout_s=timeout_s, look_every_s=_POLL_S)
         self._waited_s += time.monotonic() - began_s
-        self._num_taken += self._has_turn
-        self._num_missed += not self._has_turn
-        if not self._has_turn:
+        self._num_taken += turn
+        self._num_missed += not turn
+        if not turn:
             logger.error(
                 "an engine has not given the device for %.0f s (rollout.share_devices=in_turns): the step computes "
                 "beside the engine; see the logs of the workers",

@@ -115,8 +115,8 @@ class AlgorithmConfig(Section, frozen=True):
     preset: PresetName = "rloo"
     group_size: ManyCount = 8
     max_staleness: Natural = 2  # eta; 0 is synchronous
-    # Generation runs ahead of the training by so many steps, at most eta. 1 hides the latency of even rollouts. More
-    # helps if lengths differ by much or weights arrive late, and costs staleness.
+    # Generation runs ahead of the training by so many steps; a number above eta means eta. 1 hides the latency of even
+    # rollouts. More helps if lengths differ by much or weights arrive late, and costs staleness.
     pipeline_depth: PositiveInt = 1
     stale_tokens: Literal["mask", "drop", "wait"] = "mask"
     drop_groups_of_one: bool = True

@@ -3,7 +3,7 @@
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,27 @@ def test_a_stopped_engine_costs_the_learner_a_limited_time(takers: _Takers) -> N
         assert learner.take() == 1, "the engine gives the turn again"
         learner.give()
     assert len(engine.intervals()) > 0
+
+
+def test_an_engine_stopped_while_it_looks_costs_the_patience_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds `wanted` then, and not the turn."""
+    timeouts_s = []
+
+    def waited(condition: Callable[[], bool], *, timeout_s: float, look_every_s: float) -> bool:
+        timeouts_s.append(timeout_s)
+        return condition()
+
+    monkeypatch.setattr(turns, "wait_until", waited)
+    learner = LearnerTurn(tmp_path, free=lambda: None, patience_s=9.0)
+    monkeypatch.setattr(learner._files.wanted, "lock", lambda kind: False)
+    for _ in range(2):
+        with learner:
+            pass
+    assert timeouts_s == [9.0, turns._SHORT_PATIENCE_S]
+    assert (learner.statistics().taken, learner.statistics().missed) == (2, 0)
+    learner.close()
 
 
 def test_the_second_wait_for_a_stopped_engine_is_short(
