@@ -1,11 +1,14 @@
 """The shipped configs load, match their description, and are part of the wheel."""
 
+import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from areal_rloo.config import Config, NormConfig, SourceConfig, dump_config, load_config
+from areal_rloo.launcher.start import parse
 from areal_rloo.tasks.word_problems import Gsm8kTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +97,15 @@ def test_every_config_is_in_the_wheel() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"]["configs"] == "areal_rloo/configs"
     assert wheel["packages"] == ["areal_rloo"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_commands_of_an_example_can_be_pasted(path: Path) -> None:
+    """From the file itself: a shell sees no escapes of Python."""
+    commands = re.findall(r"^    (python (?:.*\\\n)*.*)", path.read_text(), re.MULTILINE)
+    assert commands, "the file shows how to start it"
+    for command in commands:
+        _, *words = shlex.split(command.replace("\\\n", " "))
+        assert "\\" not in words
+        if words[:2] == ["-m", "areal_rloo.launcher.local"]:
+            assert parse("local", words[2:]).config.learner.num_train_steps == 20
