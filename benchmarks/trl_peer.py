@@ -3,6 +3,9 @@
     python benchmarks/trl_peer.py --trl .venv-trl/bin/python [--output benchmarks/results/trl_peer.json]
 
     speed      samples a second after the first steps, with a learning rate so small that all runs have the same load
+    long_tail  likewise, with lengths of a long tail: the model is random and has 256 tokens, of which one ends a
+               completion, so lengths are geometric with a mean of about 240, at most 1,000; 96 completions a step; the
+               reward is a coin
     learning   seconds to a greedy held-out accuracy of 0.95, with the learning rate of the quickstart, and the peak of
                memory
 
@@ -22,13 +25,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hardware
 import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.warm_start import prepare_tiny_model
@@ -39,6 +44,13 @@ _SPEED_STEPS, _NOT_COUNTED = 16, 4
 _LEARNING_STEPS = 60
 _GOAL = 0.95
 _STILL = 1e-9  # a learning rate
+_NUM_TOKENS = 256
+_LONG_TAIL = ("rollout.sampling.max_new_tokens=1000", "learner.groups_per_step=12")
+_COIN = f"data.train.rewards=[{{function: {Path(__file__).with_name('coin.py')}:coin}}]"
+
+
+System = Callable[[str, Sequence[str], int, float], "list[Point]"]
+"""Takes the folder of a model, overrides, the number of train steps and a learning rate."""
 
 
 class Point(NamedTuple):
@@ -52,53 +64,75 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trl", type=Path, required=True, help="a Python that has TRL and areal_rloo")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["speed", "learning"])
+    parser.add_argument("--parts", nargs="+", default=["speed", "long_tail", "learning"])
     parser.add_argument("--output")
     arguments = parser.parse_args()
     config = load_config("quickstart.yaml")
-    samples = config.learner.groups_per_step * config.algorithm.group_size
     model = prepare_tiny_model(config).path
     cores = len(os.sched_getaffinity(0))
-    systems: dict[str, Callable[[int, float], list[Point]]] = {
+    systems: dict[str, System] = {
         "asynchronous": partial(_ours, max(1, cores // 2), 1),
         "synchronous": partial(_ours, cores, 0),
-        "trl": partial(_trl, arguments.trl, model),
+        "trl": partial(_trl, arguments.trl),
     }
-    result: dict[str, Any] = {"samples_per_step": samples}
-    if "speed" in arguments.parts:
-        rates: dict[str, list[float]] = {name: [] for name in systems}
-        for _ in range(arguments.repeats):
-            for name, run in systems.items():
-                points = run(_SPEED_STEPS, _STILL)
-                counted_s = points[-1].seconds - points[_NOT_COUNTED].seconds
-                rates[name].append(samples * (points[-1].step - points[_NOT_COUNTED].step) / counted_s)
-                print(f"{name}: {rates[name][-1]:.0f} samples/s", flush=True)
-        result["samples_per_s"] = {name: round(statistics.median(values)) for name, values in rates.items()}
-        result["range"] = {name: [round(min(values)), round(max(values))] for name, values in rates.items()}
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        loads = {"speed": (model, ()), "long_tail": (_random_model(model, folder), _LONG_TAIL)}
+        for part in (part for part in loads if part in arguments.parts):
+            result[part] = _speed(systems, *loads[part], arguments.repeats)
     if "learning" in arguments.parts:
         seconds: dict[str, list[float | None]] = {name: [] for name in systems}
         peaks: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(arguments.repeats):
             for name, run in systems.items():
-                points = run(_LEARNING_STEPS, config.learner.optimizer.learning_rate)
+                points = run(model, (), _LEARNING_STEPS, config.learner.optimizer.learning_rate)
                 reached = (point.seconds for point in points if (point.accuracy or 0.0) >= _GOAL)
                 seconds[name].append(next(reached, None))
                 peaks[name].append(max(point.peak_bytes for point in points))
                 accuracies = [point.accuracy for point in points if point.accuracy is not None]
                 print(f"{name}: {seconds[name][-1]} s to {_GOAL}; {accuracies}", flush=True)
-        result["seconds_to_goal"] = seconds
-        result["peak_gib"] = {name: round(max(values) / 2**30, 2) for name, values in peaks.items()}
+        peak_gib = {name: round(max(values) / 2**30, 2) for name, values in peaks.items()}
+        result["learning"] = {"seconds_to_goal": seconds, "peak_gib": peak_gib}
     print(result)
     hardware.write(arguments.output, result)
 
 
-def _ours(threads: int, max_staleness: int, num_steps: int, rate: float) -> list[Point]:
+def _speed(systems: dict[str, System], model: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
+    config = load_config("quickstart.yaml", overrides)
+    samples = config.learner.groups_per_step * config.algorithm.group_size
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, run in systems.items():
+            points = run(model, overrides, _SPEED_STEPS, _STILL)
+            counted_s = points[-1].seconds - points[_NOT_COUNTED].seconds
+            rates[name].append(samples * (points[-1].step - points[_NOT_COUNTED].step) / counted_s)
+            print(f"{name}: {rates[name][-1]:.1f} samples/s", flush=True)
+    return {
+        "samples_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
+        "range": {name: [round(min(values), 1), round(max(values), 1)] for name, values in rates.items()},
+        "asynchronous_over_trl": round(statistics.median(rates["asynchronous"]) / statistics.median(rates["trl"]), 2),
+    }
+
+
+def _random_model(tiny: str, folder: str) -> str:
+    """Write a random model of the shape of the tiny model, with more tokens."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny, vocab_size=_NUM_TOKENS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+def _ours(
+    threads: int, max_staleness: int, model: str, overrides: Sequence[str], num_steps: int, rate: float
+) -> list[Point]:
     evaluates = rate > _STILL
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "run"
         command = [
             *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
-            f"run.folder={folder}",
+            *(f"run.folder={folder}", f"model.path={model}", *overrides),
+            *([_COIN] if overrides else []),
             f"algorithm.max_staleness={max_staleness}",
             f"learner.num_threads={threads}",
             f"rollout.num_threads={threads}",
@@ -139,13 +173,14 @@ def _memory_of(process: psutil.Process) -> int:
         return 0
 
 
-def _trl(python: Path, model: str, num_steps: int, rate: float) -> list[Point]:
+def _trl(python: Path, model: str, overrides: Sequence[str], num_steps: int, rate: float) -> list[Point]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "steps.jsonl"
         command = [
             *(str(python), str(Path(__file__).with_name("trl_trainer.py")), "--model", model),
             *("--num-steps", str(num_steps), "--learning-rate", str(rate), "--output", str(output)),
             *(["--evaluates"] if rate > _STILL else []),
+            *(["--coin", *overrides] if overrides else []),
         ]
         peak = _peak_of(command)
         lines = [json.loads(line) for line in output.read_text().splitlines()]

@@ -2,9 +2,9 @@
 
     .venv-trl/bin/python benchmarks/trl_trainer.py --model FOLDER --num-steps 20 --output FILE
 
-Model, prompts, reward, batch, optimizer and schedule are those of quickstart.yaml. A line of JSON for each train step
-(two optimizer steps, as in the quickstart) has the seconds since the first, evaluations left out. Every fifth step has
-the greedy accuracy on held-out prompts.
+Prompts, reward, batch, lengths, optimizer and schedule are those of quickstart.yaml with overrides. Each train step (two
+optimizer steps, as in the quickstart) gives a line of JSON with the seconds since the first, without evaluations. Every
+fifth step has the greedy accuracy on held-out prompts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import hardware
 import torch
+from coin import coin
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
@@ -37,8 +38,10 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--evaluates", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--coin", action="store_true", help="reward by `coin.py`, not for the answer")
+    parser.add_argument("overrides", nargs="*", help="of quickstart.yaml")
     arguments = parser.parse_args()
-    config = load_config("quickstart.yaml")
+    config = load_config("quickstart.yaml", arguments.overrides)
     learner, optimizer = config.learner, config.learner.optimizer
     batch = learner.groups_per_step * config.algorithm.group_size
     micro = batch // 8
@@ -50,7 +53,7 @@ def main() -> None:
     trainer = RLOOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=_reward,
+        reward_funcs=_coin if arguments.coin else _reward,
         train_dataset=Dataset.from_list(rows),
         callbacks=[steps],
         args=RLOOConfig(
@@ -79,6 +82,10 @@ def main() -> None:
         ),
     )
     trainer.train()
+
+
+def _coin(completions: list[str], **_: Any) -> list[float]:
+    return [coin(text) for text in completions]
 
 
 def _reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
