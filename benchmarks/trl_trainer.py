@@ -2,9 +2,9 @@
 
     .venv-trl/bin/python benchmarks/trl_trainer.py --model FOLDER --num-steps 20 --output FILE
 
-Prompts, reward, batch, lengths, optimizer and schedule are those of quickstart.yaml with overrides. Each train step (two
-optimizer steps, as in the quickstart) gives a line of JSON with the seconds since the first, without evaluations. Every
-fifth step has the greedy accuracy on held-out prompts.
+Prompts, reward, batch, lengths, optimizer and schedule are those of quickstart.yaml with overrides. Each train step of
+two optimizer steps, as in the quickstart, gives a line of JSON with the seconds since the first, without evaluations.
+Every fifth step has the greedy accuracy on held-out prompts.
 """
 
 from __future__ import annotations
