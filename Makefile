@@ -59,21 +59,21 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_vs_sync.py
 
 bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory
-	$(BIN)/python benchmarks/generation_shapes.py
+	$(BIN)/python -m benchmarks.generation_shapes
 
 bench-learning: $(STAMP)
-	$(BIN)/python benchmarks/staleness.py
-	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python -m benchmarks.staleness
+	$(BIN)/python -m benchmarks.algorithms
 
 bench-memory: $(STAMP)  # eleven minutes: memory of all processes, healthy and with either half 100 times slower
-	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python -m benchmarks.memory
 
 # Needs no .venv/: a machine with a GPU may have no network, but has torch. docs/gpu.md describes both.
 gpu-check:  # 20 minutes on one GPU; results in benchmarks/results/gpu/
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
 
 gpu-wheels:  # the packages that a machine with torch and without a network lacks; ARGS='--python 3.12'
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_wheels.py $(ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_wheels $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """Measure trained tokens per second of the same job, synchronous (eta = 0) and asynchronous (eta = 1, 2, 4).
 
-    python benchmarks/async_vs_sync.py [--output benchmarks/results/async_vs_sync.json]
+    python -m benchmarks.async_vs_sync [--output benchmarks/results/async_vs_sync.json]
 
 Run the quickstart's task on the quickstart's model with a tiny learning rate, so every run has the same load.
 Synchronous: learner and rollout worker alternate, once with all cores each and once with half of the cores each,
@@ -18,10 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import hardware
-
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
+from benchmarks import hardware
 
 NUM_STEPS = 16
 NOT_COUNTED = 5

@@ -1,6 +1,6 @@
 """Compare the embedded engine with transformers' padded `generate` and continuous batching, alternating in a process.
 
-    python benchmarks/generation.py [--output benchmarks/results/generation.json]
+    python -m benchmarks.generation [--output benchmarks/results/generation.json]
 
 Use the quickstart's model with random weights, 64 requests of 15 prompt tokens, and the same threads. Two loads: equal
 lengths, and a long tail (log-normal, median 32, at most 512). `generate_batch` creates a manager for every call, like
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
@@ -31,6 +30,7 @@ from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
+from benchmarks import hardware
 
 NUM_REQUESTS = 64
 PROMPT = tuple(range(10, 25))

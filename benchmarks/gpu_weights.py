@@ -1,6 +1,6 @@
 """GPU check: NCCL groups of one rank, and weights of a GPU through shared memory and by collective.
 
-    python benchmarks/gpu_weights.py [--device cpu --small]
+    python -m benchmarks.gpu_weights [--device cpu --small]
 
 A GPU takes part in an NCCL group once, so a single GPU has a group of one rank: NCCL is loaded, a group forms, and a
 broadcast ends. Groups form again and again, as if workers joined and left, and must not keep memory. The transports
@@ -13,13 +13,13 @@ import asyncio
 import time
 
 import torch
-import weights
-from gpu_part import GIB, Part, run
-from peaks import Peak
 
 from areal_rloo.models.device import memory_of
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
+from benchmarks import weights
+from benchmarks.gpu_part import GIB, Part, run
+from benchmarks.peaks import Peak
 
 _NUM_GROUPS = 6
 

@@ -1,6 +1,6 @@
 """Measure the learner's bookkeeping for a sample, on one core and without sockets.
 
-    python benchmarks/intake.py [--most 1000000] [--output benchmarks/results/intake.json]
+    python -m benchmarks.intake [--most 1000000] [--output benchmarks/results/intake.json]
 
 Does the cost of a sample grow with the samples in flight, or with the workers? Each case fills the pipeline up to the
 staleness bound, as a fleet with much room does. Then workers finish samples, one message each, and after every message
@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import hardware
 import numpy as np
 
 from areal_rloo.config import load_config
@@ -33,6 +32,7 @@ from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire.messages import Duty, Finished, Hello, Leases, Results, Work
+from benchmarks import hardware
 
 # groups a step, group size, eta, workers
 CASES = ((48, 8, 1, 1), (256, 8, 2, 32), (512, 16, 4, 64), (1024, 16, 8, 512), (1024, 16, 8, 1024), (8192, 16, 8, 1024))

@@ -1,6 +1,6 @@
 """Measure the loss from hidden states: full logits, recomputed chunks, and chunks with an immediate gradient.
 
-    python benchmarks/logprobs.py [--tokens 1024] [--vocabulary 151936] [--hidden 896] [--device cpu]
+    python -m benchmarks.logprobs [--tokens 1024] [--vocabulary 151936] [--hidden 896] [--device cpu]
         [--output benchmarks/results/logprobs.json]
 
 Run a microbatch forward and backward, with gradients for hidden states and head, as in a train step. `whole` has
@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 
-import hardware
 import torch
-from peaks import Peak, finish
 from torch import Tensor
 
 from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
+from benchmarks import hardware
+from benchmarks.peaks import Peak, finish
 
 TEMPERATURE = 0.9
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # hidden, head, targets, weights

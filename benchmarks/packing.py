@@ -1,6 +1,6 @@
 """Compare packed rows with padded rows: a train step's forward and backward over log-normal lengths.
 
-    python benchmarks/packing.py [--sequences 64] [--median 200] [--sigma 1.0] [--device cpu]
+    python -m benchmarks.packing [--sequences 64] [--median 200] [--sigma 1.0] [--device cpu]
         [--output benchmarks/results/packing.json]
 
 Use the same model, sequences and loss for both, alternating. `padded` is the transformers model with transformers'
@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import hardware
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -28,6 +27,7 @@ from areal_rloo.models.head import LogitForm
 from areal_rloo.models.loading import PACKED_ATTENTION
 from areal_rloo.models.policy import Policy, TokenLogprobs, loss_of_tokens
 from areal_rloo.trajectory import Completion, Trajectory
+from benchmarks import hardware
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Measure the time of a dry run with a large plan, as a whole process, against an idle Python and a small plan.
 
-    python benchmarks/plan.py [--output benchmarks/results/plan.json]
+    python -m benchmarks.plan [--output benchmarks/results/plan.json]
 
 The plan is gsm8k_rloo.yaml over 16 hosts of 8 GPUs (and over 128), with all counts `auto`. The benchmark parses the
 JSON and counts the processes. Repeats are interleaved, and results are medians of the wall clock.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-import hardware
+from benchmarks import hardware
 
 DRY_RUN = [sys.executable, "-m", "areal_rloo.launcher.slurm", "--config", "gsm8k_rloo.yaml", "--dry-run", "--json"]
 AUTO = ["rollout.num_workers=auto", "learner.num_ranks=auto"]

@@ -1,6 +1,6 @@
 """Measure the work of rank 0 in a train step beside the model, for a million completion tokens.
 
-    python benchmarks/step_overhead.py [--output benchmarks/results/step_overhead.json]
+    python -m benchmarks.step_overhead [--output benchmarks/results/step_overhead.json]
 
 While rank 0 masks, normalizes, packs, encodes and diagnoses, every GPU of the learner waits. The benchmark takes real
 train steps on one core, with 1, 8 and 64 ranks and a model that is not computed: rank 0 gets answers that were made
@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -33,6 +32,7 @@ from areal_rloo.learner.team import Team, _encode
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.policy import Policy
 from areal_rloo.trajectory import Completion, Group, Trajectory
+from benchmarks import hardware
 
 # ranks, groups of 16 samples, median of the log-normal lengths
 CASES = ((1, 64, 500), (8, 64, 500), (8, 64, 2000), (64, 512, 2000))

@@ -1,6 +1,6 @@
 """Measure GiB/s of each weight transport between two processes, against memcpy and a single flat Gloo broadcast.
 
-    python benchmarks/weights.py [--size-mb 512] [--sglang .venv-sglang/bin/python]
+    python -m benchmarks.weights [--size-mb 512] [--sglang .venv-sglang/bin/python]
         [--output benchmarks/results/weights.json]
 
 The model has 133 float32 tensors. The time runs from `publish` (the gather) until the receiver has readable tensors:
@@ -24,15 +24,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import hardware
-import sglang_pause
 import torch
-from peaks import finish
 
 from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
 from areal_rloo.weights.manifest import Manifest, SharedMemoryOffer, build_manifest, checksum, gather, views
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
+from benchmarks import hardware, sglang_pause
+from benchmarks.peaks import finish
 
 GIB = 2**30
 NUM_TENSORS = 133

@@ -1,6 +1,6 @@
 """Measure acknowledged trajectories per second over the real wire, against raw PUSH/PULL of encoded bytes.
 
-    python benchmarks/wire.py [--output benchmarks/results/wire.json]
+    python -m benchmarks.wire [--output benchmarks/results/wire.json]
 
 A process sends and another process receives. Repeats are interleaved, and results are medians. `raw` sends the bytes of
 a trajectory per message, without codec and acknowledgement. `protocol` is the production path: encode, batch all
@@ -25,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-import hardware
 import numpy as np
 import zmq
 
@@ -50,6 +49,7 @@ from areal_rloo.wire.messages import (
     Work,
 )
 from areal_rloo.wire.security import load_keys, make_keys
+from benchmarks import hardware
 
 LIMITS = Limits()
 KINDS = ("raw_tcp", "raw_curve", "raw_ipc", "protocol_tcp", "protocol_curve", "protocol_ipc", "lock_step_ipc")
