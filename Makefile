@@ -49,14 +49,8 @@ sglang:  # a real SGLang server without a GPU, for trying it out and for its tes
 vllm:  # a real vLLM server without a GPU, likewise
 	PYTHON=$(PYTHON) tests/vllm/install.sh
 
-bench: $(STAMP)
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/generation.py
-	$(BIN)/python benchmarks/wire.py
-	$(BIN)/python benchmarks/weights.py
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/logprobs.py
-	$(BIN)/python benchmarks/async_vs_sync.py
+bench: $(STAMP)  # 15 minutes on two quiet cores: ratios to named alternatives, in benchmarks/results/
+	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory
 	$(BIN)/python -m benchmarks.generation_shapes

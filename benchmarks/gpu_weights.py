@@ -17,7 +17,7 @@ import torch
 from areal_rloo.models.device import memory_of
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
-from benchmarks import weights
+from benchmarks import harness, weights
 from benchmarks.gpu_part import GIB, Part, run
 from benchmarks.peaks import Peak
 
@@ -26,10 +26,10 @@ _NUM_GROUPS = 6
 
 def check(part: Part) -> None:
     _groups(part)
-    rates = weights.measure(
-        size_mb=16 if part.small else 3072, bucket_mb=4 if part.small else 256, repeats=3, device=part.device
-    )
-    part.row("weights, GiB per second", **rates)
+    size_mb, bucket_mb = (16, 4) if part.small else (3072, 256)
+    for case in weights.transports(size_mb=size_mb, bucket_mb=bucket_mb, rounds=3, device=part.device):
+        rates = {name: round(rate.median, 2) for name, rate in harness.measure(case).measured.items()}
+        part.row("weights, GiB per second", **rates)
     if part.on_gpu:
         part.notes.append(
             "One GPU: no NCCL broadcast between two processes ran; the transport named collective is Gloo on the host. "
