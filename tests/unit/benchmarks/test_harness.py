@@ -1,6 +1,7 @@
 """The harness of the benchmarks: turns, ratios, intervals, refused numbers, pages, and comparisons."""
 
 import itertools
+import json
 import math
 import shutil
 import subprocess
@@ -55,6 +56,15 @@ def test_the_warm_up_does_not_count_and_is_left_out_on_demand() -> None:
     assert cold.measured["a"].median == 2.5
 
 
+def test_a_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
+    contestants = {
+        "ours": _contestant("ours", [1.0, 2.0, 9.0], []),
+        "theirs": _contestant("theirs", [1.0, 4.0, 3.0], []),
+    }
+    (ratio,) = measure(Case("load", "s", contestants, [("ours", "theirs")], rounds=3, warm_up=False)).ratios
+    assert (ratio.median, ratio.interval, ratio.coverage, ratio.spread) == (1.0, (0.5, 3.0), 0.75, 1.25)
+
+
 def test_a_ratio_is_of_the_same_round_so_drift_cancels() -> None:
     drift = [2.0**number for number in range(8)]
     contestants = {
@@ -100,8 +110,9 @@ def test_too_few_rounds_are_no_result() -> None:
 
 def test_a_contestant_that_fails_ends_the_case_with_its_clean_up() -> None:
     ended: list[str] = []
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration) as caught:
         harness.measure_all(_benchmark([1.0] * 6, [1.0] * 3, ended=ended), quick=False)
+    assert caught.tb, "holds the frames, so nothing is cleaned up by chance"
     assert ended == ["ended"]
 
 
@@ -208,6 +219,15 @@ def test_the_commit_is_marked_if_files_other_than_results_changed(
     assert hardware.commit() == head
     (tmp_path / "code.py").write_text("2")
     assert hardware.commit() == f"{head}-changed"
+
+
+def test_results_of_other_programs_have_date_commit_and_machine(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    hardware.write(str(path), {"cases": [1]})
+    written = json.loads(path.read_text())
+    assert list(written) == ["date", "commit", "hardware", "cases"]
+    assert written["date"] <= hardware.now() and written["commit"] == hardware.commit()
+    assert written["hardware"] == hardware.describe() and written["cases"] == [1]
 
 
 def test_numbers_are_rounded_to_five_digits() -> None:
