@@ -42,6 +42,11 @@ def test_page_and_plot_of_a_benchmark_show_its_result_file(name: str) -> None:
     assert (RESULTS / f"{name}.svg").read_text(encoding="utf-8") == pages.svg(result)
 
 
+def test_the_document_names_the_processor_of_each_result() -> None:
+    results = [_result(name) for name in NAMES if (RESULTS / f"{name}.json").exists()]
+    assert {result.benchmark for result in results if str(result.hardware["processor"]) not in MEASURED} == set()
+
+
 def test_the_table_of_ratios_equals_the_result_files() -> None:
     shapes = json.loads((RESULTS / "generation_shapes.json").read_text())["0.5b"]
     over = {
@@ -72,6 +77,10 @@ def test_the_table_of_ratios_equals_the_result_files() -> None:
     assert f"with {memory['tokens_at_once']:,} tokens" in table[6][1]
     assert f"{_result('generation').case('long_tail').facts['requests']} requests" in table[1][0]
     assert dry_run in table[9][0]
+
+
+def test_the_words_about_refused_numbers_name_the_limit_of_the_harness() -> None:
+    assert f"further apart than {100 * harness.WIDEST_SPREAD:.0f} % of the median" in " ".join(MEASURED.split())
 
 
 def test_the_words_about_the_long_tail_equal_the_result_file() -> None:
