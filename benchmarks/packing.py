@@ -1,6 +1,6 @@
 """How much of the removed padding do packed rows gain, over padded rows?
 
-A train step's forward and backward over 40 log-normal lengths (median 200, sigma 1), with the same model, sequences and
+A train step's forward and backward over 32 log-normal lengths (median 200, sigma 1), with the same model, sequences and
 loss. The named alternative is `padded`: the transformers model with transformers' attention and an attention mask, in
 microbatches of 8 sequences in the order of arrival, padded to the longest. `packed` is the learner's packing: rows by
 first-fit decreasing without padding, as long as a padded microbatch on average. Without padding, the expected gain is
@@ -29,7 +29,7 @@ PADDED_BATCH = 8  # sequences
 
 def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(2)
-    num, hidden = (8, 64) if quick else (40, 256)
+    num, hidden = (8, 64) if quick else (32, 256)
     lengths = np.random.default_rng(0).lognormal(np.log(20 if quick else 200), 1.0, num).astype(int).clip(8, 2048)
     trajectories = [_trajectory(int(length), index) for index, length in enumerate(lengths)]
     batches = [trajectories[i : i + PADDED_BATCH] for i in range(0, num, PADDED_BATCH)]
