@@ -49,31 +49,25 @@ sglang:  # a real SGLang server without a GPU, for trying it out and for its tes
 vllm:  # a real vLLM server without a GPU, likewise
 	PYTHON=$(PYTHON) tests/vllm/install.sh
 
-bench: $(STAMP)
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/generation.py
-	$(BIN)/python benchmarks/wire.py
-	$(BIN)/python benchmarks/weights.py
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/logprobs.py
-	$(BIN)/python benchmarks/async_vs_sync.py
+bench: $(STAMP)  # 15 minutes on two quiet cores: ratios to named alternatives, in benchmarks/results/
+	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-shapes: $(STAMP)  # an hour on two cores, 13 GiB of memory
-	$(BIN)/python benchmarks/generation_shapes.py
+	$(BIN)/python -m benchmarks.generation_shapes
 
 bench-learning: $(STAMP)
-	$(BIN)/python benchmarks/staleness.py
-	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python -m benchmarks.staleness
+	$(BIN)/python -m benchmarks.algorithms
 
 bench-memory: $(STAMP)  # eleven minutes: memory of all processes, healthy and with either half 100 times slower
-	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python -m benchmarks.memory
 
 # Needs no .venv/: a machine with a GPU may have no network, but has torch. docs/gpu.md describes both.
 gpu-check:  # 20 minutes on one GPU; results in benchmarks/results/gpu/
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
 
 gpu-wheels:  # the packages that a machine with torch and without a network lacks; ARGS='--python 3.12'
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_wheels.py $(ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_wheels $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

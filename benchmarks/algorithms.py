@@ -1,6 +1,6 @@
 """Compare the presets on the same task: RLOO, GRPO, Dr. GRPO, REINFORCE++ with and without baseline, REINFORCE.
 
-    python benchmarks/algorithms.py [--output benchmarks/results/algorithms.json]
+    python -m benchmarks.algorithms [--output benchmarks/results/algorithms.json]
 
 Train the quickstart's arithmetic from the warm start, 3 seeds each, eta = 1 at every token (see `learning.py`). Only
 the preset differs. The KL to the reference is off, so the comparison covers advantages and means. GRPO and REINFORCE++
@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import hardware
-from learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
+from benchmarks import hardware
+from benchmarks.learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
 
 NO_KL = "algorithm.kl.coefficient=0"
 SETUPS: dict[str, tuple[str, ...]] = {

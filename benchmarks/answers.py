@@ -1,6 +1,6 @@
 """Measure which share of the intake's time per sample goes into holding answers against their leases.
 
-    python benchmarks/answers.py [--output benchmarks/results/answers.json]
+    python -m benchmarks.answers [--output benchmarks/results/answers.json]
 
 A real intake grants leases to a worker in another process. The answers come over a socket file, a group per message,
 as many at a time without acknowledgement as from a real worker.
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-import hardware
 import numpy as np
 
 from areal_rloo.config import load_config
@@ -39,6 +38,7 @@ from areal_rloo.wire.address import Address, SocketFile
 from areal_rloo.wire.channels import LearnerChannel, WorkerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Ack, Drain, Finished, Hello, Lease, Leases, Results, Work
+from benchmarks import hardware
 
 LIMITS = Limits()
 VOCAB_SIZE = 151_936

@@ -1,54 +1,44 @@
-"""Measure trained tokens per second of the same job, synchronous (eta = 0) and asynchronous (eta = 1, 2, 4).
+"""How many more tokens per second does asynchronous training (eta = 1, 4) train than synchronous training?
 
-    python benchmarks/async_vs_sync.py [--output benchmarks/results/async_vs_sync.json]
-
-Run the quickstart's task on the quickstart's model with a tiny learning rate, so every run has the same load.
-Synchronous: learner and rollout worker alternate, once with all cores each and once with half of the cores each,
-because a tiny model may gain nothing from more cores. The faster setting is the baseline. Asynchronous: half of the
-cores each, at the same time. Runs alternate. The first steps of each run do not count.
+The quickstart's task on the quickstart's model with a tiny learning rate, so every run has the same load. The named
+alternative is eta = 0: learner and rollout worker alternate, with all cores each or with half of the cores each. A run
+of each setting decides which is faster, because a tiny model may gain nothing from more cores. Asynchronous: half of
+the cores each, at the same time. The first steps of each run do not count.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
-
-import hardware
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
+from benchmarks.harness import LEAST_ROUNDS, Benchmark, Case
 
-NUM_STEPS = 16
-NOT_COUNTED = 5
+NOT_COUNTED = 3  # steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
+def cases(quick: bool) -> Generator[Case]:
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
-    setups = [(0, cores), (0, half), (1, half), (2, half), (4, half)]
-    rates: dict[tuple[int, int], list[float]] = {setup: [] for setup in dict.fromkeys(setups)}
-    for _ in range(arguments.repeats):
-        for (max_staleness, threads), values in rates.items():
-            values.append(_run(max_staleness, threads))
-            print(f"eta {max_staleness}, {threads} threads each: {values[-1]:,.0f} trained tokens/s", flush=True)
-    medians = {setup: statistics.median(values) for setup, values in rates.items()}
-    synchronous = max(value for (eta, _), value in medians.items() if eta == 0)
-    ratios = {f"eta_{eta}_over_eta_0": round(value / synchronous, 2) for (eta, _), value in medians.items() if eta}
-    result = {f"eta_{eta}_threads_{threads}": round(value) for (eta, threads), value in medians.items()}
-    print("trained tokens/s", result, ratios)
-    hardware.write(arguments.output, {"trained_tokens_per_s": result, **ratios})
+    num_steps = 2 if quick else 5
+    of_alone = half if quick else max((cores, half), key=lambda threads: _run(0, threads, 2))
+    contestants = {"eta_0": partial(_run, 0, of_alone, num_steps)}
+    contestants |= {f"eta_{eta}": partial(_run, eta, half, num_steps) for eta in ((1,) if quick else (1, 4))}
+    ratios = [(name, "eta_0") for name in contestants if name != "eta_0"]
+    facts = {"threads_of_eta_0": of_alone, "threads_of_others": half, "steps": num_steps}
+    rounds = 2 if quick else LEAST_ROUNDS
+    yield Case(
+        "quickstart", "trained tokens/s", contestants, ratios, rounds, larger_is_better=True, warm_up=False, facts=facts
+    )
 
 
-def _run(max_staleness: int, threads: int) -> float:
+def _run(max_staleness: int, threads: int, num_steps: int) -> float:
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "run"
         subprocess.run(
@@ -59,7 +49,7 @@ def _run(max_staleness: int, threads: int) -> float:
                 f"algorithm.pipeline_depth={max(1, max_staleness)}",
                 f"learner.num_threads={threads}",
                 f"rollout.num_threads={threads}",
-                f"learner.num_train_steps={NUM_STEPS + NOT_COUNTED}",
+                f"learner.num_train_steps={num_steps + NOT_COUNTED}",
                 "learner.optimizer.learning_rate=1e-9",
                 "evaluation.every_n_versions=0",
                 "data.eval=null",
@@ -67,11 +57,11 @@ def _run(max_staleness: int, threads: int) -> float:
                 "telemetry.progress=false",
             ],
             check=True,
+            stdout=subprocess.DEVNULL,
         )
         records = [r for r in read_records(folder / "metrics.jsonl") if isinstance(r, TrainRecord)]
     counted = records[NOT_COUNTED:]
     return sum(r.trained_tokens for r in counted) / (counted[-1].wall_s - records[NOT_COUNTED - 1].wall_s)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("async_vs_sync", __doc__, cases)

@@ -1,6 +1,6 @@
 """Measure the bias of the loss on stale tokens exactly: a policy so small that every completion can be enumerated.
 
-    python benchmarks/bias.py [--output FILE.json]
+    python -m benchmarks.bias [--output FILE.json]
 
 A completion is 5 tokens of a vocabulary of 3. After each prefix the policy has a separate softmax, and each completion
 has a random reward. The current policy is a random step away from the behaviour policy, which sampled the tokens. The
@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import hardware
 import torch
 from torch import Tensor
 
 from areal_rloo.algorithm.kl import KLTerm
 from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.config import BehaviourWeightConfig, KLConfig, LossConfig
+from benchmarks import hardware
 
 VOCABULARY, LENGTH, NUM_PROBLEMS = 3, 5, 20
 DISTANCES = (0.0, 0.0017, 0.015, 0.15)  # KL(behaviour, current) in nats a token

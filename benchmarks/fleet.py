@@ -1,37 +1,34 @@
-"""Load a learner's intake with a fleet of synthetic rollout workers, over the real wire.
+"""How many samples a second does a learner take from 1 to 1,024 workers, over the rate of raw acknowledged messages?
 
-    python benchmarks/fleet.py [--seconds 5] [--workers 1 8 64 256 1024] [--output benchmarks/results/fleet.json]
-
-How many samples a second does a learner take from 1 to 1,024 workers, and how long does a worker wait for an
-acknowledgement? This process is the learner without a model: intake, ledger, buffer, wire and broadcaster are those of
-a run, and a train step takes no time. Workers (`fleet_workers.py`) live in another process. Each case is measured at
-saturation, then at half of that rate, then at half with 2 % failed samples and a worker that dies each second. The
-named alternative is `raw`: a ROUTER that acknowledges every message of as many DEALERs, with the same bytes in each
-message, and neither decodes nor records anything. A step has a group of 16 samples for each worker, at least 64.
+This process is the learner without a model: intake, ledger, buffer, wire and broadcaster are those of a run, and a
+train step takes no time. Synthetic workers (`fleet_workers.py`) live in another process. A step has a group of 16
+samples for each worker, at least 64. The named alternative, `raw`, is a ROUTER that acknowledges every message of as
+many DEALERs: the same bytes in each message, and nothing is decoded or recorded. `half` is the wait from the end of a
+sample to its acknowledgement at half of the full rate; `faults` is likewise, with 2 % failed samples and a worker that
+dies each second. The medians of all windows are in the line of facts.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import logging
 import multiprocessing
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import fleet_workers
-import hardware
 import numpy as np
 import torch
 import zmq
-from fleet_workers import Load, Window
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.intake.evaluation import Evaluation
@@ -49,7 +46,11 @@ from areal_rloo.wire.address import SocketFile, read_address
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import make_keys
+from benchmarks import fleet_workers, hardware
+from benchmarks.fleet_workers import Load, Window
+from benchmarks.harness import Benchmark, Case
 
+SIZES = (1, 8, 64, 256, 1024)
 _GROUP_SIZE = 16
 _LEAST_GROUPS = 64  # a step
 _MEDIAN_TOKENS = 500
@@ -57,47 +58,76 @@ _WINDOW = 16  # messages in flight of a raw sender, as of a worker
 _FAULTS = {"failure_share": 0.02, "deaths_per_s": 1.0}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a measurement")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
+def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # a line for each failed sample
-    rows = []
-    for num_workers in arguments.workers:
-        row = _measured(num_workers, arguments.seconds, arguments.rounds)
-        print(row, flush=True)
-        rows.append(row)
-    hardware.write(arguments.output, {"median_tokens": _MEDIAN_TOKENS, "group_size": _GROUP_SIZE, "cases": rows})
+    rounds = 2 if quick else 7
+    for num_workers in (2, 16) if quick else SIZES:
+        fleet = Fleet(num_workers, 0.5 if quick else 2.0)
+        rates = {"intake": fleet.full, "raw": fleet.raw}
+        pair = [("intake", "raw")]
+        yield Case(f"rate_{num_workers}", "samples/s", rates, pair, rounds, larger_is_better=True, facts=fleet.facts)
+        fleet.facts = {}
+        latencies = {"half": fleet.half, "faults": fleet.faults}
+        yield Case(f"latency_{num_workers}", "ms", latencies, [("faults", "half")], rounds, facts=fleet.facts)
+    logging.disable(logging.NOTSET)
 
 
-def _measured(num_workers: int, seconds: float, rounds: int) -> dict[str, Any]:
-    raw, full = [], []
-    for _ in range(rounds):  # interleaved: a slow moment of the machine meets both
-        raw.append(_raw(num_workers, seconds))
-        full.append(_loaded(num_workers, seconds))
-    rate = statistics.median(each["samples_per_s"] for each in full)
-    half = _loaded(num_workers, seconds, rate=rate / 2 / num_workers)
-    faulty = _loaded(num_workers, seconds, rate=rate / 2 / num_workers, **_FAULTS)
-    ratios = [each["samples_per_s"] / of_raw for each, of_raw in zip(full, raw, strict=True)]
-    return {
-        "num_workers": num_workers,
-        "raw_per_s": round(statistics.median(raw)),
-        "of_raw": round(statistics.median(ratios), 2),
-        "of_raw_spread": round(max(ratios) - min(ratios), 2),
-        "full": min(full, key=lambda each: abs(each["samples_per_s"] - rate)),
-        "half": half,
-        "half_with_faults": faulty,
-    }
+class Fleet:
+    """A number of workers, and the facts of the last measurements."""
+
+    def __init__(self, num_workers: int, seconds: float) -> None:
+        self.facts: dict[str, Any] = {"median_tokens": _MEDIAN_TOKENS}
+        self._num_workers, self._seconds = num_workers, seconds
+        self._windows: defaultdict[str, list[Served]] = defaultdict(list)
+
+    def raw(self) -> float:
+        """Return messages a second."""
+        return _raw(self._num_workers, self._seconds)
+
+    def full(self) -> float:
+        """Return samples a second of workers that wait for nothing but the learner."""
+        return self._served("full").samples_per_s
+
+    def half(self) -> float:
+        """Return the median wait for an acknowledgement at half of the full rate, in ms."""
+        return self._served("half", rate=self._half_rate).p50_ms
+
+    def faults(self) -> float:
+        """Return likewise with failed samples and deaths."""
+        return self._served("faults", rate=self._half_rate, **_FAULTS).p50_ms
+
+    @property
+    def _half_rate(self) -> float:
+        return statistics.median(window.samples_per_s for window in self._windows["full"]) / 2 / self._num_workers
+
+    def _served(self, name: str, **load: float) -> Served:
+        """Measure a window, and keep the medians of all windows of this name as facts."""
+        windows = self._windows[name]
+        windows.append(serve(self._num_workers, self._seconds, **load))
+        values = zip(*map(dataclasses.astuple, windows), strict=True)
+        names = [field.name for field in dataclasses.fields(Served)]
+        self.facts[name] = dict(zip(names, map(statistics.median, values), strict=True))
+        return windows[-1]
 
 
-def _loaded(num_workers: int, seconds: float, **load: float) -> dict[str, Any]:
-    """Serve a fleet; return the measurements of a window after a warm-up of half its length."""
+@dataclass(frozen=True)
+class Served:
+    """Measurements of a window."""
+
+    samples_per_s: float
+    p50_ms: float  # from the end of a sample to its acknowledgement
+    p99_ms: float
+    intake_busy: float  # share of the time of the loop's thread
+    workers_busy: float  # processor time of their process, over the time
+    learner_gib: float  # of memory
+    deaths: int
+    dropped: int  # samples
+
+
+def serve(num_workers: int, seconds: float, **load: float) -> Served:
+    """Serve a fleet; measure a window after a warm-up of half its length."""
     groups_per_step = max(_LEAST_GROUPS, num_workers)
-    capacity = -(-2 * groups_per_step * _GROUP_SIZE // num_workers)
     config = _config(groups_per_step)
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
         make_keys(Path(folder) / "keys")
@@ -109,36 +139,37 @@ def _loaded(num_workers: int, seconds: float, **load: float) -> dict[str, Any]:
             keys=f"{folder}/keys",
             first=0,
             num_workers=num_workers,
-            capacity_samples=capacity,
+            capacity_samples=-(-2 * groups_per_step * _GROUP_SIZE // num_workers),
             median_tokens=_MEDIAN_TOKENS,
             **load,
         )
         with _process(partial(fleet_workers.run, workers)) as pipe:
             training.start()
+            _ask(pipe)  # all workers are there
             time.sleep(seconds / 2)
             _ask(pipe)
             before_s, began_s = service.call(time.thread_time), time.perf_counter()
             time.sleep(seconds)
             window, after_s, ended_s = _ask(pipe), service.call(time.thread_time), time.perf_counter()
+            dropped = sum(service.statistics().ledger.dropped.values())
             memory = hardware.status_bytes("VmRSS")
-            ledger = service.statistics().ledger
             stop.set()
             service.begin_drain()
             training.join()
             pipe.send("stop")
         service.close()
-    latencies_ms = 1000 * np.quantile(window.latencies_s or [np.nan], [0.5, 0.99])
-    return {
-        "samples_per_s": round(window.acknowledged / (ended_s - began_s)),
-        "acknowledgement_ms_p50": round(float(latencies_ms[0]), 2),
-        "acknowledgement_ms_p99": round(float(latencies_ms[1]), 2),
-        "intake_busy_share": round((after_s - before_s) / (ended_s - began_s), 2),
-        "workers_busy_share": round(window.busy_s / (ended_s - began_s), 2),
-        "learner_gib": round(memory / 2**30, 2),
-        "deaths": window.deaths,
-        "trained": ledger.trained,
-        "dropped": dict(ledger.dropped),
-    }
+    p50, p99 = 1000 * np.quantile(window.latencies_s or [np.nan], [0.5, 0.99])
+    elapsed_s = ended_s - began_s
+    return Served(
+        samples_per_s=round(window.acknowledged / elapsed_s, 1),
+        p50_ms=round(float(p50), 2),
+        p99_ms=round(float(p99), 2),
+        intake_busy=round((after_s - before_s) / elapsed_s, 2),
+        workers_busy=round(window.busy_s / elapsed_s, 2),
+        learner_gib=round(memory / 2**30, 2),
+        deaths=window.deaths,
+        dropped=dropped,
+    )
 
 
 def _train(service: IntakeService, stop: threading.Event) -> None:
@@ -242,5 +273,4 @@ def _send_raw(endpoint: str, num_workers: int, num_bytes: int, pipe: Connection)
     context.destroy(0)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("fleet", __doc__, cases)

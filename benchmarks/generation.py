@@ -1,27 +1,20 @@
-"""Compare the embedded engine with transformers' padded `generate` and continuous batching, alternating in a process.
+"""How much faster is the embedded engine than transformers' `generate` and continuous batching?
 
-    python benchmarks/generation.py [--output benchmarks/results/generation.json]
-
-Use the quickstart's model with random weights, 64 requests of 15 prompt tokens, and the same threads. Two loads: equal
-lengths, and a long tail (log-normal, median 32, at most 512). `generate_batch` creates a manager for every call, like
-transformers' method of this name; `running_manager` reuses a manager. Only requested tokens count: `generate` pads the
-batch to the longest request, and tokens beyond a request's length are discarded. Every repeat runs all systems in turn.
-Rates are medians over the repeats. Ratios are medians of ratios within a repeat, so drift of the machine's speed
-cancels.
+The quickstart's model with random weights, 64 requests of 15 prompt tokens, a single thread. Two loads: equal lengths,
+and a long tail (log-normal, median 32, at most 512). The named alternatives: `generate`, which pads the batch to the
+longest request, `generate_batch`, which creates a manager for every call like transformers' method of this name, and
+`running_manager`, which reuses a manager. Only requested tokens count.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
@@ -31,60 +24,52 @@ from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
+from benchmarks.harness import Benchmark, Case, timed
 
-NUM_REQUESTS = 64
+CPU = torch.device("cpu")
 PROMPT = tuple(range(10, 25))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def cases(quick: bool) -> Generator[Case]:
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp())
-    save_tiny_model(make_tiny_model(TinyModelConfig()), folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    engine = EmbeddedEngine(
-        folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=NUM_REQUESTS, context_tokens=640
-    )
-    few = EmbeddedEngine(folder, device=torch.device("cpu"), dtype=torch.float32, num_slots=16, context_tokens=640)
-    batching = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    num_requests = 8 if quick else 64
+    rng = np.random.default_rng(0)
+    tail = rng.lognormal(np.log(8 if quick else 32), 1.0, num_requests).astype(int).clip(4, 512).tolist()
+    loads = {"equal_lengths": [8 if quick else 64] * num_requests, "long_tail": tail}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tiny_model(make_tiny_model(TinyModelConfig()), folder)
+        model, batching = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+        engine, few = (
+            EmbeddedEngine(folder, device=CPU, dtype=torch.float32, num_slots=num, context_tokens=640)
+            for num in (num_requests, num_requests // 4)
+        )
     manager = _manager(batching)
-    tail = np.random.default_rng(0).lognormal(np.log(32), 1.0, NUM_REQUESTS).astype(int).clip(4, 512)
-    loads = {"equal_lengths": [64] * NUM_REQUESTS, "long_tail": tail.tolist()}
     systems: dict[str, Callable[[list[int]], None]] = {
-        "embedded": lambda lengths: _embedded(engine, lengths),
-        "embedded_16_slots": lambda lengths: _embedded(few, lengths),
-        "generate": lambda lengths: _generate(model, lengths),
-        "generate_batch": lambda lengths: _generate_batch(batching, lengths),
-        "running_manager": lambda lengths: _serve(manager, lengths),
+        "embedded": partial(_embedded, engine),
+        "embedded_quarter_slots": partial(_embedded, few),
+        "generate": partial(_generate, model),
+        "generate_batch": partial(_generate_batch, batching),
+        "running_manager": partial(_serve, manager),
     }
-    result: dict[str, object] = {"threads": arguments.threads, "num_requests": NUM_REQUESTS}
-    for load, lengths in loads.items():
-        rates: dict[str, list[float]] = {name: [] for name in systems}
-        for repeat in range(arguments.repeats + 1):
-            for name, run in systems.items():
-                started = time.perf_counter()
-                run(lengths)
-                if repeat:  # the first is a warm-up
-                    rates[name].append(sum(lengths) / (time.perf_counter() - started))
-        medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
-        ratios = {
-            f"over_{name}": round(float(np.median(np.divide(rates["embedded"], rates[name]))), 2)
-            for name in rates
-            if name != "embedded"
-        }
-        print(load, "tokens/s", medians, "embedded", ratios, flush=True)
-        result[load] = {"useful_tokens": sum(lengths), "tokens_per_s": medians, "embedded": ratios}
-    manager.stop(block=True)
-    engine.close()
-    few.close()
-    hardware.write(arguments.output, result)
+    ratios = [("embedded", name) for name in systems if name != "embedded"]
+    try:
+        for load, lengths in loads.items():
+            contestants = {name: partial(_rate, run, lengths) for name, run in systems.items()}
+            facts = {"requests": num_requests, "useful_tokens": sum(lengths)}
+            rounds = 2 if quick else 6
+            yield Case(load, "tokens/s", contestants, ratios, rounds, larger_is_better=True, facts=facts)
+    finally:  # threads, which would keep the process
+        manager.stop(block=True)
+        engine.close()
+        few.close()
+
+
+def _rate(run: Callable[[list[int]], None], lengths: list[int]) -> float:
+    return sum(lengths) / timed(partial(run, lengths))
 
 
 def _embedded(engine: EmbeddedEngine, lengths: list[int]) -> None:
@@ -140,5 +125,4 @@ def _serve(manager: ContinuousBatchingManager, lengths: list[int]) -> None:
     assert num_tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {num_tokens}"
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("generation", __doc__, cases)

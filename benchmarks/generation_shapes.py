@@ -1,6 +1,6 @@
 """Measure tokens per second of the embedded engine on the shapes of real models, relative to the hardware limits.
 
-    python benchmarks/generation_shapes.py [--shapes 0.5b 1.5b] [--batches 1 64 256] [--device cpu]
+    python -m benchmarks.generation_shapes [--shapes 0.5b 1.5b] [--batches 1 64 256] [--device cpu]
         [--output benchmarks/results/generation_shapes.json]
 
 Use random weights in the shapes of Qwen2.5 0.5B and 1.5B. Every request has a different prompt of 4 tokens and the same
@@ -35,10 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hardware
 import torch
-from peaks import finish
-from shapes import SHAPES, save_random
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
@@ -46,6 +43,9 @@ from areal_rloo.config import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.models.sizes import Sizes
+from benchmarks import hardware
+from benchmarks.peaks import finish
+from benchmarks.shapes import SHAPES, save_random
 
 PROMPT_TOKENS = 4
 Generate = Callable[[int, int], None]  # takes a batch size and the new tokens of each request

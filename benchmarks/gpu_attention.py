@@ -1,6 +1,6 @@
 """GPU check: attention of packed rows by flash attention and in padded blocks: equal numbers, times and memory.
 
-    python benchmarks/gpu_attention.py [--device cpu --small]
+    python -m benchmarks.gpu_attention [--device cpu --small]
 
 Heads of the 1.5B shape. The reference is float64, each sequence alone. `flash` is the path of bfloat16 on a GPU,
 `blocks` that of float32. A CPU has no flash attention: there `blocks` alone is compared.
@@ -15,11 +15,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from gpu_part import GIB, Part, run
-from peaks import Peak, finish
 from torch import Tensor
 
 from areal_rloo.models.attention import PackedLayout, packed_attention
+from benchmarks.gpu_part import GIB, Part, run
+from benchmarks.peaks import Peak, finish
 
 _REPEATS = 5
 _LIMITS = {"flash": 2e-2, "blocks": 1e-4}  # relative error against float64: of the rounding to the dtype

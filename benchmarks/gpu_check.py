@@ -22,8 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import gpu_page
-import gpu_wheels
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the package: the check runs as a file, from any folder
+
+from benchmarks import gpu_page, gpu_wheels
 
 HERE = Path(__file__).resolve().parent
 MARK = "gpu-part: "  # as in gpu_part.py, which needs torch
@@ -87,7 +88,7 @@ def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     said, others = "", list[str]()
     process = subprocess.Popen(
-        [python, "-u", str(HERE / f"gpu_{name}.py"), *options],
+        [python, "-u", "-m", f"benchmarks.gpu_{name}", *options],
         env=os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

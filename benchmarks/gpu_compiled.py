@@ -1,6 +1,6 @@
 """GPU check: compiled layers (`learner.compile`) against eager layers: equal logprobs, and the times of both.
 
-    python benchmarks/gpu_compiled.py [--device cpu --small]
+    python -m benchmarks.gpu_compiled [--device cpu --small]
 
 Rows of several shapes, because layers are compiled for every shape at once. The 0.5B shape in bfloat16; on a CPU a
 small model, with the backend that writes no C++ (aot_eager).
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_part import Part, run
-from peaks import finish
-from shapes import SHAPES, save_random
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models.policy import Policy, TokenLogprobs
 from areal_rloo.trajectory import Completion, Trajectory
+from benchmarks.gpu_part import Part, run
+from benchmarks.peaks import finish
+from benchmarks.shapes import SHAPES, save_random
 
 _REPEATS = 3
 _MEAN_GAP, _MOST_GAP = 2e-2, 0.3  # nats: a compiler rounds at other places

@@ -1,6 +1,6 @@
 """GPU check: the embedded engine against `generate`, the limit of the memory, and the logprobs of the learner.
 
-    python benchmarks/gpu_engine.py [--device cpu --small]
+    python -m benchmarks.gpu_engine [--device cpu --small]
 
 Random weights in bfloat16. The speed is that of `generation_shapes.py`. The numbers: completions of the engine, and the
 logprobs of the same tokens by the learner's policy. The prefill: a prompt of many chunks, whose attention has a mask.
@@ -15,10 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from generation_shapes import Limits, Load, measure
-from gpu_part import GIB, Part, run
-from peaks import Peak, finish
-from shapes import SHAPES, save_random
 
 from areal_rloo.config import EmbeddedConfig
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
@@ -28,6 +24,10 @@ from areal_rloo.models.loading import load_policy
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Completion, Trajectory
+from benchmarks.generation_shapes import Limits, Load, measure
+from benchmarks.gpu_part import GIB, Part, run
+from benchmarks.peaks import Peak, finish
+from benchmarks.shapes import SHAPES, save_random
 
 WORST = 1.25  # distance of the engine to float32, as a multiple of the distance of the learner to float32
 

@@ -1,6 +1,6 @@
 """GPU check: the learner's train step; its peak of memory against the estimate, tokens per second, and MFU.
 
-    python benchmarks/gpu_learner.py [--device cpu --small]
+    python -m benchmarks.gpu_learner [--device cpu --small]
 
 Rows of 8k and 16k tokens at the 1.5B shape in bfloat16, with and without gradient checkpointing, and with each option
 that changes the memory, as far as the estimate says that they fit. MFU is 6 operations per weight and token and the
@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from generation_shapes import Limits
-from gpu_part import GIB, Part, run
-from learner_memory import measure
-from shapes import SHAPES, save_random
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.costs import peak_flops
 from areal_rloo.learner.memory import OVERHEAD_BYTES, estimate
 from areal_rloo.models.device import memory_of
+from benchmarks.generation_shapes import Limits
+from benchmarks.gpu_part import GIB, Part, run
+from benchmarks.learner_memory import measure
+from benchmarks.shapes import SHAPES, save_random
 
 _AGAIN = "learner.gradient_checkpointing=true"
 CASES: tuple[tuple[int, tuple[str, ...]], ...] = (  # tokens of a row, options

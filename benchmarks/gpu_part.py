@@ -1,6 +1,6 @@
 """The frame of a part of the GPU check: its options, its rows, and its results as JSON on lines of their own.
 
-    python benchmarks/gpu_PART.py [--device cuda] [--small]
+    python -m benchmarks.gpu_PART [--device cuda] [--small]
 
 `--device cpu --small` runs the same code with a small model. A part that raises an error has failed, and says why.
 """

@@ -1,6 +1,6 @@
 """GPU check: real runs of the launcher with learner and engine on the same GPU.
 
-    python benchmarks/gpu_run.py [--device cpu --small]
+    python -m benchmarks.gpu_run [--device cpu --small]
 
 The embedded engine and models with random weights: the quickstart's, and the 1.5B shape, whose samples are all as long
 as allowed. Learner and engine are side by side or in turns. Each run must end with exit code 0 and a summary, and lose
@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_part import REPO, Part, run
-from shapes import SHAPES, save_random
-
 from areal_rloo.models.tiny import make_tiny_tokenizer
+from benchmarks.gpu_part import REPO, Part, run
+from benchmarks.shapes import SHAPES, save_random
 
 _LIMIT_S = 240
 _GAPS = {"float32": 1e-3, "bfloat16": 2e-2}  # nats between the engine's and the learner's logprobs, mean

@@ -1,6 +1,6 @@
 """GPU check: run every test marked `gpu`.
 
-    python benchmarks/gpu_tests.py [--device cpu --small]
+    python -m benchmarks.gpu_tests [--device cpu --small]
 
 Only files with such a test are collected, so packages of other tests may be missing. On a CPU all of them skip.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-from gpu_part import REPO, Part, run
+from benchmarks.gpu_part import REPO, Part, run
 
 _LIMIT_S = 400
 

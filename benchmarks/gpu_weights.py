@@ -1,6 +1,6 @@
 """GPU check: NCCL groups of one rank, and weights of a GPU through shared memory and by collective.
 
-    python benchmarks/gpu_weights.py [--device cpu --small]
+    python -m benchmarks.gpu_weights [--device cpu --small]
 
 A GPU takes part in an NCCL group once, so a single GPU has a group of one rank: NCCL is loaded, a group forms, and a
 broadcast ends. Groups form again and again, as if workers joined and left, and must not keep memory. The transports
@@ -13,23 +13,23 @@ import asyncio
 import time
 
 import torch
-import weights
-from gpu_part import GIB, Part, run
-from peaks import Peak
 
 from areal_rloo.models.device import memory_of
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
+from benchmarks import harness, weights
+from benchmarks.gpu_part import GIB, Part, run
+from benchmarks.peaks import Peak
 
 _NUM_GROUPS = 6
 
 
 def check(part: Part) -> None:
     _groups(part)
-    rates = weights.measure(
-        size_mb=16 if part.small else 3072, bucket_mb=4 if part.small else 256, repeats=3, device=part.device
-    )
-    part.row("weights, GiB per second", **rates)
+    size_mb, bucket_mb = (16, 4) if part.small else (3072, 256)
+    for case in weights.transports(size_mb=size_mb, bucket_mb=bucket_mb, rounds=3, device=part.device):
+        rates = {name: round(rate.median, 2) for name, rate in harness.measure(case).measured.items()}
+        part.row("weights, GiB per second", **rates)
     if part.on_gpu:
         part.notes.append(
             "One GPU: no NCCL broadcast between two processes ran; the transport named collective is Gloo on the host. "

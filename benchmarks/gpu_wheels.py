@@ -1,6 +1,6 @@
 """Wheels for a machine with a GPU and without a network: download them here, install them there; standard library only.
 
-    python benchmarks/gpu_wheels.py [--python 3.12] [--folder .gpu-wheels]     # `make gpu-wheels`
+    python -m benchmarks.gpu_wheels [--python 3.12] [--folder .gpu-wheels]     # `make gpu-wheels`
 
 Such a machine has torch, transformers and their needs. The other packages of pyproject.toml and of the tests are
 downloaded for its version of Python, at the versions of constraints.txt. `complete_python` is for the machine: if a

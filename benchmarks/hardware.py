@@ -1,13 +1,17 @@
-"""Describe the machine of a benchmark for the result file."""
+"""Describe the machine, the commit and the date of a benchmark for the result file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+_REPO = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, Any]:
@@ -23,10 +27,34 @@ def describe() -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """Return the commit of this checkout, with `-changed` if files differ, and None without git."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    # results are left out: those of the benchmark before are not part of the code
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return f"{head}-changed" if changed else head
+
+
+def now() -> str:
+    """Return the date and the time in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write(output: str | None, result: dict[str, Any]) -> None:
-    """Write a result with the hardware, if the user named an output file."""
+    """Write a result with date, commit and hardware, if the user named an output file."""
     if output is not None:
-        Path(output).write_text(json.dumps({"hardware": describe(), **result}, indent=2) + "\n")
+        described = {"date": now(), "commit": commit(), "hardware": describe(), **result}
+        Path(output).write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        ended = subprocess.run(["git", *arguments], cwd=_REPO, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return None if ended.returncode else ended.stdout.strip()
 
 
 def _cpuinfo() -> list[str]:

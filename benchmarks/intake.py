@@ -1,25 +1,20 @@
-"""Measure the learner's bookkeeping for a sample, on one core and without sockets.
+"""Does the learner's bookkeeping for a sample cost more with more samples in flight, or with more workers?
 
-    python benchmarks/intake.py [--most 1000000] [--output benchmarks/results/intake.json]
-
-Does the cost of a sample grow with the samples in flight, or with the workers? Each case fills the pipeline up to the
-staleness bound, as a fleet with much room does. Then workers finish samples, one message each, and after every message
-the training thread looks for a batch, as in a run. The time is that of `Intake.handle`, `take_batch`, `grants` and
-`commit`, for each sample. The named alternative is the first case: a flat cost has a ratio of 1.
+Each case fills the pipeline up to the staleness bound, as a fleet with much room does. Then workers finish samples, one
+message each, and after every message the training thread looks for a batch, as in a run. The time is that of
+`Intake.handle`, `take_batch`, `grants` and `commit`, for each sample, on one core and without sockets. The named
+alternative is the first case: a flat cost has a ratio of 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
+from functools import partial
 
-import hardware
 import numpy as np
 
 from areal_rloo.config import load_config
@@ -33,38 +28,20 @@ from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire.messages import Duty, Finished, Hello, Leases, Results, Work
+from benchmarks.harness import Benchmark, Case
 
 # groups a step, group size, eta, workers
-CASES = ((48, 8, 1, 1), (256, 8, 2, 32), (512, 16, 4, 64), (1024, 16, 8, 512), (1024, 16, 8, 1024), (8192, 16, 8, 1024))
+SIZES = ((48, 8, 1, 1), (256, 8, 2, 32), (512, 16, 4, 64), (1024, 16, 8, 512), (1024, 16, 8, 1024), (8192, 16, 8, 1024))
 _LEARNER = "learner"
-_LEAST_SAMPLES = 20_000  # measured in each round
-_ROUNDS = 5
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--most", type=int, default=2_000_000, help="samples in flight; larger cases are left out")
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
-    loads = [load for case in CASES if (load := Load(*case)).num_in_flight <= arguments.most]
-    times: list[list[float]] = [[] for _ in loads]
+def cases(quick: bool) -> Generator[Case]:
+    loads = [Load(*size) for size in (SIZES[:2] if quick else SIZES)]
     gc.collect()
     gc.freeze()  # the learner's thread for collections is no part of the question
-    for _ in range(_ROUNDS):  # interleaved: a slow moment of the machine meets all cases
-        for load, measured in zip(loads, times, strict=True):
-            measured.append(load.microseconds())
-    rows = []
-    for load, measured in zip(loads, times, strict=True):
-        median = statistics.median(measured)
-        row = {
-            **load.describe(),
-            "us_per_sample": round(median, 1),
-            "spread": round((max(measured) - min(measured)) / median, 2),
-            "over_first": round(median / statistics.median(times[0]), 2),
-        }
-        print(row, flush=True)
-        rows.append(row)
-    hardware.write(arguments.output, {"cases": rows})
+    contestants = {load.name: partial(load.microseconds, 500 if quick else 10_000) for load in loads}
+    first, *others = contestants
+    yield Case("cost_of_a_sample", "us", contestants, [(name, first) for name in others], 2 if quick else 7)
 
 
 class Load:
@@ -106,14 +83,15 @@ class Load:
         groups_per_step, group_size, max_staleness, _ = self._case
         return groups_per_step * group_size * (max_staleness + 1)
 
-    def describe(self) -> dict[str, Any]:
-        names = ("groups_per_step", "group_size", "max_staleness", "num_workers")
-        return {**dict(zip(names, self._case, strict=True)), "samples_in_flight": self.num_in_flight}
+    @property
+    def name(self) -> str:
+        num_workers = self._case[3]
+        return f"{self.num_in_flight:,} in flight, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
-    def microseconds(self) -> float:
+    def microseconds(self, num_samples: int) -> float:
         """Finish samples; return the time of the intake for each."""
         busy_s = 0.0
-        for peer, message in self._results(_LEAST_SAMPLES):
+        for peer, message in self._results(num_samples):
             began_s = time.thread_time()
             outgoing = self._intake.handle(peer, message, 0.0)
             if self._intake.take_batch() is not None:
@@ -123,7 +101,7 @@ class Load:
                 outgoing += self._intake.grants()
             busy_s += time.thread_time() - began_s
             self._note(outgoing)
-        return 1e6 * busy_s / _LEAST_SAMPLES
+        return 1e6 * busy_s / num_samples
 
     def _results(self, number: int) -> Iterator[tuple[str, Results]]:
         together: list[tuple[str, Duty, int]] = []
@@ -147,5 +125,4 @@ def _completion(version: int) -> Completion:
     return Completion(tokens, np.full(8, -1.0, np.float32), np.full(8, version, np.int32), "stop")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("intake", __doc__, cases)

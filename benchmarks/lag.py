@@ -1,6 +1,6 @@
 """Find out why accuracy oscillates at a fixed staleness of 16: a smaller learning rate, and other weights.
 
-    python benchmarks/lag.py [--output FILE.json]
+    python -m benchmarks.lag [--output FILE.json]
 
 The setup of `staleness.py`, 3 seeds. `sequence` weights a completion by the product of all w, at most 5.
 """
@@ -11,8 +11,8 @@ import argparse
 import statistics
 from collections.abc import Mapping
 
-import hardware
-from learning import SEEDS, SETUP, Job, over_seeds, run_all
+from benchmarks import hardware
+from benchmarks.learning import SEEDS, SETUP, Job, over_seeds, run_all
 
 ETA = 16
 SETUPS: Mapping[str, tuple[str, ...]] = {

@@ -1,6 +1,6 @@
 """Compare the estimate of a learner's memory with the measured peak of a train step.
 
-    python benchmarks/learner_memory.py [--cases plain lora] [--output benchmarks/results/learner_memory.json]
+    python -m benchmarks.learner_memory [--cases plain lora] [--output benchmarks/results/learner_memory.json]
 
 Random models with the shapes of Qwen2.5-0.5B and 1.5B, on a CPU, each case in a process of its own: two train steps on
 two full rows, then the peak of the second. The gradients of the first row are there while the second row is computed.
@@ -21,11 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
-from peaks import Peak
-from shapes import SHAPES, save_random
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.building import build_rank
@@ -34,6 +31,9 @@ from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.trajectory import Completion, Group, Trajectory
+from benchmarks import hardware
+from benchmarks.peaks import Peak
+from benchmarks.shapes import SHAPES, save_random
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, tokens of a row, options
     "plain": ("0.5b", 2048, ()),
@@ -68,8 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.cases:
             command = [
-                sys.executable,
-                __file__,
+                *(sys.executable, "-m", "benchmarks.learner_memory"),
                 f"--case={name}",
                 f"--folder={folder}",
                 f"--threads={arguments.threads}",

@@ -1,6 +1,6 @@
 """Measure how late tokens change the lengths that are trained on: the learner's intake, in simulated time.
 
-    python benchmarks/length_bias.py [--output FILE.json]
+    python -m benchmarks.length_bias [--output FILE.json]
 
 A worker generates a token of each running completion every 10 ms. Lengths are log-normal (mean 89 tokens, at most
 1,024). The learner trains 16 groups of 4 in half a second. The intake is the real one: it admits groups, leases
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hardware
 import numpy as np
+
+from benchmarks import hardware
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.intakes import LEARNER, duties_of, make_intake, make_offers

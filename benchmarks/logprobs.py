@@ -1,80 +1,46 @@
-"""Measure the loss from hidden states: full logits, recomputed chunks, and chunks with an immediate gradient.
+"""How much time and memory does the loss from hidden states take, compared with full logits?
 
-    python benchmarks/logprobs.py [--tokens 1024] [--vocabulary 151936] [--hidden 896] [--device cpu]
-        [--output benchmarks/results/logprobs.json]
-
-Run a microbatch forward and backward, with gradients for hidden states and head, as in a train step. `whole` has
-[tokens, vocabulary] logits, like `log_softmax` of a model's output. `recomputed` is `chosen_logprobs`, and `at_once` is
-`loss_of_tokens`. The systems alternate. Times are medians, and ratios are within a repeat. Memory is the peak above the
-level before, each in a separate process. `--most-tokens` is measured for the two systems with bounded memory; the
-memory of `whole` grows with the tokens.
+A microbatch forward and backward, with gradients for hidden states and head, as in a train step. The named alternative
+is `whole`: [tokens, vocabulary] logits, like `log_softmax` of a model's output. `recomputed` is `chosen_logprobs`, and
+`at_once` is `loss_of_tokens`. Memory is the peak of a process of its own above the level before, by token: the memory
+of `whole` grows with the tokens, so fewer tokens are enough there.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
-import hardware
 import torch
-from peaks import Peak, finish
 from torch import Tensor
 
 from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
+from benchmarks.harness import Benchmark, Case, timed
+from benchmarks.peaks import Peak
 
 TEMPERATURE = 0.9
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # hidden, head, targets, weights
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--most-tokens", type=int, default=16384)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--hidden", type=int, default=896)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output")
-    parser.add_argument("--memory-of", choices=SYSTEMS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.memory_of:
-        print(_peak_bytes(SYSTEMS[arguments.memory_of], arguments))
-        return
-    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    inputs = _inputs(arguments)
-    for repeat in range(arguments.repeats + 1):
-        for name, loss in SYSTEMS.items():
-            started = time.perf_counter()
-            _run(loss, *inputs)
-            if repeat:  # the first is a warm-up
-                seconds[name].append(time.perf_counter() - started)
-    del inputs
-    result: dict[str, object] = {
-        name: getattr(arguments, name) for name in ("tokens", "vocabulary", "hidden", "device", "dtype", "threads")
+def cases(quick: bool) -> Generator[Case]:
+    torch.set_num_threads(2)
+    vocabulary, hidden = (1000, 32) if quick else (151_936, 896)
+    tokens, most_tokens = (64, 256) if quick else (512, 4096)
+    facts = {"vocabulary": vocabulary, "hidden": hidden, "tokens": tokens}
+    inputs = _inputs(tokens, vocabulary, hidden)
+    contestants = {name: partial(timed, partial(_run, loss, *inputs)) for name, loss in SYSTEMS.items()}
+    ratios = [("recomputed", "whole"), ("at_once", "whole")]
+    yield Case("time", "s", contestants, ratios, 2 if quick else 5, facts=facts)
+    del inputs, contestants
+    memory = {
+        "whole": partial(_in_a_process, "whole", tokens, vocabulary, hidden),
+        "at_once": partial(_in_a_process, "at_once", most_tokens, vocabulary, hidden),
     }
-    whole = _memory("whole", arguments.tokens)
-    for name, times in seconds.items():
-        most = {} if name == "whole" else {"peak_bytes_at_most_tokens": _memory(name, arguments.most_tokens)}
-        ratios = [own / theirs for own, theirs in zip(times, seconds["whole"], strict=True)]
-        result[name] = row = {
-            "s": round(statistics.median(times), 3),
-            "time_over_whole": round(statistics.median(ratios), 3),
-            "peak_bytes": _memory(name, arguments.tokens),
-            **most,
-        }
-        if most:
-            scaled = whole * arguments.most_tokens / arguments.tokens
-            row["memory_over_whole_at_most_tokens"] = round(most["peak_bytes_at_most_tokens"] / scaled, 3)
-        print(name, row, flush=True)
-    hardware.write(arguments.output, {"most_tokens": arguments.most_tokens, **result})
+    facts = {"vocabulary": vocabulary, "hidden": hidden, "tokens_whole": tokens, "tokens_at_once": most_tokens}
+    yield Case("memory", "bytes/token", memory, [("at_once", "whole")], 2, warm_up=False, exact=True, facts=facts)
 
 
 def _whole(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -96,33 +62,30 @@ def _at_once(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> 
 SYSTEMS: dict[str, Loss] = {"whole": _whole, "recomputed": _recomputed, "at_once": _at_once}
 
 
-def _inputs(arguments: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _inputs(num: int, vocabulary: int, hidden_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    device, num = arguments.device, arguments.tokens
-    hidden = torch.randn(num, arguments.hidden, device=device).to(getattr(torch, arguments.dtype)).requires_grad_()
-    head = (torch.randn(arguments.vocabulary, arguments.hidden, device=device) / 30).requires_grad_()
-    targets = torch.randint(0, arguments.vocabulary, (num,), device=device)
-    return hidden, head, targets, torch.randn(num, device=device)
+    hidden = torch.randn(num, hidden_size).requires_grad_()
+    head = (torch.randn(vocabulary, hidden_size) / 30).requires_grad_()
+    return hidden, head, torch.randint(0, vocabulary, (num,)), torch.randn(num)
 
 
 def _run(loss: Loss, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> None:
     hidden.grad = head.grad = None
     loss(hidden, head, targets, weights).backward()
-    finish(hidden.device)
 
 
-def _memory(name: str, tokens: int) -> int:
-    options = [*sys.argv[1:], f"--tokens={tokens}", f"--memory-of={name}"]
-    return int(subprocess.run([sys.executable, __file__, *options], check=True, capture_output=True, text=True).stdout)
+def _in_a_process(name: str, tokens: int, vocabulary: int, hidden: int) -> float:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_bytes, name, tokens, vocabulary, hidden).result() / tokens
 
 
-def _peak_bytes(loss: Loss, arguments: argparse.Namespace) -> int:
-    inputs = _inputs(arguments)
-    peak = Peak(torch.device(arguments.device))
+def _peak_bytes(name: str, tokens: int, vocabulary: int, hidden: int) -> int:
+    torch.set_num_threads(2)
+    inputs = _inputs(tokens, vocabulary, hidden)
+    peak = Peak(torch.device("cpu"))
     peak.restart()
-    _run(loss, *inputs)
+    _run(SYSTEMS[name], *inputs)
     return peak.num_bytes
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("logprobs", __doc__, cases)

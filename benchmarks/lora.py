@@ -1,6 +1,6 @@
 """Measure how closely a bfloat16 engine follows a policy with adapters (LoRA): adapters apart, or merged and rounded.
 
-    python benchmarks/lora.py [--output benchmarks/results/lora.json]
+    python -m benchmarks.lora [--output benchmarks/results/lora.json]
 
 A small random Qwen2 whose weights are bfloat16 numbers, as those of most models are. Adapters of rank 16 on all linear
 layers change the weights by a share of their size. The embedded engine gets the adapters `apart`, merged weights
@@ -24,10 +24,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
-from learning import SEEDS, over_seeds
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -40,6 +38,8 @@ from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP
 from areal_rloo.models.policy import Policy
 from areal_rloo.trajectory import Completion, Trajectory
+from benchmarks import hardware
+from benchmarks.learning import SEEDS, over_seeds
 
 CPU = torch.device("cpu")
 LORA = LoraConfig()

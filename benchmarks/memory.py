@@ -1,6 +1,6 @@
 """Measure the memory of every process of a run: healthy, with a slow learner, and with slow rollouts.
 
-    python benchmarks/memory.py [--healthy MINUTES] [--slow-learner MINUTES] [--slow-rollouts MINUTES] [--output FILE]
+    python -m benchmarks.memory [--healthy MINUTES] [--slow-learner MINUTES] [--slow-rollouts MINUTES] [--output FILE]
 
 Each case is a run of the local launcher on a tiny model: two workers with the embedded engine, evaluations and
 checkpoints. The slow half is 100 times slower than the other half: `memory_user_code.py` sleeps in an optimizer step,
@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hardware
 import psutil
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
+from benchmarks import hardware
 
 USER_CODE = Path(__file__).resolve().parent / "memory_user_code.py"
 TINY = (

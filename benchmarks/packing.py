@@ -1,24 +1,18 @@
-"""Compare packed rows with padded rows: a train step's forward and backward over log-normal lengths.
+"""How much of the removed padding do packed rows gain, over padded rows?
 
-    python benchmarks/packing.py [--sequences 64] [--median 200] [--sigma 1.0] [--device cpu]
-        [--output benchmarks/results/packing.json]
-
-Use the same model, sequences and loss for both, alternating. `padded` is the transformers model with transformers'
-attention and an attention mask. A microbatch has `--padded-batch` sequences in the order of arrival, padded to the
-longest. `packed` is the learner's packing: rows by first-fit decreasing without padding. The budget of a row is the
-mean number of tokens in a padded microbatch. Without padding, the expected gain is padded tokens / tokens. `kept` is
-the measured ratio of tokens per second divided by this expected gain.
+A train step's forward and backward over 32 log-normal lengths (median 200, sigma 1), with the same model, sequences and
+loss. The named alternative is `padded`: the transformers model with transformers' attention and an attention mask, in
+microbatches of 8 sequences in the order of arrival, padded to the longest. `packed` is the learner's packing: rows by
+first-fit decreasing without padding, as long as a padded microbatch on average. Without padding, the expected gain is
+padded tokens / tokens. At the end, the gradients of both must be equal.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 
-import hardware
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -28,80 +22,51 @@ from areal_rloo.models.head import LogitForm
 from areal_rloo.models.loading import PACKED_ATTENTION
 from areal_rloo.models.policy import Policy, TokenLogprobs, loss_of_tokens
 from areal_rloo.trajectory import Completion, Trajectory
+from benchmarks.harness import Benchmark, Case, timed
+
+PADDED_BATCH = 8  # sequences
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--median", type=int, default=200)
-    parser.add_argument("--sigma", type=float, default=1.0)
-    parser.add_argument("--longest", type=int, default=2048)
-    parser.add_argument("--padded-batch", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rng = np.random.default_rng(0)
-    draws = rng.lognormal(np.log(arguments.median), arguments.sigma, arguments.sequences)
-    lengths = draws.astype(int).clip(8, arguments.longest).tolist()
-    trajectories = [_trajectory(length, index) for index, length in enumerate(lengths)]
-    batches = [trajectories[i : i + arguments.padded_batch] for i in range(0, len(lengths), arguments.padded_batch)]
-    padded_tokens = [len(batch) * max(t.num_tokens for t in batch) for batch in batches]
-    budget = max(*lengths, sum(padded_tokens) // len(batches))
-    model = _model(arguments)
+def cases(quick: bool) -> Generator[Case]:
+    torch.set_num_threads(2)
+    num, hidden = (8, 64) if quick else (32, 256)
+    lengths = np.random.default_rng(0).lognormal(np.log(20 if quick else 200), 1.0, num).astype(int).clip(8, 2048)
+    trajectories = [_trajectory(int(length), index) for index, length in enumerate(lengths)]
+    batches = [trajectories[i : i + PADDED_BATCH] for i in range(0, num, PADDED_BATCH)]
+    padded_tokens = sum(len(batch) * max(t.num_tokens for t in batch) for batch in batches)
+    tokens = int(lengths.sum())
+    budget = max(int(lengths.max()), padded_tokens // len(batches))
+    model = _model(hidden)
     packed_model = copy.deepcopy(model)
     packed_model.set_attn_implementation(PACKED_ATTENTION)
-    dtype = torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32
-    systems: dict[str, Callable[[], None]] = {
-        "padded": lambda: _padded(model, batches, arguments.device, dtype),
-        "packed": lambda: _packed(packed_model, trajectories, budget, arguments.device, dtype),
+    contestants: dict[str, Callable[[], float]] = {
+        "packed": lambda: tokens / timed(partial(_packed, packed_model, trajectories, budget)),
+        "padded": lambda: tokens / timed(partial(_padded, model, batches)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    for repeat in range(arguments.repeats + 1):
-        for name, run in systems.items():
-            started = time.perf_counter()
-            run()
-            if repeat:  # the first is a warm-up
-                seconds[name].append(time.perf_counter() - started)
+    facts = {"sequences": num, "hidden": hidden, "tokens": tokens, "padded_tokens": padded_tokens}
+    rounds = 2 if quick else 5
+    yield Case(
+        "log_normal", "tokens/s", contestants, [("packed", "padded")], rounds, larger_is_better=True, facts=facts
+    )
     both = zip(model.parameters(), packed_model.parameters(), strict=True)
     pairs = [(a.grad, b.grad) for a, b in both if a.grad is not None and b.grad is not None]
-    scale = max(float(a.abs().max()) for a, _ in pairs)
-    difference = max(float((a - b).abs().max()) for a, b in pairs) / scale
-    promised = sum(padded_tokens) / sum(lengths)
-    faster = statistics.median(a / b for a, b in zip(seconds["padded"], seconds["packed"], strict=True))
-    result = {
-        **{name: getattr(arguments, name) for name in ("sequences", "median", "sigma", "hidden", "layers")},
-        **{name: getattr(arguments, name) for name in ("device", "dtype", "threads")},
-        "tokens": sum(lengths),
-        "padded_tokens": sum(padded_tokens),
-        "tokens_per_s": {name: round(sum(lengths) / statistics.median(times), 1) for name, times in seconds.items()},
-        "promised": round(promised, 3),
-        "faster": round(faster, 3),
-        "kept": round(faster / promised, 3),
-        "largest_difference_of_gradients": difference,
-    }
-    print(result, flush=True)
-    hardware.write(arguments.output, result)
+    largest = max(float(padded.abs().max()) for padded, _ in pairs)
+    assert all(float((a - b).abs().max()) < 1e-5 * largest for a, b in pairs), "both train on the same loss"
 
 
-def _model(arguments: argparse.Namespace) -> PreTrainedModel:
+def _model(hidden: int) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=4096,
-        hidden_size=arguments.hidden,
-        intermediate_size=3 * arguments.hidden,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=max(1, arguments.hidden // 256),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256),
         tie_word_embeddings=True,
     )
     config._attn_implementation = "sdpa"
-    model: PreTrainedModel = Qwen2ForCausalLM(config).to(arguments.device)
+    model: PreTrainedModel = Qwen2ForCausalLM(config)
     return model
 
 
@@ -117,7 +82,7 @@ def _loss(given: TokenLogprobs, part: slice) -> torch.Tensor:
     return given.logprobs.sum() / 1e4
 
 
-def _padded(model: PreTrainedModel, batches: list[list[Trajectory]], device: str, dtype: torch.dtype) -> None:
+def _padded(model: PreTrainedModel, batches: list[list[Trajectory]]) -> None:
     model.zero_grad(set_to_none=True)
     for batch in batches:
         longest = max(len(t.completion.tokens) for t in batch)
@@ -127,28 +92,19 @@ def _padded(model: PreTrainedModel, batches: list[list[Trajectory]], device: str
             num = len(trajectory.completion.tokens)
             tokens = torch.from_numpy(trajectory.completion.tokens).long()
             ids[row, 0], ids[row, 1:num], targets[row, :num], mask[row, :num] = 1, tokens[:-1], tokens, 1
-        ids, targets, mask = ids.to(device), targets.to(device), mask.to(device)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         real = mask.bool()
         head = model.get_output_embeddings().weight
-        loss_of_tokens(hidden[real].to(dtype), head, targets[real], LogitForm(), _loss)[0].backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
+        loss_of_tokens(hidden[real], head, targets[real], LogitForm(), _loss)[0].backward()
 
 
-def _packed(
-    model: PreTrainedModel, trajectories: list[Trajectory], budget: int, device: str, dtype: torch.dtype
-) -> None:
+def _packed(model: PreTrainedModel, trajectories: list[Trajectory], budget: int) -> None:
     model.zero_grad(set_to_none=True)
-    policy = Policy(model, temperature=1.0, dtype=dtype)
+    policy = Policy(model, temperature=1.0, dtype=torch.float32)
     (microbatches,) = pack(trajectories, max_tokens=budget).microbatches
     for microbatch in microbatches:
-        row = Row.of(microbatch, torch.device(device))
+        row = Row.of(microbatch, torch.device("cpu"))
         policy(row.input_ids, row.layout, row.predicts, row.targets, token_loss=_loss)[0].backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("packing", __doc__, cases)

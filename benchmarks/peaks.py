@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import hardware
 import torch
+
+from benchmarks import hardware
 
 
 class Peak:

@@ -1,6 +1,6 @@
 """Measure speed and staleness by `algorithm.pipeline_depth`, with the same staleness bound.
 
-    python benchmarks/pipeline_depth.py [--output benchmarks/results/pipeline_depth.json]
+    python -m benchmarks.pipeline_depth [--output benchmarks/results/pipeline_depth.json]
 
 The quickstart's task and model with a bound of 8, a core each for learner and worker, and a tiny learning rate, so
 every run has the same load. Generation is faster than training here (64 slots, gradient checkpointing), so generation
@@ -18,10 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import hardware
-
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
+from benchmarks import hardware
 
 ETA, DEPTHS = 8, (1, 2, 8)
 NUM_STEPS, NOT_COUNTED = 20, 5

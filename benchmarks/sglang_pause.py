@@ -1,4 +1,6 @@
-"""Measure the pause and the cost of a weight update on a generating SGLang server; called by weights.py.
+"""Measure the pause and the cost of a weight update on a generating SGLang server.
+
+    python -m benchmarks.sglang_pause [--sglang .venv-sglang/bin/python] [--output benchmarks/results/sglang_pause.json]
 
 The real server runs on this machine: a model of about 20 M parameters in float32, 16 running completions at any time,
 and the learner's own broadcaster as sender. Each method has a separate server and receives the same versions:
@@ -15,6 +17,7 @@ returned early.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import statistics
@@ -24,6 +27,7 @@ from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -40,6 +44,7 @@ from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.manifest import build_manifest, gather
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.receive import Receiver
+from benchmarks import hardware
 
 NUM_AT_A_TIME = 16
 PROMPT_TOKENS = 128
@@ -47,7 +52,17 @@ NEW_TOKENS = 64
 CPU = torch.device("cpu")
 
 
-def measure(python: str, *, num_updates: int) -> dict[str, object]:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sglang", default=".venv-sglang/bin/python", help="from `make sglang`")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hardware.write(arguments.output, measure(arguments.sglang, num_updates=arguments.updates))
+
+
+def measure(python: str, *, num_updates: int) -> dict[str, Any]:
     """Return all results by update method."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
@@ -255,3 +270,7 @@ def _without_tags() -> Capabilities:
         overlap=False,
         digest=None,
     )
+
+
+if __name__ == "__main__":
+    main()

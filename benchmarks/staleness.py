@@ -1,6 +1,6 @@
 """Measure the cost of staleness and the effect of corrections: final accuracy and area under the curve by eta.
 
-    python benchmarks/staleness.py [--schedule fixed|mixed] [--output FILE.json] [--plot FILE.svg]
+    python -m benchmarks.staleness [--schedule fixed|mixed] [--output FILE.json] [--plot FILE.svg]
 
 Train the quickstart's arithmetic from the warm start, 3 seeds, eta = 0, 1, 2, 4, 8, 16 (see `learning.py`):
 
@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import hardware
-from learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
+from benchmarks import hardware
+from benchmarks.learning import SEEDS, SETUP, Job, Outcome, over_seeds, run_all
 
 ETAS = (0, 1, 2, 4, 8, 16)
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {

@@ -1,23 +1,18 @@
-"""Measure the work of rank 0 in a train step beside the model, for a million completion tokens.
-
-    python benchmarks/step_overhead.py [--output benchmarks/results/step_overhead.json]
+"""How long does a train step keep all GPUs waiting for the work of rank 0, compared with a copy of the batch?
 
 While rank 0 masks, normalizes, packs, encodes and diagnoses, every GPU of the learner waits. The benchmark takes real
 train steps on one core, with 1, 8 and 64 ranks and a model that is not computed: rank 0 gets answers that were made
-before, and what it sends is counted and not sent. `overhead` is the time of the step with the numbers of the batch for
-the record. The named alternative is `copy`: the time to copy the tokens, logprobs and versions of the batch once, which
-is the least that any step needs. Steps and copies are interleaved, and results are medians.
+before, and the bytes that it sends are counted and not sent. `overhead` is the time of the step with the numbers of the
+batch for the record. The named alternative is `copy`: the time to copy the tokens, logprobs and versions of the batch
+once, which is the least that any step needs.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
-import hardware
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -33,11 +28,13 @@ from areal_rloo.learner.team import Team, _encode
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.policy import Policy
 from areal_rloo.trajectory import Completion, Group, Trajectory
+from benchmarks.harness import Benchmark, Case, timed
 
 # ranks, groups of 16 samples, median of the log-normal lengths
-CASES = ((1, 64, 500), (8, 64, 500), (8, 64, 2000), (64, 512, 2000))
+SIZES = ((1, 64, 500), (8, 64, 500), (8, 64, 2000), (64, 512, 2000))
 _VERSION = 10
 _LONGEST = 8192
+_COPIES = 5  # a single copy of the smallest batch takes about a millisecond
 
 
 class Counted(Ranks):
@@ -63,48 +60,37 @@ class Uncomputed(LearnerRank):
         return self.trained
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
+def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
-    rows = []
-    for num_ranks, num_groups, median in CASES:
-        row = _measured(num_ranks, num_groups, median, arguments.repeats)
-        print(row, flush=True)
-        rows.append(row)
-    hardware.write(arguments.output, {"cases": rows})
+    for num_ranks, num_groups, median in ((2, 2, 50),) if quick else SIZES:
+        yield _case(num_ranks, num_groups, median, rounds=2 if quick else 5)
 
 
-def _measured(num_ranks: int, num_groups: int, median: int, repeats: int) -> dict[str, Any]:
+def _case(num_ranks: int, num_groups: int, median: int, *, rounds: int) -> Case:
     rng = np.random.default_rng(0)
     groups = [_group(rng, index, median) for index in range(num_groups)]
     completions = [trajectory.completion for group in groups for trajectory in group.trajectories]
-    num_tokens = sum(len(completion.tokens) for completion in completions)
+    million_tokens = sum(len(completion.tokens) for completion in completions) / 1e6
     train_step, ranks = _train_step(num_ranks)
-    overhead_s, copy_s = [], []
-    for _ in range(repeats + 1):
-        started_s = time.perf_counter()
-        train_step.step(groups, policy_version=_VERSION)
-        batch_numbers(groups)
-        overhead_s.append(time.perf_counter() - started_s)
-        started_s = time.perf_counter()
-        for name in ("tokens", "behaviour_logprobs", "versions"):
-            np.concatenate([getattr(completion, name) for completion in completions])
-        copy_s.append(time.perf_counter() - started_s)
-    seconds = [each / num_tokens * 1e6 for each in overhead_s[1:]]  # the first is a warm-up
-    middle = statistics.median(seconds)
-    return {
-        "num_ranks": num_ranks,
-        "median_tokens": median,
-        "million_tokens": round(num_tokens / 1e6, 2),
-        "overhead_s_per_million": round(middle, 4),
-        "spread": round((max(seconds) - min(seconds)) / middle, 2),
-        "over_copy": round(statistics.median(overhead_s[1:]) / statistics.median(copy_s[1:]), 1),
-        "sent_bytes_per_token": round(ranks.sent_bytes / num_tokens, 1),
-        "answer_bytes_per_rank": len(ranks.answers()[0]) if num_ranks > 1 else 0,
+    facts = {"ranks": num_ranks, "median_tokens": median, "million_tokens": round(million_tokens, 4)}
+    contestants: dict[str, Callable[[], float]] = {
+        "overhead": lambda: timed(partial(_step, train_step, groups, ranks, facts)) / million_tokens,
+        "copy": lambda: timed(partial(_copy, completions)) / million_tokens / _COPIES,
     }
+    name = f"{num_ranks}_ranks_{num_groups}_groups_{median}_tokens"
+    return Case(name, "s/million tokens", contestants, [("overhead", "copy")], rounds, facts=facts)
+
+
+def _step(train_step: TrainStep, groups: list[Group], ranks: Counted, facts: dict[str, Any]) -> None:
+    train_step.step(groups, policy_version=_VERSION)
+    batch_numbers(groups)
+    facts["sent_bytes_per_token"] = round(ranks.sent_bytes / facts["million_tokens"] / 1e6, 1)
+    facts["answer_bytes_per_rank"] = len(ranks.answers()[0]) if ranks.num > 1 else 0
+
+
+def _copy(completions: list[Completion]) -> None:
+    for name in _COPIES * ("tokens", "behaviour_logprobs", "versions"):
+        np.concatenate([getattr(completion, name) for completion in completions])
 
 
 def _group(rng: np.random.Generator, group_id: int, median: int) -> Group:
@@ -143,5 +129,4 @@ def _train_step(num_ranks: int) -> tuple[TrainStep, Counted]:
     return TrainStep(Team(rank), config), ranks
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("step_overhead", __doc__, cases)

@@ -1,6 +1,6 @@
 """Compare the quickstart with TRL's RLOOTrainer and with a synchronous loop: the same model, task and optimizer.
 
-    python benchmarks/trl_peer.py --trl .venv-trl/bin/python [--output benchmarks/results/trl_peer.json]
+    python -m benchmarks.trl_peer --trl .venv-trl/bin/python [--output benchmarks/results/trl_peer.json]
 
     speed      samples a second after the first steps, with a learning rate so small that all runs have the same load
     long_tail  likewise, with lengths of a long tail: the model is random and has 256 tokens, of which one ends a
@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hardware
 import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -39,6 +38,7 @@ from areal_rloo.config import load_config
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from benchmarks import hardware
 
 _SPEED_STEPS, _NOT_COUNTED = 16, 4
 _LEARNING_STEPS = 60
@@ -177,7 +177,7 @@ def _trl(python: Path, model: str, overrides: Sequence[str], num_steps: int, rat
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "steps.jsonl"
         command = [
-            *(str(python), str(Path(__file__).with_name("trl_trainer.py")), "--model", model),
+            *(str(python), "-m", "benchmarks.trl_trainer", "--model", model),
             *("--num-steps", str(num_steps), "--learning-rate", str(rate), "--output", str(output)),
             *(["--evaluates"] if rate > _STILL else []),
             *(["--coin", *overrides] if overrides else []),

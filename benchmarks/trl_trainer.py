@@ -1,6 +1,6 @@
 """Train the quickstart's task with TRL's RLOOTrainer, for `trl_peer.py`; runs in an environment that has TRL.
 
-    .venv-trl/bin/python benchmarks/trl_trainer.py --model FOLDER --num-steps 20 --output FILE
+    python -m benchmarks.trl_trainer --model FOLDER --num-steps 20 --output FILE
 
 Prompts, reward, batch, lengths, optimizer and schedule are those of quickstart.yaml with overrides. Each train step of
 two optimizer steps, as in the quickstart, gives a line of JSON with the seconds since the first, without evaluations.
@@ -16,9 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hardware
 import torch
-from coin import coin
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
@@ -27,6 +25,8 @@ from areal_rloo.config import load_config
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.answers import answer_reward
+from benchmarks import hardware
+from benchmarks.coin import coin
 
 _EVERY = 5  # train steps between two evaluations
 

@@ -1,35 +1,30 @@
-"""Measure how the time to publish weights grows with the receivers: 1, 8 and 64 of them on this machine.
+"""Does a version of the weights reach 64 receivers in less than 64 times the time of one?
 
-    python benchmarks/weights_many.py [--size-mb 32] [--output benchmarks/results/weights_many.json]
-
-Does a version reach 64 receivers in less than 64 times the time of one? `seconds` runs from the offer until every
-receiver has readable tensors: mapped for shared memory, in a buffer for the collective (Gloo over loopback). The named
-alternative is to send to one receiver after another: `of_one_by_one` is the time over the number of receivers times the
-time of a single one. All receivers share the cores of this machine with the sender, so this is the cost of all copies
+The time runs from the offer until every receiver has readable tensors: mapped for shared memory, in a buffer for the
+collective (Gloo over loopback). The named alternative is one receiver: a ratio below the number of receivers is better
+than one after another. All receivers share the cores of this machine with the sender, so this is the cost of all copies
 together; on separate hosts the copies of the receivers run at the same time. `form_s` is the time of the first version,
-which also forms the group. Sizes are interleaved, and results are medians.
+which also forms the group.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
-import shutil
-import statistics
 import tempfile
 import time
+from collections.abc import Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import hardware
 import torch
 
 from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, build_manifest
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
+from benchmarks.harness import Benchmark, Case
 
 CPU = torch.device("cpu")
 NUMBERS = (1, 8, 64)
@@ -37,45 +32,22 @@ _NUM_TENSORS = 16
 _NUM_PROCESSES = 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size-mb", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
+def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
-    numel = arguments.size_mb * 2**20 // 4 // _NUM_TENSORS
-    tensors = [(f"t{index}", torch.zeros(numel)) for index in range(_NUM_TENSORS)]
+    numbers, size_mb, rounds = ((1, 2), 2, 2) if quick else (NUMBERS, 32, 9)
+    tensors = [(f"t{index}", torch.zeros(size_mb * 2**20 // 4 // _NUM_TENSORS)) for index in range(_NUM_TENSORS)]
     manifest = build_manifest(tensors, bucket_bytes=8 * 2**20)
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    fleets = {
-        (name, number): Fleet(manifest, _sender(name, manifest, folder), number)
-        for name in ("shared_memory", "collective")
-        for number in NUMBERS
-    }
-    seconds: dict[tuple[str, int], list[float]] = {case: [fleet.publish()] for case, fleet in fleets.items()}
-    for _ in range(arguments.repeats):
-        for case, fleet in fleets.items():
-            seconds[case].append(fleet.publish())
-    for fleet in fleets.values():
-        fleet.close()
-    shutil.rmtree(folder)
-    medians = {case: statistics.median(values[1:]) for case, values in seconds.items()}
-    rows: list[dict[str, Any]] = []
-    for (name, number), median in medians.items():
-        spread = (max(seconds[name, number][1:]) - min(seconds[name, number][1:])) / median
-        rows.append(
-            {
-                "transport": name,
-                "receivers": number,
-                "seconds": round(median, 4),
-                "spread": round(spread, 2),
-                "of_one_by_one": round(median / (number * medians[name, 1]), 2),
-                "form_s": round(seconds[name, number][0], 3),
-            }
-        )
-        print(rows[-1])
-    hardware.write(arguments.output, {"mib": arguments.size_mb, "cases": rows})
+    for name in ("shared_memory", "collective"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            senders = {number: _sender(name, manifest, Path(folder)) for number in numbers}
+            fleets = {f"to_{number}": Fleet(manifest, sender, number) for number, sender in senders.items()}
+            facts: dict[str, Any] = {"mib": size_mb}
+            facts["form_s"] = {to: round(fleet.publish(), 3) for to, fleet in fleets.items()}
+            first, *others = fleets
+            contestants = {to: fleet.publish for to, fleet in fleets.items()}
+            yield Case(name, "s", contestants, [(to, first) for to in others], rounds, facts=facts)
+            for fleet in fleets.values():
+                fleet.close()
 
 
 def _sender(name: str, manifest: Manifest, folder: Path) -> SendTransport:
@@ -142,5 +114,4 @@ def _receive(pipe: Connection, names: list[str]) -> None:
         pipe.send("taken")
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("weights_many", __doc__, cases)

@@ -1,31 +1,28 @@
-"""Measure acknowledged trajectories per second over the real wire, against raw PUSH/PULL of encoded bytes.
+"""How many acknowledged trajectories per second does the wire carry, compared with raw PUSH/PULL of encoded bytes?
 
-    python benchmarks/wire.py [--output benchmarks/results/wire.json]
-
-A process sends and another process receives. Repeats are interleaved, and results are medians. `raw` sends the bytes of
-a trajectory per message, without codec and acknowledgement. `protocol` is the production path: encode, batch all
-finished samples, decode with every check, and acknowledge each message. `lock_step` waits for each sample's
-acknowledgement before the next send.
+A process sends and another process receives. `raw` sends the bytes of a trajectory per message, without codec and
+acknowledgement. `protocol` is the production path: encode, batch all finished samples, decode with every check, and
+acknowledge each message. `lock_step` waits for each sample's acknowledgement before the next send.
 
 `ipc` is a socket file, `curve` is TCP with keys on loopback. `tcp` is TCP without keys on loopback, which the wire does
-not have: this benchmark alone makes such an address.
+not have: this benchmark alone makes such an address. The named alternatives are raw for the protocol, TCP without keys
+for the other addresses, and the protocol for lock step.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 from collections import deque
+from collections.abc import Generator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-import hardware
 import numpy as np
 import zmq
 
@@ -50,9 +47,15 @@ from areal_rloo.wire.messages import (
     Work,
 )
 from areal_rloo.wire.security import load_keys, make_keys
+from benchmarks.harness import Benchmark, Case
 
 LIMITS = Limits()
 KINDS = ("raw_tcp", "raw_curve", "raw_ipc", "protocol_tcp", "protocol_curve", "protocol_ipc", "lock_step_ipc")
+RATIOS = (
+    *(("raw_curve", "raw_tcp"), ("raw_ipc", "raw_tcp")),
+    *(("protocol_tcp", "raw_tcp"), ("protocol_curve", "raw_curve"), ("protocol_ipc", "raw_ipc")),
+    *(("protocol_curve", "protocol_tcp"), ("protocol_ipc", "protocol_tcp"), ("lock_step_ipc", "protocol_ipc")),
+)
 
 
 class PlainTcp(SocketFile):
@@ -70,60 +73,51 @@ class PlainTcp(SocketFile):
         return self.endpoint
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output")
-    arguments = parser.parse_args()
-    result: dict[str, object] = {}
-    for num_tokens, count in ((1024, 20_000), (1570, 15_000), (8192, 4_000)):
-        rates: dict[str, list[float]] = {name: [] for name in KINDS}
-        for _ in range(arguments.repeats):
-            for name, values in rates.items():
-                values.append(_measure(name, num_tokens, count // 20 if name.startswith("lock_step") else count))
-        medians = {name: statistics.median(values) for name, values in rates.items()}
-        ratios = {name: round(value / medians["raw_tcp"], 3) for name, value in medians.items()}
-        size = len(_ready_bytes(num_tokens))
-        print(f"{num_tokens} tokens ({size} bytes): {medians['raw_tcp']:,.0f} raw messages/s; of raw_tcp: {ratios}")
-        result[f"{num_tokens}_tokens"] = {
-            "trajectory_bytes": size,
-            "trajectories_per_s": {name: round(value) for name, value in medians.items()},
-            "ratio_to_raw_tcp": ratios,
+def cases(quick: bool) -> Generator[Case]:
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    context.Process(target=_receiver, args=(there,), daemon=True).start()
+    for num_tokens, count in ((64, 1000),) if quick else ((1024, 20_000), (1570, 15_000), (8192, 4_000)):
+        contestants = {
+            name: partial(_rate, name, pipe, num_tokens, count // 20 if name.startswith("lock_step") else count)
+            for name in KINDS
         }
-    hardware.write(arguments.output, result)
+        facts = {"trajectory_bytes": len(_ready_bytes(num_tokens))}
+        rounds = 2 if quick else 5
+        yield Case(
+            f"{num_tokens}_tokens", "trajectories/s", contestants, RATIOS, rounds, larger_is_better=True, facts=facts
+        )
+    pipe.send(None)
 
 
-def _measure(name: str, num_tokens: int, count: int) -> float:
+def _rate(name: str, pipe: Connection, num_tokens: int, count: int) -> float:
     """Return trajectories per second between the first and the last arrival."""
     method, _, kind = name.rpartition("_")
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    with tempfile.TemporaryDirectory(prefix="wire-") as folder:
-        make_keys(Path(folder) / "keys")
-        receiver = context.Process(target=_receive, args=(method, kind, Path(folder), count, there))
-        receiver.start()
-        endpoint = here.recv()
+    with tempfile.TemporaryDirectory(prefix="wire-") as name_of_folder:
+        folder = Path(name_of_folder)
+        make_keys(folder / "keys")
+        pipe.send((method, kind, folder, count))
+        endpoint = pipe.recv()
         if method == "raw":
-            _send_raw(endpoint, kind, Path(folder), num_tokens, count)
+            _send_raw(endpoint, kind, folder, num_tokens, count)
         else:
-            asyncio.run(
-                _send(
-                    _address(endpoint, kind, Path(folder), "worker"), num_tokens, count, lock_step=method == "lock_step"
-                )
-            )
-        seconds: float = here.recv()
-        receiver.join()
+            address = _address(endpoint, kind, folder, "worker")
+            asyncio.run(_send(address, num_tokens, count, lock_step=method == "lock_step"))
+        seconds: float = pipe.recv()
     return (count - 1) / seconds
 
 
-def _receive(method: str, kind: str, folder: Path, count: int, pipe: Connection) -> None:
-    with ReservedPorts(1) as reserved:
-        (port,) = reserved.ports
-        endpoint = SocketFile.inside(folder).endpoint if kind == "ipc" else f"tcp://127.0.0.1:{port}"
-        if method == "raw":
-            _receive_raw(endpoint, kind, folder, count, pipe)
-        else:
-            asyncio.run(_receive_acknowledging(_address(endpoint, kind, folder, "learner"), count, pipe))
+def _receiver(pipe: Connection) -> None:
+    """Receive in a process of its own, with other addresses each time."""
+    while (message := pipe.recv()) is not None:
+        method, kind, folder, count = message
+        with ReservedPorts(1) as reserved:
+            (port,) = reserved.ports
+            endpoint = SocketFile.inside(folder).endpoint if kind == "ipc" else f"tcp://127.0.0.1:{port}"
+            if method == "raw":
+                _receive_raw(endpoint, kind, folder, count, pipe)
+            else:
+                asyncio.run(_receive_acknowledging(_address(endpoint, kind, folder, "learner"), count, pipe))
 
 
 def _address(endpoint: str, kind: str, folder: Path, end: Literal["learner", "worker"]) -> Address:
@@ -232,5 +226,4 @@ def _trajectory(index: int, num_tokens: int) -> Trajectory:
     return Trajectory(index, 0, rng.integers(0, 150_000, 128).astype(np.int32), completion, 1.0)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("wire", __doc__, cases)

@@ -48,8 +48,8 @@ prefix `{PREFIX}`, the field, `_s` at the end spelled `_seconds`, and `_total` a
 of a single step in the file, and the sum over all steps since the learner started at `/metrics`. A field with several
 values has a label. A number that could not be measured is NaN, `null` in the file.
 
-The healthy range of a total is the range of its growth. `launcher/monitoring/prometheus/alerts.yml` has an alert for each range,
-with the window of time.
+The healthy range of a total is the range of its growth. `launcher/monitoring/prometheus/alerts.yml` has an alert for
+each range, with the window of time.
 """
 
 

@@ -105,8 +105,8 @@ def _libfuzzer(name: str, files: Path, *options: str) -> tuple[dict[str, Any], s
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
-    sys.path.append(str(HERE.parents[1] / "benchmarks"))
-    import hardware
+    sys.path.append(str(HERE.parents[1]))
+    from benchmarks import hardware
 
     before = json.loads(path.read_text())["targets"] if path.is_file() else {}
     hardware.write(str(path), {"targets": before | results})

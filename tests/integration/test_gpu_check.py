@@ -4,22 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import gpu_page, gpu_wheels
+
 REPO = Path(__file__).resolve().parents[2]
 ON_CPU = ("--device", "cpu", "--small")
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(REPO / "benchmarks"))
-    yield
-    for name in ("gpu_page", "gpu_wheels"):
-        sys.modules.pop(name, None)
 
 
 def _check(folder: Path, *options: str) -> tuple[int, str, dict[str, dict]]:
@@ -94,9 +87,7 @@ def test_results_of_a_cpu_need_a_folder_of_their_own() -> None:
     assert "expected --output FOLDER" in ended.stderr
 
 
-def test_a_missed_goal_is_no_failure_and_named(benchmarks: None) -> None:
-    import gpu_page
-
+def test_a_missed_goal_is_no_failure_and_named() -> None:
     good = {"hardware": {"device": "H"}, "tables": {}, "notes": [], "short": [], "failures": [], "at": "", "seconds": 1}
     results = {
         "a": good,
@@ -111,11 +102,9 @@ def test_a_missed_goal_is_no_failure_and_named(benchmarks: None) -> None:
 
 
 def test_packages_come_from_the_machine_or_the_carried_folder_alone(
-    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The environment sees the packages of ours, which is an environment itself; a missing wheel is named."""
-    import gpu_wheels
-
     assert gpu_wheels.complete_python(tmp_path / "unused") == sys.executable
     assert not (tmp_path / "unused").exists(), "nothing was missing"
     monkeypatch.setattr(gpu_wheels, "THERE", {"a-heavy-package"})

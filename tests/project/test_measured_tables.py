@@ -95,15 +95,6 @@ def _area(curve: list[float]) -> float:
     return sum(first + second for first, second in itertools.pairwise(curve)) / 2 / (len(curve) - 1)
 
 
-def test_the_table_of_the_wire_equals_the_result_file() -> None:
-    sizes = [size for name, size in _result("wire.json").items() if name != "hardware"]
-    measured = [
-        [f"{size['trajectory_bytes']:,}", *(f"{rate:,}" for rate in size["trajectories_per_s"].values())]
-        for size in sizes
-    ]
-    assert _table("Messages over the wire") == measured
-
-
 def test_the_table_of_algorithms_equals_the_result_file() -> None:
     measured = [
         [

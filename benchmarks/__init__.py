@@ -1,0 +1,1 @@
+"""Benchmarks of areal_rloo: `python -m benchmarks --list` names them all."""

@@ -1,0 +1,129 @@
+"""Compare the pages of the benchmarks, and the figures that the documents take from them, with the result files."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import harness, pages
+from benchmarks.__main__ import NAMES
+from benchmarks.harness import Result
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "benchmarks" / "results"
+MEASURED = (REPO / "docs" / "measured.md").read_text(encoding="utf-8")
+
+
+def _result(name: str) -> Result:
+    return harness.read(RESULTS / f"{name}.json")
+
+
+def _table(title: str) -> list[list[str]]:
+    """Return the cells of the first table under a heading, without the header."""
+    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", MEASURED, re.MULTILINE | re.DOTALL)
+    assert section, title
+    rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def _ratios(name: str, case: str, *pairs: tuple[str, str]) -> str:
+    result = _result(name)
+    return " / ".join(f"{result.ratio(case, *pair):.2f}" for pair in pairs)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if (RESULTS / f"{name}.json").exists()])
+def test_page_and_plot_of_a_benchmark_show_its_result_file(name: str) -> None:
+    result = _result(name)
+    assert result.benchmark == name
+    assert not result.quick, "the numbers of a quick run are no results"
+    assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == pages.markdown(result)
+    assert (RESULTS / f"{name}.svg").read_text(encoding="utf-8") == pages.svg(result)
+
+
+def test_the_document_names_the_processor_of_each_result() -> None:
+    results = [_result(name) for name in NAMES if (RESULTS / f"{name}.json").exists()]
+    assert {result.benchmark for result in results if str(result.hardware["processor"]) not in MEASURED} == set()
+
+
+def test_the_table_of_ratios_equals_the_result_files() -> None:
+    shapes = json.loads((RESULTS / "generation_shapes.json").read_text())["0.5b"]
+    over = {
+        name: " / ".join(f"{shapes[f'batch_{batch}']['embedded_over'][name]:.2f}" for batch in (1, 64, 256))
+        for name in ("generate", "generate_batch")
+    }
+    pause = json.loads((RESULTS / "sglang_pause.json").read_text())["abort_over_in_place_cost"]
+    memory = _result("logprobs").case("memory").facts
+    packing = _result("packing")
+    padding = packing.case("log_normal").facts["padded_tokens"] / packing.case("log_normal").facts["tokens"]
+    plan = _result("plan").case("dry_run")
+    dry_run = f"{plan.facts['processes_of_16_hosts']} processes ({plan.measured['16_hosts'].median:.2f} s)"
+    tail = ("generation", "long_tail")
+    expected = [
+        _ratios("async_vs_sync", "quickstart", *((f"eta_{eta}", "eta_0") for eta in (1, 4))),
+        _ratios(*tail, ("embedded", "generate")),
+        _ratios(*tail, ("embedded", "generate_batch"), ("embedded", "running_manager")),
+        *over.values(),
+        f"1/{pause:.0f}",
+        f"{_ratios('logprobs', 'time', ('at_once', 'whole'))} / {_ratios('logprobs', 'memory', ('at_once', 'whole'))}",
+        f"{packing.ratio('log_normal', 'packed', 'padded') / padding:.2f}",
+        _ratios("weights", "transports", ("shared_memory", "memcpy"), ("collective", "gloo_flat")),
+        _ratios("plan", "dry_run", ("16_hosts", "1_hosts"), ("128_hosts", "1_hosts")),
+    ]
+    table = _table("Ratios to named alternatives")
+    assert [row[2] for row in table] == expected
+    assert f"vocabulary {memory['vocabulary']:,}" in table[6][0]
+    assert f"with {memory['tokens_at_once']:,} tokens" in table[6][1]
+    assert f"{_result('generation').case('long_tail').facts['requests']} requests" in table[1][0]
+    assert dry_run in table[9][0]
+
+
+def test_the_words_about_refused_numbers_name_the_limit_of_the_harness() -> None:
+    assert f"further apart than {100 * harness.WIDEST_SPREAD:.0f} % of the median" in " ".join(MEASURED.split())
+
+
+def test_the_words_about_the_long_tail_equal_the_result_file() -> None:
+    over = [_ratios("generation", "long_tail", ("embedded", name)) for name in ("generate", "generate_batch")]
+    assert f"gain is larger: {' and '.join(over)} times on the long tail" in " ".join(MEASURED.split())
+
+
+def test_the_table_of_real_shapes_equals_the_result_file() -> None:
+    result: dict[str, Any] = json.loads((RESULTS / "generation_shapes.json").read_text())
+    expected = []
+    for shape in ("0.5b", "1.5b"):
+        for batch in (1, 64, 256):
+            row = result[shape][f"batch_{batch}"]
+            rate = row["tokens_per_s"]["embedded"]
+            shares = [row[f"embedded_share_of_{limit}_limit"] for limit in ("bandwidth", "arithmetic")]
+            cells = [*row["embedded_over"].values(), *shares]
+            name = f"{shape.upper()}, {batch}"
+            expected.append([name, f"{rate:.1f}" if rate < 10 else f"{rate:.0f}", *(f"{cell:.2f}" for cell in cells)])
+    assert _table("The embedded engine on real shapes") == expected
+
+
+def test_the_table_of_the_wire_equals_the_result_file() -> None:
+    cases = _result("wire").cases
+    assert _table("Messages over the wire") == [
+        [
+            f"{case.facts['trajectory_bytes']:,}",
+            *(f"{measured.median:,.0f}" for measured in case.measured.values()),
+        ]
+        for case in cases
+    ]
+
+
+def test_the_words_about_the_wire_equal_the_result_file() -> None:
+    result = _result("wire")
+
+    def over(of: str, to: str) -> list[str]:
+        return [f"{result.ratio(numbers.case, of, to):.2f}" for numbers in result.cases]
+
+    raw, protocol = over("raw_curve", "raw_tcp")[1], over("protocol_curve", "protocol_tcp")[1]
+    first, second, third = over("protocol_ipc", "protocol_tcp")
+    files = over("raw_ipc", "raw_tcp")
+    words = " ".join(MEASURED.split())
+    assert f"CURVE has {raw} of the raw rate of TCP without keys, and {protocol} of the protocol's rate." in words
+    assert f"The socket file has {first}, {second} and {third} of the protocol's rate over TCP" in words
+    assert f"Raw messages over a socket file have {min(files)} to {max(files)} of the rate" in words
+    assert f"medians of {result.cases[0].rounds} interleaved" in words

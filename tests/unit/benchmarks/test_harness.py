@@ -1,0 +1,236 @@
+"""The harness of the benchmarks: turns, ratios, intervals, refused numbers, pages, and comparisons."""
+
+import itertools
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable, Generator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import hardware, harness, pages, plan
+from benchmarks.compare import IncomparableError, compare
+from benchmarks.harness import Benchmark, Case, Numbers, Ratio, Result, TooWideError, interval_of_median, measure
+
+WORDS = "Is it fast?\n\nMore words.\n"
+
+
+def _contestant(name: str, values: list[float], calls: list[str]) -> Callable[[], float]:
+    given = iter(values)
+
+    def call() -> float:
+        calls.append(name)
+        return next(given)
+
+    return call
+
+
+def _benchmark(ours: list[float], theirs: list[float], *, ended: list[str] | None = None) -> Benchmark:
+    def cases(quick: bool) -> Generator[Case]:
+        contestants = {"ours": _contestant("ours", ours, []), "theirs": _contestant("theirs", theirs, [])}
+        try:
+            yield Case("load", "s", contestants, [("ours", "theirs")], len(ours) - 1, facts={"tokens": 7})
+        finally:
+            if ended is not None:
+                ended.append("ended")
+
+    return Benchmark("plan", WORDS, cases)
+
+
+def test_contestants_take_turns_and_the_first_changes_by_round() -> None:
+    calls: list[str] = []
+    contestants = {name: _contestant(name, [1.0] * 4, calls) for name in "abc"}
+    measure(Case("load", "s", contestants, [], rounds=3))
+    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"  # the first round is the warm-up
+
+
+def test_the_warm_up_does_not_count_and_is_left_out_on_demand() -> None:
+    values = [100.0, 1.0, 2.0, 3.0]
+    warm = measure(Case("load", "s", {"a": _contestant("a", values, [])}, [], rounds=3))
+    assert (warm.measured["a"].median, warm.measured["a"].quartiles) == (2.0, (1.5, 2.5))
+    cold = measure(Case("load", "s", {"a": _contestant("a", values, [])}, [], rounds=4, warm_up=False))
+    assert cold.measured["a"].median == 2.5
+
+
+def test_a_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
+    contestants = {
+        "ours": _contestant("ours", [1.0, 2.0, 9.0], []),
+        "theirs": _contestant("theirs", [1.0, 4.0, 3.0], []),
+    }
+    (ratio,) = measure(Case("load", "s", contestants, [("ours", "theirs")], rounds=3, warm_up=False)).ratios
+    assert (ratio.median, ratio.interval, ratio.coverage, ratio.spread) == (1.0, (0.5, 3.0), 0.75, 1.25)
+
+
+def test_a_ratio_is_of_the_same_round_so_drift_cancels() -> None:
+    drift = [2.0**number for number in range(8)]
+    contestants = {
+        "ours": _contestant("ours", [3 * value for value in drift], []),
+        "theirs": _contestant("theirs", drift, []),
+    }
+    (ratio,) = measure(Case("load", "s", contestants, [("ours", "theirs")], rounds=7)).ratios
+    assert (ratio.median, ratio.interval, ratio.spread) == (3.0, (3.0, 3.0), 0.0)
+
+
+@pytest.mark.parametrize("num", range(2, 13))
+def test_the_interval_of_a_median_has_its_coverage(num: int) -> None:
+    """Each draw is below or above the true median with probability 1/2: count all of the ways."""
+    low, high, coverage = interval_of_median([float(value) for value in range(num)])
+    rank = int(low)  # of the lower end; the draws below the median are the smallest
+    assert high == num - 1 - rank
+    inside = sum(rank < sum(below) < num - rank for below in itertools.product((0, 1), repeat=num))
+    assert coverage == pytest.approx(inside / 2**num)
+    tighter = sum(rank + 1 < sum(below) < num - rank - 1 for below in itertools.product((0, 1), repeat=num))
+    assert tighter / 2**num < harness.LEAST_COVERAGE <= coverage or rank == 0
+    assert num < harness.LEAST_ROUNDS or coverage >= harness.LEAST_COVERAGE
+
+
+def test_a_wide_ratio_is_refused_and_named_after_the_clean_up() -> None:
+    ended: list[str] = []
+    noisy = _benchmark([1.0, 1.0, 1.0, 2.0, 3.0, 3.0], [1.0] * 6, ended=ended)
+    with pytest.raises(TooWideError, match=r"load: ours / theirs: 100% of 2"):
+        harness.measure_all(noisy, quick=False)
+    assert ended == ["ended"]
+
+
+def test_a_quick_run_is_never_refused_and_says_so() -> None:
+    result = harness.measure_all(_benchmark([1.0, 1.0, 3.0], [1.0] * 3), quick=True)
+    assert result.quick
+    assert result.ratio("load", "ours", "theirs") == 2.0
+    assert "no number here is a result" in pages.markdown(result)
+
+
+def test_too_few_rounds_are_no_result() -> None:
+    with pytest.raises(AssertionError, match="load has 2 rounds"):
+        harness.measure_all(_benchmark([1.0, 1.0, 1.0], [1.0] * 3), quick=False)
+
+
+def test_a_contestant_that_fails_ends_the_case_with_its_clean_up() -> None:
+    ended: list[str] = []
+    with pytest.raises(StopIteration) as caught:
+        harness.measure_all(_benchmark([1.0] * 6, [1.0] * 3, ended=ended), quick=False)
+    assert caught.tb, "holds the frames, so nothing is cleaned up by chance"
+    assert ended == ["ended"]
+
+
+def test_a_refused_benchmark_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "BENCHMARK", _benchmark([1.0, 1.0, 1.0, 2.0, 3.0, 3.0], [1.0] * 6))
+    assert command._run(["plan"], tmp_path / "out", quick=False) == 1
+    assert capsys.readouterr().err.startswith("error: plan: the quartiles of a ratio are further apart than 20% ")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(plan, "BENCHMARK", _benchmark([1.0, 2.0, 2.1, 2.0, 1.9, 2.0], [1.0] * 6))
+    assert command._run(["plan"], tmp_path / "out", quick=False) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["plan.json", "plan.md", "plan.svg"]
+    result = harness.read(tmp_path / "out" / "plan.json")
+    assert (result.benchmark, result.question, result.quick) == ("plan", "Is it fast?", False)
+    assert result.case("load").facts == {"tokens": 7}
+    assert result.date is not None and result.hardware == hardware.describe()
+
+
+def _result(*ratios: Ratio, **changes: object) -> Result:
+    numbers = Numbers("load", "s", bool(changes.pop("larger_is_better", False)), 9, {}, {}, list(ratios))
+    hardware_of = changes.pop("hardware", {"processor": "P"})
+    return Result("plan", "Is it fast?", False, "2026-01-02", "abc", 1.0, hardware_of, [numbers], **changes)  # type: ignore[arg-type]
+
+
+def test_the_plot_has_a_point_for_each_ratio_in_the_order_of_the_values() -> None:
+    ratios = [Ratio(f"<{value}>", "b", value, (value / 2, value * 2), 0.9, 0.1) for value in (0.01, 1.0, 30.0)]
+    root = ElementTree.fromstring(pages.svg(_result(*ratios, Ratio("x", "b", 100.0))))
+    name = "{http://www.w3.org/2000/svg}"
+    places = [float(circle.attrib["cx"]) for circle in root.iter(f"{name}circle")]
+    assert places == sorted(places) and len(places) == 4
+    assert all(0 < place < float(root.attrib["width"]) for place in places)
+    lines = [path.attrib["d"] for path in root.iter(f"{name}path")]
+    assert len(lines) == 1 + 3  # the line at 1, and an interval for each ratio that has one
+    assert lines[0].startswith(f"M{places[1]} ")
+    assert [text.text for text in root.iter(f"{name}text")][1:3] == ["load: <0.01> / b", "0.01 [0.005, 0.02]"]
+
+
+def _compared(tmp_path: Path, before: Result, after: Result) -> list[str]:
+    for folder, result in (("a", before), ("b", after)):
+        (tmp_path / folder).mkdir()
+        harness.write(result, tmp_path / folder)
+    return compare(tmp_path / "a", tmp_path / "b" / "plan.json", ["plan"])
+
+
+@pytest.mark.parametrize(("larger_is_better", "word"), [(False, "worse"), (True, "better")])
+def test_only_ratios_with_disjoint_intervals_changed(tmp_path: Path, larger_is_better: bool, word: str) -> None:
+    lines = _compared(
+        tmp_path,
+        _result(Ratio("a", "b", 1.0, (0.9, 1.1)), Ratio("c", "b", 1.0, (0.9, 1.1)), larger_is_better=larger_is_better),
+        _result(Ratio("a", "b", 1.2, (1.0, 1.3)), Ratio("c", "b", 1.2, (1.11, 1.3)), larger_is_better=larger_is_better),
+    )
+    assert lines == [
+        "plan: 2026-01-02, abc -> 2026-01-02, abc",
+        f"  load: c / b: 1 -> 1.2, {word}",
+        "  1 ratios did not change beyond noise, 0 have no interval",
+    ]
+
+
+def test_a_comparison_names_another_machine_and_ratios_it_cannot_judge(tmp_path: Path) -> None:
+    lines = _compared(
+        tmp_path,
+        _result(Ratio("a", "b", 1.0), Ratio("c", "b", 1.0), hardware={"processor": "P", "torch": "1"}),
+        _result(Ratio("a", "b", 2.0, (1.9, 2.1)), hardware={"processor": "P", "torch": "2"}),
+    )
+    assert lines[1:] == [
+        "  torch differs: 1 -> 2",
+        "  0 ratios did not change beyond noise, 1 have no interval",
+        "  in one of the two alone: load: c / b",
+    ]
+
+
+def test_files_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    with pytest.raises(IncomparableError, match="have none"):
+        compare(tmp_path / "a", tmp_path / "b", ["plan"])
+    (tmp_path / "plan.json").write_text('{"median_s": 1}')
+    with pytest.raises(IncomparableError, match=r"plan.json: expected a result of the harness: .*missing"):
+        compare(tmp_path, tmp_path, ["plan"])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_commit_is_marked_if_files_other_than_results_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "_REPO", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert hardware.commit() is None
+
+    def git(*arguments: str) -> str:
+        options = ("-c", "user.name=t", "-c", "user.email=t@t")
+        ended = subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return ended.stdout.strip()
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for path in (tmp_path / "code.py", results / "plan.json"):
+        path.write_text("1")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "First")
+    head = git("rev-parse", "HEAD")[:12]
+    assert hardware.commit() == head
+    (results / "plan.json").write_text("2")
+    assert hardware.commit() == head
+    (tmp_path / "code.py").write_text("2")
+    assert hardware.commit() == f"{head}-changed"
+
+
+def test_results_of_other_programs_have_date_commit_and_machine(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    hardware.write(str(path), {"cases": [1]})
+    written = json.loads(path.read_text())
+    assert list(written) == ["date", "commit", "hardware", "cases"]
+    assert written["date"] <= hardware.now() and written["commit"] == hardware.commit()
+    assert written["hardware"] == hardware.describe() and written["cases"] == [1]
+
+
+def test_numbers_are_rounded_to_five_digits() -> None:
+    contestants = {"a": _contestant("a", [math.pi * 1e4] * 3, []), "b": _contestant("b", [1.0] * 3, [])}
+    numbers = measure(Case("load", "s", contestants, [("a", "b")], rounds=2))
+    assert numbers.measured["a"].median == numbers.ratios[0].median == 31416.0
