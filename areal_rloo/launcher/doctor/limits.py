@@ -141,8 +141,7 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
         moments = 0 if learner.lora is not None else 4 if learner.optimizer.state_dtype == "bfloat16" else 8
         parts["learner"] = (8 + moments) * parameters
     if not worker_gpus and not rollout.server_urls:
-        copies = 2 if rollout.engine == "embedded" and config.data.eval is not None else 1  # a copy to evaluate
-        parts["engines"] = max(1, rollout.num_workers) * copies * one
+        parts["engines"] = max(1, rollout.num_workers) * config.copies_of_weights * one
     if config.weights_transport(same_host=True) == "shared_memory":
         parts["versions of the weights"] = 2 * one
     return parts

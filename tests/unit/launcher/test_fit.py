@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
-from areal_rloo.launcher.engine_memory import overhead_bytes
+from areal_rloo.launcher.engine_memory import overhead_bytes, weight_bytes
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
@@ -374,3 +374,16 @@ def test_the_words_give_an_engines_room_for_its_cache() -> None:
 def test_an_embedded_engine_has_no_more_cache_than_its_option_says() -> None:
     config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=20000"), _hosts(2, 80), SMALL)
     assert _room(config, _hosts(2, 80))[1] == 20_000 // config.context_tokens
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize("eval_set", [(), ("data.eval=null",)])
+@pytest.mark.parametrize("every", ["0", "10"])
+def test_an_eval_set_alone_gives_the_embedded_engine_a_second_copy(
+    engine: str, eval_set: tuple[str, ...], every: str
+) -> None:
+    config = _config(f"rollout.engine={engine}", f"evaluation.every_n_versions={every}", *eval_set)
+    copies = 2 if engine == "embedded" and not eval_set else 1
+    assert weight_bytes(config, SMALL) == copies * 2 * SMALL.num_parameters
+    batches = 0 if engine == "sglang" else 6 + 4 * copies
+    assert overhead_bytes(config, SMALL) == OVERHEAD_BYTES + 4 * config.rollout.num_slots * SMALL.vocab_size * batches
