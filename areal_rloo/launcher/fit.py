@@ -122,6 +122,12 @@ def _ways_to_share(config: Config, hosts: Sequence[Host]) -> list[str]:
             f"{key} or in_turns without a GPU, got {asked}; on CPUs, learner and workers have cores of their own, or "
             "take turns; set it to auto"
         )
+    if config.weights.transport == "collective":  # with `auto`; `validate` refuses all other values
+        raise PreflightError(
+            f"weights.transport: expected auto or shared_memory on a single GPU, which learner and engine share with "
+            f"rollout.share_devices={asked}, got collective; NCCL connects no two processes on a GPU; set "
+            "weights.transport=auto"
+        )
     if each[0] != each[1]:
         raise PreflightError(
             f"{key} with {each[0]} GPUs for each learner rank and {each[1]} for each worker, got {asked}; set "

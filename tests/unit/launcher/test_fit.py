@@ -195,11 +195,20 @@ def test_several_gpus_are_shared_if_the_user_says_so() -> None:
 def test_gpus_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(PreflightError, match=r"rollout\.share_devices: expected never on 2 hosts, got side_by_side"):
         resolved(_config("rollout.share_devices=side_by_side"), _hosts(4, 80, num=2), SMALL)
-    for other in ("rollout.tensor_parallel=2", "weights.transport=collective"):
-        with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected never with"):
-            _config("rollout.share_devices=side_by_side", other)
-    with pytest.raises(ConfigError, match=r"set weights\.transport=shared_memory"):
+    wrong = ("rollout.tensor_parallel=2", "weights.transport=collective")
+    for others in (wrong[:1], wrong[1:], wrong):
+        with pytest.raises(
+            ConfigError, match=rf"share_devices: expected never with {' and '.join(others)}, "
+        ) as refused:
+            _config("rollout.share_devices=side_by_side", *others)
+        advice = str(refused.value).rpartition("; set ")[2].split()
+        assert len(advice) == len(others)
+        _config("rollout.share_devices=side_by_side", *advice)
+    with pytest.raises(
+        PreflightError, match=r"^weights\.transport: .* with rollout\.share_devices=auto, got collective; "
+    ):
         resolved(_config("weights.transport=collective"), _hosts(1, 80), SMALL)
+    assert resolved(_config("weights.transport=auto"), _hosts(1, 80), SMALL).rollout.shares
     with pytest.raises(PreflightError, match="the plan needs 3 GPUs"):
         resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
     with pytest.raises(PreflightError, match=r"a GPU has 22\.4, \S+ of them for the engine; set learner\.offload="):
