@@ -1,4 +1,7 @@
-"""Advice for a plan with more processes than the hosts have GPUs. Each advice was tried, as in `remedies`."""
+"""Advice for a plan with more processes than the hosts have GPUs, or with fewer. All of it was tried, as in `remedies`.
+
+Pure functions; `fit` gives the plan.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError
-from areal_rloo.launcher.placement import Host
+from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.remedies import Remedy, TooLargeError, assign, memory_remedies
 from areal_rloo.models.sizes import Sizes
 
 _MOST_TOGETHER = 3  # options for the memory, beside those for the counts
 _MOST_HOSTS = 64
 
-Plan = Callable[[Config, Sequence[Host]], object]
+Plan = Callable[[Config, Sequence[Host]], Placement]
 """Plan a config on hosts, or raise a UserError."""
 
 Changes = tuple[Remedy, ...]
@@ -45,22 +48,30 @@ def count_advice(config: Config, model: Sizes | None, hosts: Sequence[Host], pla
 def _changes(config: Config) -> Iterator[Changes]:
     """Give changes, those with the least effect first."""
     learner, rollout = config.learner, config.rollout
-    ranks = (assign("learner.num_ranks", "auto", 0),) if learner.num_ranks else ()
-    workers = (assign("rollout.num_workers", "auto", 0),) if rollout.num_workers and not rollout.server_urls else ()
-    counts: list[Changes] = [workers, ranks, (*ranks, *workers)]
-    yield from dict.fromkeys(filter(None, counts))
+    counts = [*_count_changes(config)]
+    yield from counts
+    both = counts[-1] if counts else ()
     num = rollout.tensor_parallel // 2
     while num >= 1 and not rollout.server_urls:
-        for given in dict.fromkeys(((), (*ranks, *workers))):
+        for given in dict.fromkeys(((), both)):
             yield (*given, assign("rollout.tensor_parallel", str(num), num))
         num //= 2
     if rollout.share_devices == "never":
         yield (assign("rollout.share_devices", "auto", "auto"),)
     if learner.num_replicas > 1:
-        yield (*ranks, *workers, assign("learner.num_replicas", "1", 1))
+        yield (*both, assign("learner.num_replicas", "1", 1))
     if config.model.path == "tiny" and rollout.engine == "embedded":  # others are too slow there
         yield (assign("rollout.device", "cpu", "cpu"),)
         yield (assign("learner.device", "cpu", "cpu"), assign("rollout.device", "cpu", "cpu"))
+
+
+def _count_changes(config: Config) -> Iterator[Changes]:
+    """Give `auto` for a count, then for both."""
+    rollout = config.rollout
+    ranks = (assign("learner.num_ranks", "auto", 0),) if config.learner.num_ranks else ()
+    workers = (assign("rollout.num_workers", "auto", 0),) if rollout.num_workers and not rollout.server_urls else ()
+    counts: list[Changes] = [workers, ranks, (*ranks, *workers)]
+    yield from dict.fromkeys(filter(None, counts))
 
 
 def _with_memory(
@@ -99,3 +110,25 @@ def _changed(config: Config, changes: Changes) -> Config:
 
 def _words(changes: Changes) -> str:
     return " ".join(remedy.words for remedy in changes)
+
+
+def unused_gpus(config: Config, placement: Placement, plan: Plan) -> str:
+    """Say how many GPUs of the hosts a plan leaves unused, and the counts that use most; empty if it uses all, or none.
+
+    `config` is as the user wrote it, `placement` that of the plan.
+    """
+    there, used = sum(len(host.gpu_ids) for host in placement.hosts), _num_used(placement)
+    if used in (0, there):
+        return ""
+    most, best = used, ""
+    for changes in _count_changes(config):
+        with contextlib.suppress(UserError):
+            num = _num_used(plan(_changed(config, changes), placement.hosts))
+            if num > most:
+                most, best = num, _words(changes)
+    are = "GPU is" if there == 1 else "GPUs are"
+    return f"{used} of {there} {are} used" + (f"; set {best} to use {most}" if best else "")
+
+
+def _num_used(placement: Placement) -> int:
+    return len({(seat.host.name, gpu) for seat in placement.seats for gpu in seat.gpu_ids})

@@ -19,9 +19,9 @@ from areal_rloo.config import Config, validate
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular
-from areal_rloo.launcher.count_remedies import count_advice
+from areal_rloo.launcher.count_remedies import Plan, count_advice, unused_gpus
 from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_rollout, with_share
-from areal_rloo.launcher.placement import Host, TooFewError, gpus_each, place, shares_gpus, with_counts
+from areal_rloo.launcher.placement import Host, Placement, TooFewError, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
 from areal_rloo.models.folder import cached_folder
@@ -69,8 +69,16 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
 
         raise PreflightError(f"{error}; {advice(error, config, model, num_gpus, needs)}") from error
     except TooFewError as error:
-        remedy = count_advice(config, model, hosts, lambda changed, there: planned(changed, there, model))
-        raise PreflightError(f"{error}; {remedy}") from error
+        raise PreflightError(f"{error}; {count_advice(config, model, hosts, _plan_for(model))}") from error
+
+
+def unused_words(config: Config, placement: Placement, model: Sizes | None) -> str:
+    """Name the unused GPUs of a plan, with the counts that use them, for a config as the user wrote it; else empty."""
+    return unused_gpus(config, placement, _plan_for(model))
+
+
+def _plan_for(model: Sizes | None) -> Plan:
+    return lambda config, hosts: place(planned(config, hosts, model), hosts)
 
 
 def _least_needs(config: Config, model: Sizes) -> Needs:

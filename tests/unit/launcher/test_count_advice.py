@@ -6,7 +6,7 @@ import pytest
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import PreflightError
-from areal_rloo.launcher.fit import model_sizes, resolved
+from areal_rloo.launcher.fit import model_sizes, resolved, unused_words
 from areal_rloo.launcher.placement import Host, TooFewError, place
 from areal_rloo.learner.memory import GIB
 
@@ -87,3 +87,31 @@ def test_place_alone_names_the_missing_gpus_without_advice() -> None:
     config = load_config("quickstart.yaml", ["learner.num_ranks=3"])
     with pytest.raises(TooFewError, match=r"this machine has 2, 2 too few$"):
         place(config, _hosts(2, 80))
+
+
+# -- GPUs to spare -----------------------------------------------------------------------------------------------------
+
+
+def _unused(name: str, given: list[str], hosts: list[Host]) -> str:
+    config = load_config(name, given)
+    model = model_sizes(config, {})
+    return unused_words(config, place(resolved(config, hosts, model), hosts), model)
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 8])
+def test_fixed_counts_that_leave_gpus_unused_are_told_with_the_keys(gpus: int) -> None:
+    words = _unused("quickstart.yaml", [], _hosts(gpus, 80))
+    advice = re.fullmatch(rf"2 of {gpus} GPUs are used; set (.*) to use {gpus}", words)
+    assert advice is not None, words
+    assert _unused("quickstart.yaml", advice[1].split(), _hosts(gpus, 80)) == ""
+
+
+def test_a_plan_of_all_gpus_or_of_cpus_has_nothing_to_tell() -> None:
+    assert _unused("quickstart.yaml", [], _hosts(1, 80)) == ""
+    assert _unused("gsm8k_rloo.yaml", [], _hosts(8, 80)) == ""
+    assert _unused("gsm8k_rloo_areal.yaml", [], _hosts(8, 80)) == ""
+    assert _unused("quickstart.yaml", ["learner.device=cpu", "rollout.device=cpu"], _hosts(8, 80)) == ""
+
+
+def test_unused_gpus_without_a_better_count_are_told_alone() -> None:
+    assert _unused("gsm8k_rloo.yaml", ["rollout.tensor_parallel=2"], _hosts(4, 80)) == "3 of 4 GPUs are used"

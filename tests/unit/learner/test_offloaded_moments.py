@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal_rloo.config import Config, OptimizerConfig, load_config
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.engine_memory import reserved
 from areal_rloo.launcher.fit import resolved
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate
@@ -75,19 +76,25 @@ def _step_peak_bytes(config: Config, model: Sizes) -> int:
     return live.peak
 
 
-def _planned(gigabytes: int, *overrides: str) -> Config:
-    host = Host("n", "10.0.0.1", 32, ("0", "1"), 512 * GIB, gigabytes * 10**9)
-    return resolved(load_config("gsm8k_rloo.yaml", ["rollout.engine=embedded", *overrides]), [host], MODEL)
+def _planned(gigabytes: int, *overrides: str, gpus: int = 2) -> Config:
+    host = Host("n", "10.0.0.1", 32, tuple(map(str, range(gpus))), 512 * GIB, gigabytes * 10**9)
+    return resolved(load_config("gsm8k_rloo.yaml", overrides), [host], MODEL)
 
 
-def test_the_advice_to_offload_moments_fits_within_the_optimizer_step() -> None:
-    with pytest.raises(PreflightError, match=r"a GPU has 22\.4; .*learner\.offload=optimizer \("):
-        _planned(24)
-    planned = _planned(24, "learner.offload=optimizer")
-    assert _step_peak_bytes(planned, MODEL) + OVERHEAD_BYTES <= 24 * 10**9
-    whole = _planned(80)
-    moments = 8 * MODEL.num_parameters
-    assert _step_peak_bytes(whole, MODEL) - _step_peak_bytes(planned, MODEL) == moments - 8 * MODEL.head
+@pytest.mark.parametrize("gpus", [1, 2])  # the learner beside an engine, and alone
+def test_the_advice_to_offload_moments_fits_within_the_optimizer_step(gpus: int) -> None:
+    with pytest.raises(PreflightError, match=r"a GPU has 22\.4.*; .*learner\.offload=optimizer \("):
+        _planned(24, gpus=gpus)
+    planned = _planned(24, "learner.offload=optimizer", gpus=gpus)
+    assert planned.rollout.shares == (gpus == 1)
+    engine = reserved(planned, MODEL, 24 * 10**9, least=True) if planned.rollout.shares else 0
+    assert _step_peak_bytes(planned, MODEL) + OVERHEAD_BYTES + engine <= 24 * 10**9
+
+
+def test_the_step_has_offloaded_moments_of_a_single_parameter() -> None:
+    whole, parted = (_planned(80, f"learner.offload={place}") for place in ("none", "optimizer"))
+    less = 8 * (MODEL.num_parameters - MODEL.head)
+    assert _step_peak_bytes(whole, MODEL) - _step_peak_bytes(parted, MODEL) == less
 
 
 def test_a_step_is_counted_if_it_needs_more_than_the_backward_pass() -> None:
