@@ -163,11 +163,15 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
 
 def _sharing_mistakes(rollout: RolloutConfig, transport: str) -> Iterator[str]:
     asked = rollout.share_devices
-    if rollout.shares and (rollout.tensor_parallel != 1 or transport == "collective"):
+    wrong: dict[str, str] = {}  # with the correction
+    if rollout.tensor_parallel != 1:
+        wrong[f"rollout.tensor_parallel={rollout.tensor_parallel}"] = "rollout.tensor_parallel=1"
+    if transport == "collective":
+        wrong["weights.transport=collective"] = "weights.transport=auto"
+    if rollout.shares and wrong:
         yield (
-            f"rollout.share_devices: expected never with rollout.tensor_parallel={rollout.tensor_parallel} and "
-            f"weights.transport={transport}, got {asked}; sharing a GPU needs tensor_parallel=1, and NCCL connects no "
-            "two processes on a GPU; set weights.transport=shared_memory"
+            f"rollout.share_devices: expected never with {' and '.join(wrong)}, got {asked}; sharing a GPU needs "
+            "tensor_parallel=1, and NCCL connects no two processes on a GPU; set " + " ".join(wrong.values())
         )
     if asked == "in_turns" and rollout.engine != "embedded":
         yield (

@@ -179,6 +179,11 @@ class Config(Section, frozen=True):
         return self.learner.lora is not None and self.rollout.engine == "embedded"
 
     @property
+    def copies_of_weights(self) -> int:
+        """Copies in an engine: the embedded engine evaluates with a copy of its own, a server in the running batch."""
+        return 2 if self.rollout.engine == "embedded" and self.data.eval is not None else 1
+
+    @property
     def lease_ahead_samples(self) -> int:
         """Samples that a worker may hold in addition to the samples in the slots."""
         if self.rollout.lease_ahead_samples is not None:

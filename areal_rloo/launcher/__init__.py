@@ -8,7 +8,8 @@ In the order of a start:
 - `run_folder`: the name of the run folder and the files in it for launchers.
 - `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
 - `fit`: values for every `auto`, by an estimate of the memory; `engine_memory` is the engine's part, and `remedies` the
-  advice for a plan too large for the GPUs.
+  advice for a plan too large for the GPUs, and `count_remedies` for a plan with too few GPUs, or with GPUs to spare.
+- `host_memory`: the memory of a host in a run, for the doctor.
 - `gpu_need`: the GPUs of a config, for a machine without a GPU.
 - `placement`: a seat (host, GPUs, cores) for each process.
 - `nccl`: the versions of NCCL here and of a server, and a transport for two versions.

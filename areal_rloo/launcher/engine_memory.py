@@ -27,8 +27,7 @@ _WITHOUT_EFFECT = {  # fractions above the size in every case
 
 def weight_bytes(config: Config, model: Sizes) -> float:
     """Return the bytes of the weights; the embedded engine copies the weights to evaluate them."""
-    copies = 2 if config.rollout.engine == "embedded" and config.evaluation.every_n_versions else 1
-    return copies * number_bytes(config) * model.num_parameters / config.rollout.tensor_parallel
+    return config.copies_of_weights * number_bytes(config) * model.num_parameters / config.rollout.tensor_parallel
 
 
 def token_bytes(config: Config, model: Sizes) -> float:
@@ -93,13 +92,13 @@ def _number(value: object, otherwise: float) -> float:
 def overhead_bytes(config: Config, model: Sizes) -> float:
     """Return the bytes of an engine besides weights and cache.
 
-    The embedded engine also needs multiples of the logits of a decode step: 4 for the recorded steps of each batch, and
-    6 to sample.
+    The embedded engine also needs multiples of the logits of a decode step: 4 for the recorded steps of each batch (a
+    batch has its copy of the weights), and 6 to sample.
     """
-    rollout, batches = config.rollout, 1 if config.data.eval is None else 2
+    rollout = config.rollout
     if rollout.engine != "embedded":
         return OVERHEAD_BYTES
-    return OVERHEAD_BYTES + 4 * rollout.num_slots * model.vocab_size * (6 + 4 * batches)
+    return OVERHEAD_BYTES + 4 * rollout.num_slots * model.vocab_size * (6 + 4 * config.copies_of_weights)
 
 
 def cache_room(config: Config, model: Sizes, gpu_bytes: int) -> float:

@@ -19,8 +19,9 @@ from areal_rloo.config import Config, validate
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular
+from areal_rloo.launcher.count_remedies import Plan, count_advice, unused_gpus
 from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_rollout, with_share
-from areal_rloo.launcher.placement import Host, gpus_each, place, shares_gpus, with_counts
+from areal_rloo.launcher.placement import Host, Placement, TooFewError, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
 from areal_rloo.models.folder import cached_folder
@@ -67,6 +68,17 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             return _least_needs(_with(changed, num_ranks=num_ranks), model)
 
         raise PreflightError(f"{error}; {advice(error, config, model, num_gpus, needs)}") from error
+    except TooFewError as error:
+        raise PreflightError(f"{error}; {count_advice(config, model, hosts, _plan_for(model))}") from error
+
+
+def unused_words(config: Config, placement: Placement, model: Sizes | None) -> str:
+    """Name the unused GPUs of a plan, with the counts that use them, for a config as the user wrote it; else empty."""
+    return unused_gpus(config, placement, _plan_for(model))
+
+
+def _plan_for(model: Sizes | None) -> Plan:
+    return lambda config, hosts: place(planned(config, hosts, model), hosts)
 
 
 def _least_needs(config: Config, model: Sizes) -> Needs:
@@ -117,6 +129,12 @@ def _ways_to_share(config: Config, hosts: Sequence[Host]) -> list[str]:
         raise PreflightError(
             f"{key} or in_turns without a GPU, got {asked}; on CPUs, learner and workers have cores of their own, or "
             "take turns; set it to auto"
+        )
+    if config.weights.transport == "collective":  # with `auto`; `validate` refuses all other values
+        raise PreflightError(
+            f"weights.transport: expected auto or shared_memory on a single GPU, which learner and engine share with "
+            f"rollout.share_devices={asked}, got collective; NCCL connects no two processes on a GPU; set "
+            "weights.transport=auto"
         )
     if each[0] != each[1]:
         raise PreflightError(

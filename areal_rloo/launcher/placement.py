@@ -21,6 +21,10 @@ from areal_rloo.errors import PreflightError
 _LEARNER_SHARE = 4  # with `auto` counts, a quarter of the GPUs learns: generation takes the most time
 
 
+class TooFewError(PreflightError):
+    """The hosts have too few GPUs for the processes. The advice is left to `fit`, which can try it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """The resources of a host for this run. Bytes are 0 if unknown; `gpu_bytes` are of the smallest GPU."""
@@ -115,7 +119,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
     learner's processes share all cores, and so do the workers.
 
     Raises:
-        PreflightError: the hosts have too few GPUs; the message says how many are missing.
+        TooFewError: the hosts have too few GPUs; the message says how many are missing.
     """
     rank_gpus, worker_gpus = gpus_each(config, hosts)
     free = {host.name: host.gpu_ids for host in hosts}
@@ -130,7 +134,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         """Place a process on the first host in this order that has enough free GPUs."""
         able = [host for host in hosts if len(free[host.name]) >= num_gpus]
         if not able:
-            raise PreflightError(_too_few(config, hosts, rank_gpus, worker_gpus))
+            raise _too_few(config, hosts, rank_gpus, worker_gpus)
         host = min(able, key=order)
         gpu_ids, free[host.name] = free[host.name][:num_gpus], free[host.name][num_gpus:]
         places.append((host, gpu_ids))
@@ -140,7 +144,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         take(rank_gpus, lambda host: 0 if rank_gpus else num_on(host) // max(1, host.num_cores))
     if shares_gpus(config, hosts):
         if config.rollout.num_workers > config.learner.num_ranks:
-            raise PreflightError(_too_few(config, hosts, rank_gpus, worker_gpus))
+            raise _too_few(config, hosts, rank_gpus, worker_gpus)
         places += places[: config.rollout.num_workers]
         num_placed.update(host.name for host, _ in places[config.learner.num_ranks :])
     while len(places) < config.learner.num_ranks + config.rollout.num_workers:
@@ -215,7 +219,7 @@ def shares_gpus(config: Config, hosts: Sequence[Host]) -> bool:
     return wanted and gpus_each(config, hosts) == (1, 1)
 
 
-def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> str:
+def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> TooFewError:
     num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
     wanted = num_ranks * rank_gpus + num_workers * worker_gpus
     there = sum(len(host.gpu_ids) for host in hosts)
@@ -229,7 +233,4 @@ def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus:
         short = f"{have}, {wanted - there} too few"
     else:
         short = f"{have}, but not {worker_gpus} together for each worker (GPUs of a worker are all on one host)"
-    return (
-        f"devices: the plan needs {wanted} GPUs ({asked}), {short}; lower learner.num_ranks, rollout.num_workers or "
-        "rollout.tensor_parallel, raise launcher.num_hosts, or set a device to cpu"
-    )
+    return TooFewError(f"devices: the plan needs {wanted} GPUs ({asked}), {short}")

@@ -61,7 +61,7 @@ def advice(
 
     enough: dict[str, tuple[Remedy, float]] = {}  # by key, with the saving
     usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key, refused for memory alone
-    for remedy in _remedies(config, model, num_gpus):
+    for remedy in memory_remedies(config, model, num_gpus):
         if remedy.key in enough:
             continue
         try:
@@ -100,14 +100,14 @@ def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str)
     return ", and ".join([f"combine {between.join(sets)}", *out]) + (f" (alone {alone})" if alone else "")
 
 
-def _remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
+def memory_remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
     """Give the possible changes, those with the least effect first; of a key, the weakest first."""
     yield from _in_time(config)
     yield from _in_counts(config, model, num_gpus)
     yield from _in_numbers(config)
     for key in given_options(config):
         if key == "rollout.embedded.cache_tokens":
-            yield _assign(key, "null", None)
+            yield assign(key, "null", None)
         else:
             yield Remedy("the engine's memory", " and ".join(given_options(config)), without_options)
             return
@@ -117,19 +117,19 @@ def _in_time(config: Config) -> Iterator[Remedy]:
     """Give changes at the cost of time alone."""
     learner, reference = config.learner, config.model.reference
     if learner.gradient_checkpointing is False:
-        yield _assign("learner.gradient_checkpointing", "true", True)
+        yield assign("learner.gradient_checkpointing", "true", True)
     longest, row = config.trajectory_tokens, learner.microbatch_tokens
     for shorter in dict.fromkeys((max(longest, row // 2), longest)):
         if shorter < row:
-            yield _assign("learner.microbatch_tokens", str(shorter), shorter)
+            yield assign("learner.microbatch_tokens", str(shorter), shorter)
     if reference is not None and not reference.offload and config.algorithm.kl.coefficient > 0:
-        yield _assign("model.reference.offload", "true", True)
+        yield assign("model.reference.offload", "true", True)
     if config.rollout.share_devices == "side_by_side" and config.rollout.engine == "embedded":
-        yield _assign("rollout.share_devices", "in_turns", "in_turns")
+        yield assign("rollout.share_devices", "in_turns", "in_turns")
     if learner.offload == "none":
-        yield _assign("learner.offload", "optimizer", "optimizer")
+        yield assign("learner.offload", "optimizer", "optimizer")
     if learner.offload != "parameters":
-        yield _assign("learner.offload", "parameters", "parameters")
+        yield assign("learner.offload", "parameters", "parameters")
 
 
 def _in_counts(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
@@ -137,28 +137,29 @@ def _in_counts(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
     learner, rollout = config.learner, config.rollout
     if learner.num_ranks:
         for num in range(learner.num_ranks + learner.num_replicas, num_gpus, learner.num_replicas):
-            yield _assign("learner.num_ranks", str(num), num)
+            yield assign("learner.num_ranks", str(num), num)
     if learner.num_replicas > 1:
-        yield _assign("learner.num_replicas", "1", 1)
+        yield assign("learner.num_replicas", "1", 1)
     if rollout.num_workers > 1 and not rollout.server_urls:
-        yield _assign("rollout.num_workers", "auto", 0)
+        yield assign("rollout.num_workers", "auto", 0)
     num = 2 * rollout.tensor_parallel
     while rollout.server is not None and num < num_gpus and model.num_heads % num == 0:
-        yield _assign("rollout.tensor_parallel", str(num), num)
+        yield assign("rollout.tensor_parallel", str(num), num)
         num *= 2
 
 
 def _in_numbers(config: Config) -> Iterator[Remedy]:
     """Give changes with an effect on the numbers of the training."""
     if config.learner.optimizer.state_dtype == "float32":
-        yield _assign("learner.optimizer.state_dtype", "bfloat16", "bfloat16")
+        yield assign("learner.optimizer.state_dtype", "bfloat16", "bfloat16")
     if config.model.dtype == "float32":
-        yield _assign("model.dtype", "bfloat16", "bfloat16")
+        yield assign("model.dtype", "bfloat16", "bfloat16")
     if config.learner.lora is None:
         yield Remedy("learner.lora", f"learner.lora.rank={_LORA_RANK}", _with_lora)
 
 
-def _assign(key: str, written: str, value: Any) -> Remedy:
+def assign(key: str, written: str, value: Any) -> Remedy:
+    """Make a change of a key, with the value as written on the command line."""
     return Remedy(key, f"{key}={written}", lambda config: _replaced(config, key.split("."), value))
 
 

@@ -33,7 +33,7 @@ from areal_rloo.launcher.doctor.inputs import (
 )
 from areal_rloo.launcher.doctor.limits import check_processes
 from areal_rloo.launcher.doctor.software import check_extras
-from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
+from areal_rloo.launcher.fit import memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.nccl import with_transport
@@ -196,14 +196,21 @@ def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> N
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
-    """Replace `auto` in the config and place the processes on the hosts.
+    """Replace `auto` in the config and place the processes on the hosts; say which GPUs are unused.
 
     Raises:
         UserError: the hosts have too few GPUs, GPUs with too little memory, or two versions of NCCL.
     """
     counted = resolved(config, hosts, model_sizes(config, os.environ))
     placement = place(counted, hosts)
+    say_unused(config, placement)
     return on_network(transported(counted, placement), placement), placement
+
+
+def say_unused(config: Config, placement: Placement) -> None:
+    """Say how many GPUs a plan leaves unused; the config is as the user wrote it."""
+    if words := unused_words(config, placement, model_sizes(config, os.environ)):
+        _say(words)
 
 
 def transported(config: Config, placement: Placement) -> Config:

@@ -1,6 +1,7 @@
 """Estimate the memory of a learner rank from the config and the sizes of the model; without torch.
 
 Activations are the tensors kept for the backward pass in a decoder layer, by family (`Kept` in `models/sizes.py`).
+The sum is the peak of a step: of the backward pass, or of the optimizer step if that has more ("optimizer step").
 Not included: memory lost by the allocator, the CUDA context, and buffers of NCCL (`OVERHEAD_BYTES` on a GPU).
 """
 
@@ -36,8 +37,8 @@ def estimate(
 ) -> dict[str, float]:
     """Estimate the bytes of a rank by part, with full microbatches.
 
-    `num_parameters` counts the policy over all ranks, `num_trained` the parameters with a gradient; None: as the sizes
-    of the model say.
+    The optimizer step works on a parameter at a time, which is no larger than the head or a layer. `num_parameters`
+    counts the policy over all ranks, `num_trained` the parameters with a gradient; None: as the sizes of the model say.
     """
     learner = config.learner
     if num_parameters is None:
@@ -50,18 +51,24 @@ def estimate(
     moments = 2 * (4 if learner.optimizer.state_dtype == "float32" else 2)
     reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
     at_home = config.model.reference is not None and config.model.reference.offload
-    away = learner.offload == "parameters"
+    away = on_gpu and learner.offload == "parameters"
+    apart = away or (on_gpu and learner.offload == "optimizer")  # on a CPU, everything is in the same memory
     logits = (4 * model.head if learner.lora is None else 0) + _logit_bytes(model, config) * chunk_logits(on_gpu=on_gpu)
     parts = {
         "weights": 0 if away else 4 * num_parameters / ranks,
         "gradients": 0 if away else 4 * num_trained / ranks,
-        "optimizer": 0 if learner.offload != "none" else moments * num_trained / ranks,
+        "optimizer": 0 if apart else moments * num_trained / ranks,
         "reference": 4 * num_parameters / ranks if reference and not at_home and not away else 0,
         "weights in bfloat16": _copies_bytes(model, config, num_parameters, logits) if ranks == 1 else 0,
         "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
         "activations": activation_bytes(model, config, on_gpu=on_gpu) * learner.microbatch_tokens,
         "logits": logits,
     }
+    if not away:
+        freed = sum(parts[part] for part in ("weights in bfloat16", "whole layers", "activations", "logits"))
+        largest = min(num_trained, max(model.head, (num_parameters - model.head) / model.num_layers)) / ranks
+        copies = 8 if moments == 4 else 0  # float32, of moments in bfloat16
+        parts["optimizer step"] = max(0, ((moments if apart else 0) + copies) * largest - freed)
     return {part: float(size) for part, size in parts.items() if size}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,18 +96,32 @@ def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str
     }
 
 
-@contextmanager
-def states_on(optimizer: Optimizer, device: torch.device, *, home: torch.device) -> Iterator[None]:
-    """Move the moments to `device` while the block runs, then to `home`."""
+def step_with_states_from(optimizer: Optimizer, home: torch.device, device: torch.device) -> None:
+    """Take an optimizer step on `device`. If the moments are at another `home`, step a parameter at a time.
 
-    def move(place: torch.device) -> None:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if name != "step" and isinstance(value, Tensor) and value.device != place:
-                    state[name] = value.to(place)
-
-    move(device)
+    So the device has the moments of a single parameter at most. AdamW updates each parameter alone, so the result is
+    the same to the bit.
+    """
+    if home == device:
+        optimizer.step()
+        return
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
     try:
-        yield
+        for group in groups:
+            group["params"] = []
+        for group, parameters in zip(groups, whole, strict=True):
+            for parameter in parameters:
+                group["params"] = [parameter]
+                _move_moments(optimizer, parameter, device)
+                optimizer.step()
+                _move_moments(optimizer, parameter, home)
+            group["params"] = []
     finally:
-        move(home)
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _move_moments(optimizer: Optimizer, parameter: Tensor, place: torch.device) -> None:
+    state = optimizer.state.get(parameter, {})
+    state.update({name: value.to(place) for name, value in state.items() if name != "step"})

@@ -22,7 +22,7 @@ from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import Rounding, named_weights, rounding
 from areal_rloo.learner.costs import memory_explained, peak_flops
-from areal_rloo.learner.optimizer import make_optimizer, set_schedule, states_on
+from areal_rloo.learner.optimizer import make_optimizer, set_schedule, step_with_states_from
 from areal_rloo.learner.packing import Microbatch, Row, RowLoss
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
@@ -192,8 +192,7 @@ class LearnerRank:
             loss = float(torch.stack([output.loss for output in outputs]).double().sum())
             finite = math.isfinite(norm) and math.isfinite(float(self.ranks.total(torch.tensor(loss))))
             if finite:
-                with states_on(self.optimizer, self._home, home=self._resting):
-                    self.optimizer.step()
+                step_with_states_from(self.optimizer, self._resting, self._home)
                 self.schedule.step()
         trained.stepped.append(finite)
         trained.gradient_norms.append(norm)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,13 @@ class Situation:
             PreflightError: the driver does not answer.
         """
         return host_to_show(self.config.launcher)[0]
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts of the run, all like this host; raises like `host`."""
+        host = self.host
+        more = range(1, self.config.launcher.num_hosts)
+        return [host, *(dataclasses.replace(host, name=f"{host.name}, number {index + 1}") for index in more)]
 
 
 Check = Callable[[Situation], Iterator[Finding]]

@@ -25,7 +25,7 @@ from areal_rloo.models.folder import (
     linear_layers,
     num_parameters,
 )
-from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.sizes import SHIPPED, Sizes
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -264,12 +264,19 @@ def missing_datasets(situation: Situation) -> Iterator[tuple[str, str]]:
 
 
 def policy_parameters(situation: Situation) -> int | None:
-    """Count the parameters of the policy; None if the number is unknown, or too small to matter."""
+    """Count the parameters of the policy; None if the number is unknown, or too small to matter.
+
+    The models of the shipped configs need no download.
+    """
     path = situation.config.model.path
     if path == "tiny":
         return None
     folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
     try:
-        return None if folder is None else num_parameters(folder)
+        return _shipped_parameters(path) if folder is None else num_parameters(folder)
     except ModelError:
         return None  # `check_models` reports the error
+
+
+def _shipped_parameters(path: str) -> int | None:
+    return SHIPPED[path].num_parameters if path in SHIPPED else None

@@ -6,7 +6,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from areal_rloo.config import Config
@@ -14,11 +13,11 @@ from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.inputs import policy_parameters
-from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
+from areal_rloo.launcher.fit import memory_words, model_sizes, planned, resolved
 from areal_rloo.launcher.gpu_need import gpu_need
+from areal_rloo.launcher.host_memory import host_parts
 from areal_rloo.launcher.hosts import num_cores
-from areal_rloo.launcher.placement import gpus_each
-from areal_rloo.learner.memory import estimate, number_bytes
+from areal_rloo.launcher.placement import place
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
@@ -87,7 +86,7 @@ def check_cores(situation: Situation) -> Iterator[Finding]:
 
 
 def check_memory(situation: Situation) -> Iterator[Finding]:
-    """Compare the memory, within the container's limit, with the parts of a run that are in the memory of the host."""
+    """Compare the memory, within the container's limit, with the parts of a run in the memory of the host."""
     total, available = memory()
     swap = psutil.swap_memory().used
     if swap > _MUCH_SWAP_BYTES:
@@ -97,7 +96,11 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
     if parameters is None:
         yield ok("memory", what)
         return
-    parts = _host_memory(situation, parameters)
+    try:
+        parts = _host_memory(situation, parameters)
+    except UserError:  # other checks report the error
+        yield ok("memory", what)
+        return
     needed = sum(parts.values())
     what += f"; a run takes about {size(needed)}: {', '.join(f'{part} {size(n)}' for part, n in parts.items())}"
     if needed <= available:
@@ -109,43 +112,23 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
 
 def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
     """Compare the estimate of the learner, and of an engine beside the learner, with the memory of the GPUs."""
-    host = situation.host
-    model = model_sizes(situation.config, situation.environment)
-    if not host.gpu_ids:
-        what, semicolon, fix = gpu_need(situation.config, [host], model).partition("; ")
+    hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
+    if not hosts[0].gpu_ids:
+        what, semicolon, fix = gpu_need(situation.config, hosts, model).partition("; ")
         if semicolon:
             yield unsure("gpu memory", what, fix)
         return
     try:
-        yield ok("gpu memory", memory_words(resolved(situation.config, [host], model), [host], model))
+        yield ok("gpu memory", memory_words(resolved(situation.config, hosts, model), hosts, model))
     except UserError as error:
         yield refused("gpu memory", error, fix="take GPUs with more memory")
 
 
-def _host_memory(situation: Situation, parameters: int) -> dict[str, int]:
-    """Estimate the bytes of a run on this host alone, by part, without the cache of the engine.
-
-    The copy for a checkpoint is left out: without room for the copy, the learner writes its own tensors. On the way to
-    a GPU, the weights pass through the memory of the host.
-    """
-    config, sizes = situation.config, model_sizes(situation.config, situation.environment)
-    learner, rollout, one = config.learner, config.rollout, number_bytes(config) * parameters
-    rank_gpus, worker_gpus = gpus_each(config, [situation.host])
-    parts = {"learner": 4 * parameters}
-    if not rank_gpus and sizes is not None:
-        alone = msgspec.structs.replace(learner, num_ranks=1, num_replicas=1)
-        parts["learner"] = int(
-            sum(estimate(sizes, msgspec.structs.replace(config, learner=alone), on_gpu=False).values())
-        )
-    elif not rank_gpus:
-        moments = 0 if learner.lora is not None else 4 if learner.optimizer.state_dtype == "bfloat16" else 8
-        parts["learner"] = (8 + moments) * parameters
-    if not worker_gpus and not rollout.server_urls:
-        copies = 2 if rollout.engine == "embedded" and config.data.eval is not None else 1  # a copy to evaluate
-        parts["engines"] = max(1, rollout.num_workers) * copies * one
-    if config.weights_transport(same_host=True) == "shared_memory":
-        parts["versions of the weights"] = 2 * one
-    return parts
+def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:
+    """Estimate the bytes of a run on a host, by part; raises UserError if the run cannot be planned."""
+    hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
+    config = planned(situation.config, hosts, model)
+    return host_parts(config, place(config, hosts), model, parameters)
 
 
 def check_processes(situation: Situation) -> Iterator[Finding]:

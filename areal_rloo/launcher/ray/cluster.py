@@ -32,6 +32,7 @@ from areal_rloo.launcher.placement import Host, Placement, Seat, place
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, on_network
 from areal_rloo.launcher.processes import DRAIN_FIRST_S
 from areal_rloo.launcher.ray.owner import ANSWER_TIMEOUT_S, Keeper, OwnedCommand, OwnedProcess, Owner
+from areal_rloo.launcher.start import say_unused
 from areal_rloo.waiting import wait_until
 
 _LOOK_EVERY_S = 0.5
@@ -109,8 +110,9 @@ class RayCluster:
             PreflightError: the cluster has too little room; the message says how much is missing.
         """
         hosts = self.hosts()
-        config = resolved(config, hosts, model_sizes(config, os.environ))
+        written, config = config, resolved(config, hosts, model_sizes(config, os.environ))
         wanted = place(config, hosts)
+        say_unused(written, wanted)
         bundles = [_bundle(seat, wanted, config.learner.num_threads) for seat in wanted.learner]
         learner = self._reserve(wanted.learner, bundles, "PACK", f"{name}/learner")
         bundles = [_bundle(seat, wanted, config.rollout.num_threads) for seat in wanted.workers]

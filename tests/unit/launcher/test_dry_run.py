@@ -118,6 +118,20 @@ def test_a_dry_run_plans_for_more_gpus_than_are_here(
     assert "3 of 3 GPUs" in shown.out
 
 
+def test_a_dry_run_says_how_many_gpus_are_unused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    described = ["launcher.memory_per_gpu=24GB", "launcher.gpus_per_host=4"]
+    assert local.main(["--config", "quickstart.yaml", *described, "--dry-run", "--json"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    (words,) = [line for line in lines if line.startswith("2 of 4 GPUs are used; set ")]
+    changes = words.partition("; set ")[2].partition(" to use 4")[0].split()
+    assert local.main(["--config", "quickstart.yaml", *described, *changes, "--dry-run", "--json"]) == 0
+    assert "GPUs are used" not in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_a_mistake_of_the_user() -> None:
     options = parse("local", ["--config", "quickstart.yaml", "model.path=/no/such/folder", "--dry-run"])
     with pytest.raises(UserError, match=r"model\.path: /no/such/folder: no such folder"):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
-from areal_rloo.launcher.engine_memory import overhead_bytes
+from areal_rloo.launcher.engine_memory import overhead_bytes, weight_bytes
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
@@ -195,11 +195,20 @@ def test_several_gpus_are_shared_if_the_user_says_so() -> None:
 def test_gpus_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(PreflightError, match=r"rollout\.share_devices: expected never on 2 hosts, got side_by_side"):
         resolved(_config("rollout.share_devices=side_by_side"), _hosts(4, 80, num=2), SMALL)
-    for other in ("rollout.tensor_parallel=2", "weights.transport=collective"):
-        with pytest.raises(ConfigError, match=r"rollout\.share_devices: expected never with"):
-            _config("rollout.share_devices=side_by_side", other)
-    with pytest.raises(ConfigError, match=r"set weights\.transport=shared_memory"):
+    wrong = ("rollout.tensor_parallel=2", "weights.transport=collective")
+    for others in (wrong[:1], wrong[1:], wrong):
+        with pytest.raises(
+            ConfigError, match=rf"share_devices: expected never with {' and '.join(others)}, "
+        ) as refused:
+            _config("rollout.share_devices=side_by_side", *others)
+        advice = str(refused.value).rpartition("; set ")[2].split()
+        assert len(advice) == len(others)
+        _config("rollout.share_devices=side_by_side", *advice)
+    with pytest.raises(
+        PreflightError, match=r"^weights\.transport: .* with rollout\.share_devices=auto, got collective; "
+    ):
         resolved(_config("weights.transport=collective"), _hosts(1, 80), SMALL)
+    assert resolved(_config("weights.transport=auto"), _hosts(1, 80), SMALL).rollout.shares
     with pytest.raises(PreflightError, match="the plan needs 3 GPUs"):
         resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
     with pytest.raises(PreflightError, match=r"a GPU has 22\.4, \S+ of them for the engine; set learner\.offload="):
@@ -277,9 +286,7 @@ def test_turns_that_are_not_possible_are_refused() -> None:
     in_turns = (*EMBEDDED, "rollout.share_devices=in_turns")
     with pytest.raises(ConfigError, match=r"rollout\.share_devices: .*got in_turns; only the embedded engine frees"):
         _config("rollout.share_devices=in_turns")
-    with pytest.raises(
-        ConfigError, match=r"expected never with rollout\.tensor_parallel=1 and .*=collective, got in_turn"
-    ):
+    with pytest.raises(ConfigError, match=r"expected never with weights\.transport=collective, got in_turns; "):
         _config(*in_turns, "weights.transport=collective")
     with pytest.raises(PreflightError, match=r"expected never on 2 hosts, got in_turns; .* set it to never"):
         resolved(_config(*in_turns), _hosts(1, 80, num=2), SMALL)
@@ -374,3 +381,16 @@ def test_the_words_give_an_engines_room_for_its_cache() -> None:
 def test_an_embedded_engine_has_no_more_cache_than_its_option_says() -> None:
     config = resolved(_config("rollout.engine=embedded", "rollout.embedded.cache_tokens=20000"), _hosts(2, 80), SMALL)
     assert _room(config, _hosts(2, 80))[1] == 20_000 // config.context_tokens
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize("eval_set", [(), ("data.eval=null",)])
+@pytest.mark.parametrize("every", ["0", "10"])
+def test_an_eval_set_alone_gives_the_embedded_engine_a_second_copy(
+    engine: str, eval_set: tuple[str, ...], every: str
+) -> None:
+    config = _config(f"rollout.engine={engine}", f"evaluation.every_n_versions={every}", *eval_set)
+    copies = 2 if engine == "embedded" and not eval_set else 1
+    assert weight_bytes(config, SMALL) == copies * 2 * SMALL.num_parameters
+    batches = 0 if engine == "sglang" else 6 + 4 * copies
+    assert overhead_bytes(config, SMALL) == OVERHEAD_BYTES + 4 * config.rollout.num_slots * SMALL.vocab_size * batches

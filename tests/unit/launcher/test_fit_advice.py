@@ -19,6 +19,8 @@ from areal_rloo.models.sizes import SHIPPED, Sizes
 CONFIGS = sorted(path.name for path in (Path(__file__).resolve().parents[3] / "configs").glob("*rloo*.yaml"))
 SMALL = SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"]
 CHANGES: dict[str, list[str]] = {
+    "data.eval": ["null"],
+    "evaluation.every_n_versions": ["0", "10"],
     "model.path": list(SHIPPED),
     "model.dtype": ["float32", "bfloat16"],
     "learner.num_ranks": ["auto", "1", "2", "4"],
@@ -78,7 +80,7 @@ def _assert_fits(config: Config, model: Sizes, hosts: list[Host]) -> None:
         return
     rollout = config.rollout
     low, cache = number_bytes(config), (float(found[1]) - 0.05) * GIB  # the words are rounded
-    copies = 2 if rollout.engine == "embedded" and config.evaluation.every_n_versions else 1
+    copies = 2 if rollout.engine == "embedded" and config.data.eval is not None else 1
     heads = max(1, model.num_kv_heads // rollout.tensor_parallel)
     token = 2 * model.num_layers * model.head_dim * low * heads
     weights = copies * low * model.num_parameters / rollout.tensor_parallel

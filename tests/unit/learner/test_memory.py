@@ -2,15 +2,12 @@
 
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.live_bytes import LiveBytes
 from support.train_steps import long_trajectory
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from areal_rloo.config import Config, load_config
@@ -64,24 +61,6 @@ def test_estimated_activations_match_the_tensors_autograd_keeps(
     assert activation_bytes(sizes, config, on_gpu=False) == pytest.approx((many - few) / 1024, rel=0.25)
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made while it is active; `peak` is the most at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return made
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 @pytest.mark.parametrize(("level", "cap"), [("token", None), ("token", 3.0), ("sequence_mean", None)])
@@ -100,7 +79,7 @@ def test_the_estimated_logits_match_the_tensors_alive_at_the_same_time(
     def sum_of(given: TokenLogprobs, part: slice) -> torch.Tensor:
         return given.logprobs.sum() + coefficient * given.entropy.sum()
 
-    with _Live() as live:
+    with LiveBytes() as live:
         if config.algorithm.loss.of_tokens:
             policy.loss_of_tokens(hidden, head, targets, LogitForm(cap=cap), sum_of, entropy=entropy)[0].backward()
         else:
@@ -119,7 +98,7 @@ def test_every_memory_saving_option_lowers_the_estimate(tiny_folders: dict[str, 
 
     def of(*overrides: str) -> float:
         config = load_config("quickstart.yaml", overrides)
-        return sum(estimate(sizes, config, on_gpu=False, num_parameters=10**9, num_trained=10**9).values())
+        return sum(estimate(sizes, config, on_gpu=True, num_parameters=10**9, num_trained=10**9).values())
 
     for override in (
         "learner.microbatch_tokens=1024",

@@ -121,8 +121,31 @@ def test_the_parts_of_a_run_on_a_cpu_are_counted(model: Path, monkeypatch: pytes
     assert re.search(r"takes about \S+ GiB: learner 13\.\d+ GiB, engines 3\.68\d? GiB, versions of the weights 3", what)
     monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**34 - 2**30, 2**33))
     assert only(check_memory, "wrong", *options).fix.startswith("take a larger host")
-    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (SimpleNamespace(gpu_ids=("0",)), ""))
-    assert "learner 1.84 GiB, versions of the weights 3.68" in only(check_memory, "ok", *options).what
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**35, 2**35))
+    gpu = Host("n", "127.0.0.1", 8, ("0",), 2**35, 80 * 10**9)
+    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (gpu, ""))
+    copies = "loads and checkpoints 7.361 GiB, versions of the weights 3.681 GiB"
+    assert f"takes about 11.04 GiB: {copies}" in only(check_memory, "ok", *options).what
+    assert f"learner 3.681 GiB, {copies}" in only(check_memory, "ok", *options, "learner.offload=optimizer").what
+
+
+def test_a_model_is_counted_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**33, 2**33))
+    options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "model.dtype=bfloat16")
+    what = only(check_memory, "wrong", *options, HF_HUB_CACHE="/nonexistent").what
+    assert re.search(r"learner 33\.\d+ GiB, loads and checkpoints 2\.875 GiB, engines 5\.75\d? GiB", what), what
+
+
+def test_the_hosts_of_a_job_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job on two hosts has more GPUs than this host; the memory of this host is that of its own processes."""
+    gpus = Host("n", "127.0.0.1", 8, ("0", "1"), 2**38, 80 * 10**9)
+    monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (gpus, ""))
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**38, 2**38))
+    options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "learner.num_ranks=3", "rollout.num_workers=1")
+    job = (*options, "launcher.num_hosts=2", "weights.transport=collective", "learner.offload=optimizer")
+    assert "a rank needs about" in only(check_gpu_memory, "ok", *job, HF_HUB_CACHE="/nonexistent").what
+    what = only(check_memory, "ok", *job, HF_HUB_CACHE="/nonexistent").what
+    assert "learner 7.667 GiB" in what, "two of three ranks: two thirds of 11.5 GiB"
 
 
 def test_a_limit_of_locked_memory_is_unsure_with_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
