@@ -1,0 +1,108 @@
+"""Calibration: a simulated run, written as records, gives back the speeds that made it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_rloo.advice.calibration import calibrated, drawn_lengths, merged, setup_of
+from areal_rloo.config import Config, load_config
+from areal_rloo.errors import DataError
+from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
+
+MakeTrainRecord = Callable[..., TrainRecord]
+TOKENS = 384 * 40  # of a step of the quickstart with completions of 40 tokens
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config("quickstart.yaml", [])
+
+
+def records(make: MakeTrainRecord, sizes: list[float], **changes: Any) -> list[TrainRecord]:
+    """Make the records of steps in which a decode step of n completions takes 1 ms + 0.1 ms * n."""
+    made, wall_s, busy_s, decoding_s = [], 5.0, 0.0, 0.0
+    for number, size in enumerate(sizes, start=1):
+        wall_s += 2.0
+        decode_s = TOKENS / size * (0.001 + 0.0001 * size)
+        busy_s, decoding_s = busy_s + decode_s, decoding_s + size * decode_s
+        numbers = {
+            **{
+                "num_train_steps": number,
+                "wall_s": wall_s,
+                "wait_s": 0.5,
+                "train_step_s": 1.4,
+                "trained_tokens": TOKENS,
+            },
+            **{"generated_tokens": number * TOKENS, "rollout_busy_s": busy_s, "decoding_s": decoding_s},
+            **{"completion_tokens_mean": 40.0, "completion_tokens_std": 10.0, "longest_of_group_mean": 50.0},
+            "times_s": {"broadcast": 0.2},
+        }
+        made.append(make(**(numbers | changes)))
+    return made
+
+
+def test_times_of_records_give_the_speeds(make_train_record: MakeTrainRecord, config: Config) -> None:
+    load = calibrated(records(make_train_record, [16, 16, 12, 8, 16]), config)
+    assert load.speeds.decode_fixed_s == pytest.approx(0.001)
+    assert load.speeds.decode_each_s == pytest.approx(0.0001)
+    assert load.speeds.train_token_s == pytest.approx(1.4 / TOKENS)
+    assert load.speeds.train_fixed_s == pytest.approx(0.1)
+    assert load.speeds.broadcast_s == 0.2
+    assert load.loss_share == pytest.approx(1.0)
+    assert load.sizes_differ
+
+
+def test_a_single_batch_size_gives_the_time_of_this_size(make_train_record: MakeTrainRecord, config: Config) -> None:
+    load = calibrated(records(make_train_record, [16, 16, 16, 16]), config)
+    assert load.speeds.decode_fixed_s + 16 * load.speeds.decode_each_s == pytest.approx(0.0026)
+    assert not load.sizes_differ
+
+
+def test_a_second_run_with_other_slots_gives_the_line(make_train_record: MakeTrainRecord, config: Config) -> None:
+    runs = [records(make_train_record, [size] * 4) for size in (16, 64)]
+    load = merged([calibrated(run, config) for run in runs], runs)
+    assert load.sizes_differ
+    assert load.speeds.decode_fixed_s == pytest.approx(0.001)
+    assert load.speeds.decode_each_s == pytest.approx(0.0001)
+
+
+def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
+    config = load_config("quickstart.yaml", ["learner.num_ranks=2"])
+    load = calibrated(records(make_train_record, [16, 16, 16]), config)
+    assert load.speeds.train_token_s == pytest.approx(2 * 1.4 / TOKENS)
+
+
+def test_dropped_samples_lower_the_kept_share(make_train_record: MakeTrainRecord, config: Config) -> None:
+    counts = {"admitted": 500, "dropped_tokens": {}, "buffered": 0, "in_flight": 0}
+    ledger = LedgerCounts(**counts, trained=375, dropped={"low_reward_std": 125})
+    assert calibrated(records(make_train_record, [16, 16, 16], ledger=ledger), config).kept_share == 0.75
+
+
+def test_too_few_steps_and_steps_without_tokens_are_refused(make_train_record: MakeTrainRecord, config: Config) -> None:
+    with pytest.raises(DataError, match="at least 3 train steps"):
+        calibrated(records(make_train_record, [16, 16]), config)
+    with pytest.raises(DataError, match="no speed"):
+        calibrated(records(make_train_record, [16, 16, 16], generated_tokens=7), config)
+
+
+@pytest.mark.parametrize("std", [0.0, 10.0, 40.0])
+@pytest.mark.parametrize("longest", [41.0, 55.0, 70.0])
+def test_drawn_lengths_have_the_mean_and_the_longest_of_a_group(std: float, longest: float) -> None:
+    lengths = drawn_lengths(mean=40.0, std=std, longest_of_group=longest, group_size=8, most=96)
+    assert lengths.shape[1] == 8
+    assert lengths.mean() == pytest.approx(40, rel=0.02)
+    assert lengths.min() >= 1
+    assert lengths.max() <= 96
+    independent = np.random.default_rng(1).permutation(lengths.ravel()).reshape(-1, 8).max(axis=1).mean()
+    assert lengths.max(axis=1).mean() == pytest.approx(min(longest, max(40.0, independent)), rel=0.05)
+
+
+def test_a_setup_has_the_counts_of_the_config_and_the_last_evaluation(
+    make_train_record: MakeTrainRecord, eval_record: Any
+) -> None:
+    config = load_config("quickstart.yaml", ["rollout.num_workers=3", "algorithm.max_staleness=4"])
+    setup = setup_of(config, [eval_record])
+    assert (setup.num_workers, setup.num_slots, setup.groups_per_step, setup.max_staleness) == (3, 16, 48, 4)
+    assert (setup.num_eval, setup.eval_every) == (200, 5)
