@@ -56,9 +56,9 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
     num_tokens = config.samples_per_step * mean * len(after)
     others = [now.wall_s - before.wall_s - now.wait_s - now.train_step_s for before, now in pairwise(records)]
     points = list(_decode_points(records))
-    if not points or not 0 < trained * train_s * mean < math.inf or not math.isfinite(std + sum(others)):
+    fixed_s, each_s, differ = _decode_line(points) if points else (math.nan, math.nan, False)
+    if not 0 < trained * train_s * mean < math.inf or not math.isfinite(std + sum(others) + fixed_s + each_s):
         raise DataError("nothing was generated and trained in these steps: there is no speed to calibrate from")
-    fixed_s, each_s, differ = _decode_line(points)
     ledger = records[-1].ledger
     kept_share = ledger.trained / max(1, ledger.trained + sum(ledger.dropped.values()))
     return Load(

@@ -16,7 +16,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 FIRST, LAST = 6, 25  # the steps that a forecast counts: the first are of a pipeline that fills
 WINDOW = 20  # steps of a run that its sentence is about
-_MOST_SAMPLES = 20_000  # of a step
+_MOST_SAMPLES = 8192  # of a step
 _WORTH = 0.98  # of the best throughput: a smaller depth is worth the rest
 _ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh")
 

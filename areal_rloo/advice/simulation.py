@@ -105,15 +105,20 @@ class _Engine:
     def policy_version(self) -> int:
         return self._versions[-1][1]
 
-    def advance(self, now_s: float) -> list[tuple[_Sample, _Runs]]:
-        """Decode until now; return the samples that ended, with the tokens of each version."""
+    def advance(self, now_s: float, *, at_end: bool) -> list[tuple[_Sample, _Runs]]:
+        """Decode until now, `at_end`: to the end of the next sample; return the samples that ended, with their tokens.
+
+        Rounding may leave a part of a token at the end of a sample, and this part would never become shorter.
+        """
         if not self._running:
             self.idle_s += max(0.0, now_s - self._since_s)
         elif now_s > self._since_s:
             self._done += (now_s - self._since_s) / self._step_s()
         self._since_s = max(now_s, self._since_s)
+        if at_end:
+            self._done = self._running[0][0]
         ended = []
-        while self._running and self._running[0][0] <= self._done + 1e-6:
+        while self._running and self._running[0][0] <= self._done:
             end, _, begin, sample = heapq.heappop(self._running)
             self._num[sample.group is None] -= 1
             ended.append((sample, self._runs(begin, end)))
@@ -218,10 +223,10 @@ class _Simulation:
         for engine in given:
             self._tend(engine)
 
-    def _tend(self, engine: _Engine) -> None:
-        """Bring an engine up to this moment, and plan its next event."""
+    def _tend(self, engine: _Engine, *, at_end: bool = False) -> None:
+        """Bring an engine up to this moment, and plan the end of its next sample."""
         has_room = False
-        for sample, runs in engine.advance(self._now_s):
+        for sample, runs in engine.advance(self._now_s, at_end=at_end):
             if sample.group is not None:
                 engine.num_held -= 1
                 has_room = True
@@ -233,7 +238,7 @@ class _Simulation:
 
             def look() -> None:
                 if engine.changes == changes:
-                    self._tend(engine)
+                    self._tend(engine, at_end=True)
 
             self._at(end_s, look)
         if has_room:

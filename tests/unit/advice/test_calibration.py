@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.measured_steps import TOKENS, measured_steps
 
 from areal_rloo.advice.calibration import calibrated, drawn_lengths, merged, setup_of
 from areal_rloo.config import Config, load_config
@@ -12,7 +13,6 @@ from areal_rloo.errors import DataError
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
 MakeTrainRecord = Callable[..., TrainRecord]
-TOKENS = 384 * 40  # of a step of the quickstart with completions of 40 tokens
 
 
 @pytest.fixture
@@ -20,31 +20,8 @@ def config() -> Config:
     return load_config("quickstart.yaml", [])
 
 
-def records(make: MakeTrainRecord, sizes: list[float], **changes: Any) -> list[TrainRecord]:
-    """Make the records of steps in which a decode step of n completions takes 1 ms + 0.1 ms * n."""
-    made, wall_s, busy_s, decoding_s = [], 5.0, 0.0, 0.0
-    for number, size in enumerate(sizes, start=1):
-        wall_s += 2.0
-        decode_s = TOKENS / size * (0.001 + 0.0001 * size)
-        busy_s, decoding_s = busy_s + decode_s, decoding_s + size * decode_s
-        numbers = {
-            **{
-                "num_train_steps": number,
-                "wall_s": wall_s,
-                "wait_s": 0.5,
-                "train_step_s": 1.4,
-                "trained_tokens": TOKENS,
-            },
-            **{"generated_tokens": number * TOKENS, "rollout_busy_s": busy_s, "decoding_s": decoding_s},
-            **{"completion_tokens_mean": 40.0, "completion_tokens_std": 10.0, "longest_of_group_mean": 50.0},
-            "times_s": {"broadcast": 0.2},
-        }
-        made.append(make(**(numbers | changes)))
-    return made
-
-
 def test_times_of_records_give_the_speeds(make_train_record: MakeTrainRecord, config: Config) -> None:
-    load = calibrated(records(make_train_record, [16, 16, 12, 8, 16]), config)
+    load = calibrated(measured_steps(make_train_record, [16, 16, 12, 8, 16]), config)
     assert load.speeds.decode_fixed_s == pytest.approx(0.001)
     assert load.speeds.decode_each_s == pytest.approx(0.0001)
     assert load.speeds.train_token_s == pytest.approx(1.4 / TOKENS)
@@ -55,13 +32,13 @@ def test_times_of_records_give_the_speeds(make_train_record: MakeTrainRecord, co
 
 
 def test_a_single_batch_size_gives_the_time_of_this_size(make_train_record: MakeTrainRecord, config: Config) -> None:
-    load = calibrated(records(make_train_record, [16, 16, 16, 16]), config)
+    load = calibrated(measured_steps(make_train_record, [16, 16, 16, 16]), config)
     assert load.speeds.decode_fixed_s + 16 * load.speeds.decode_each_s == pytest.approx(0.0026)
     assert not load.sizes_differ
 
 
 def test_a_second_run_with_other_slots_gives_the_line(make_train_record: MakeTrainRecord, config: Config) -> None:
-    runs = [records(make_train_record, [size] * 4) for size in (16, 64)]
+    runs = [measured_steps(make_train_record, [size] * 4) for size in (16, 64)]
     load = merged([calibrated(run, config) for run in runs], runs)
     assert load.sizes_differ
     assert load.speeds.decode_fixed_s == pytest.approx(0.001)
@@ -70,21 +47,21 @@ def test_a_second_run_with_other_slots_gives_the_line(make_train_record: MakeTra
 
 def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
     config = load_config("quickstart.yaml", ["learner.num_ranks=2"])
-    load = calibrated(records(make_train_record, [16, 16, 16]), config)
+    load = calibrated(measured_steps(make_train_record, [16, 16, 16]), config)
     assert load.speeds.train_token_s == pytest.approx(2 * 1.4 / TOKENS)
 
 
 def test_dropped_samples_lower_the_kept_share(make_train_record: MakeTrainRecord, config: Config) -> None:
     counts = {"admitted": 500, "dropped_tokens": {}, "buffered": 0, "in_flight": 0}
     ledger = LedgerCounts(**counts, trained=375, dropped={"low_reward_std": 125})
-    assert calibrated(records(make_train_record, [16, 16, 16], ledger=ledger), config).kept_share == 0.75
+    assert calibrated(measured_steps(make_train_record, [16, 16, 16], ledger=ledger), config).kept_share == 0.75
 
 
 def test_too_few_steps_and_steps_without_tokens_are_refused(make_train_record: MakeTrainRecord, config: Config) -> None:
     with pytest.raises(DataError, match="at least 3 train steps"):
-        calibrated(records(make_train_record, [16, 16]), config)
+        calibrated(measured_steps(make_train_record, [16, 16]), config)
     with pytest.raises(DataError, match="no speed"):
-        calibrated(records(make_train_record, [16, 16, 16], generated_tokens=7), config)
+        calibrated(measured_steps(make_train_record, [16, 16, 16], generated_tokens=7), config)
 
 
 @pytest.mark.parametrize("std", [0.0, 10.0, 40.0])
