@@ -1,8 +1,10 @@
 """Forecasts, the sentence about a run, and the search of a split against an exhaustive sweep."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from support.measured_steps import measured_steps
 
@@ -103,3 +105,23 @@ def test_a_run_that_cannot_tell_says_nothing(make_train_record: Callable[..., Tr
     assert bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wall_s=2.0), config) is None, "a damaged file"
     in_turns = load_config("quickstart.yaml", ["rollout.share_devices=in_turns"])
     assert bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5), in_turns) is None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300, math.nan])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("wall_s", "wait_s", "train_step_s", "learner_idle_s", "rollout_idle_s", "rollout_busy_s", "decoding_s"),
+        *("completion_tokens_mean", "completion_tokens_std", "longest_of_group_mean"),
+        *("trained_tokens", "generated_tokens"),
+    ],
+)
+def test_damaged_numbers_give_a_sentence_or_none(
+    field: str, value: float, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    records = measured_steps(make_train_record, [16] * 8)
+    for damaged in (records[:4], records[7:]):
+        changed = [msgspec.structs.replace(record, **{field: value}) for record in damaged]
+        others = [record for record in records if record not in damaged]
+        words = bottleneck_of_run([*changed, *others], load_config("quickstart.yaml", []))
+        assert words is None or "would raise throughput" in words
