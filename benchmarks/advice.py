@@ -201,6 +201,12 @@ def _formula(slots: float, queue: int, ratio: float, longest: float) -> float:
     return slots * longest / ratio + (2 * queue + ratio - 1) / (2 * ratio)
 
 
+def _rounded(numbers: Any) -> Any:
+    if isinstance(numbers, dict):
+        return {key: _rounded(value) for key, value in numbers.items()}
+    return round(numbers, 4) if isinstance(numbers, float) else numbers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path, help="keeps the run folders")
@@ -212,7 +218,7 @@ def main() -> None:
             folder = base / name.replace(",", "").replace(" ", "_")
             if not (folder / "scheduled.json").exists():
                 run(folder, overrides)
-            rows.append(compare(name, folder))
+            rows.append(_rounded(compare(name, folder)))
             print(json.dumps(rows[-1]), flush=True)
     summary = {}
     for kind in ("plain", "equal_load", "model"):
@@ -223,9 +229,9 @@ def main() -> None:
             **{"staleness_median": statistics.median(staleness), "staleness_worst": max(staleness)},
         }
     print(json.dumps(summary))
-    hardware.write(
-        arguments.output, {"counted_steps": [FIRST, LAST], "summary": summary, "runs": rows, "published": published()}
-    )
+    compared = [_rounded(row) for row in published()]
+    result = {"counted_steps": [FIRST, LAST], "summary": _rounded(summary), "runs": rows, "published": compared}
+    hardware.write(arguments.output, result)
 
 
 if __name__ == "__main__":

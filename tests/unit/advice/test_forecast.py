@@ -66,11 +66,11 @@ def test_the_sentence_beyond_the_known_ordinals_still_reads() -> None:
     assert "; another worker would raise" in sentence(load(1e-3, 1e-5), replace(SETUP, num_workers=7))
 
 
-@pytest.mark.parametrize("num_devices", [2, 5, 8, 16])
+@pytest.mark.parametrize("num_devices", [3, 8])
 @pytest.mark.parametrize("train_token_s", [2e-5, 1e-4, 8e-4])
 def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_token_s: float) -> None:
     measured, choices = load(1e-4, train_token_s), splits(num_devices, per_worker=1)
-    best, found = best_setup(measured, SETUP, choices, slots=[8, 16, 32])
+    best, found = best_setup(measured, SETUP, choices, slots=[8, 32])
     swept = max(
         forecast(
             measured,
@@ -78,7 +78,7 @@ def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_t
         ).tokens_per_s
         for ranks, workers in choices
         for depth in (1, 2, 3, 4)
-        for slots in (8, 16, 32)
+        for slots in (8, 32)
     )
     assert best.num_ranks + best.num_workers == num_devices
     assert found.tokens_per_s == forecast(measured, best).tokens_per_s >= 0.95 * swept
