@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.measured_steps import TOKENS, measured_steps
@@ -29,6 +30,14 @@ def test_times_of_records_give_the_speeds(make_train_record: MakeTrainRecord, co
     assert load.speeds.broadcast_s == 0.2
     assert load.loss_share == pytest.approx(1.0)
     assert load.sizes_differ
+
+
+def test_the_first_step_is_left_out(make_train_record: MakeTrainRecord, config: Config) -> None:
+    steps = measured_steps(make_train_record, [16, 16, 12, 8, 16])
+    slow = msgspec.structs.replace(
+        steps[0], train_step_s=100.0, completion_tokens_mean=90.0, times_s={"broadcast": 9.0}
+    )
+    assert calibrated([slow, *steps[1:]], config).speeds == calibrated(steps, config).speeds
 
 
 def test_a_single_batch_size_gives_the_time_of_this_size(make_train_record: MakeTrainRecord, config: Config) -> None:

@@ -84,6 +84,19 @@ def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_t
     assert found.tokens_per_s == forecast(measured, best).tokens_per_s >= 0.95 * swept
 
 
+def test_synchronous_steps_get_more_ranks_than_equal_halves_need() -> None:
+    """Sums of both times are least at another split than the larger of both times, where the search starts."""
+    measured, setup, choices = load(2e-4, 1e-4), replace(SETUP, max_staleness=0), splits(12, per_worker=1)
+    best, found = best_setup(measured, setup, choices, slots=[16])
+    rates = [
+        forecast(measured, replace(setup, num_ranks=ranks, num_workers=workers)).tokens_per_s
+        for ranks, workers in choices
+    ]
+    assert found.tokens_per_s == max(rates)
+    assert best.num_ranks == choices[rates.index(max(rates))][0] > 2
+    assert max(rates) > 1.05 * rates[1], "of two ranks, which train as fast as ten workers generate"
+
+
 def test_splits_use_the_devices_of_tensor_parallel_workers_and_replicas() -> None:
     assert splits(8, per_worker=2) == [(1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1)]
     assert splits(8, per_worker=1, rank_step=3) == [(3, 5), (6, 2)]
