@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -84,6 +84,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: Annotated[int, Metric("Steps of the decode loop", kind="counter")]
     weight_updates: Annotated[int, Metric("Versions this worker took", kind="counter")]
     idle_s: Annotated[float, Metric("Time without a request to run", "s", "counter", healthy=(0, 0.2))]
+    busy_s: Annotated[float, Metric("Time with a completion being decoded", "s", "counter")] = 0.0
+    decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")] = 0.0
     swap_s: Annotated[float, Metric("Time decoding stood still to take weights", "s", "counter")]
     turns_given: Annotated[int, Metric("Turns given to the learner (share_devices: in_turns)", kind="counter")] = 0
     turn_wait_s: Annotated[float, Metric("Time the engine waited for its turn", "s", "counter")] = 0.0
@@ -186,19 +188,31 @@ def check_request(request: GenerationRequest, *, in_use: Container[str], vocab_s
         raise GenerationError(f"{name}: this id is in use")
 
 
-class IdleClock:
-    """Adds up the seconds without a running request; starts idle. `total_s` may be called from any thread."""
+class WorkTimes(NamedTuple):
+    """Seconds since the start of an engine; the fields are those of EngineStatistics."""
+
+    idle_s: float
+    busy_s: float
+    decoding_s: float
+
+    def after(self, seconds: float, num_running: int) -> WorkTimes:
+        """Return the times after so many seconds with this number of running requests."""
+        idle_s, busy_s = (0.0, seconds) if num_running else (seconds, 0.0)
+        return WorkTimes(self.idle_s + idle_s, self.busy_s + busy_s, self.decoding_s + num_running * seconds)
+
+
+class WorkClock:
+    """Adds up the seconds without and with running requests; starts idle. `times` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._total_s = 0.0
-        self._since_s: float | None = time.monotonic()
+        self._state = (WorkTimes(0.0, 0.0, 0.0), time.monotonic(), 0)  # replaced as a whole
 
-    def note(self, idle: bool) -> None:
+    def note(self, num_running: int) -> None:
+        """Record the number of running requests from now on."""
+        times, since_s, before = self._state
         now_s = time.monotonic()
-        if self._since_s is not None:
-            self._total_s += now_s - self._since_s
-        self._since_s = now_s if idle else None
+        self._state = (times.after(now_s - since_s, before), now_s, num_running)
 
-    def total_s(self) -> float:
-        total_s, since_s = self._total_s, self._since_s
-        return total_s if since_s is None else total_s + time.monotonic() - since_s
+    def times(self) -> WorkTimes:
+        times, since_s, num_running = self._state
+        return times.after(max(0.0, time.monotonic() - since_s), num_running)

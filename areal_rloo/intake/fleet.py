@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, ClassVar, NamedTuple
@@ -12,11 +12,10 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 
 from areal_rloo.config import WireConfig
+from areal_rloo.intake.work import added, grown
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.messages import (
-    MOST_COUNT,
-    MOST_SECONDS,
     Duty,
     Heartbeat,
     Hello,
@@ -38,7 +37,6 @@ _VOTES_S = 300.0  # of workers that departed, and at the start of those that are
 _MOST_TICK_S = 1.0  # the rest of a longer time is the learner's own
 _MARKS = 8  # the age of a lease is known to this part of the most
 _LATE_S = 0.25  # of messages that a process sent before its end
-_MOST_TOKENS, _MOST_IDLE_S = 10**12, 1e7  # between two messages: far above those of any engine
 
 
 class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,12 +147,8 @@ class _Met:
 
     def record(self, work: Work) -> bool:
         """Record the growth of the counts; return True if tokens were generated. Ignore an impossible jump."""
-        num_tokens, idle_s = self.last.generated_tokens, self.last.idle_s
-        if 0 <= work.idle_s - idle_s <= _MOST_IDLE_S:
-            idle_s = work.idle_s
-        has_progress = 0 < work.generated_tokens - num_tokens <= _MOST_TOKENS
-        self.last = Work(idle_s, work.generated_tokens if has_progress else num_tokens)
-        return has_progress
+        before, self.last = self.last, grown(self.last, work)
+        return self.last.generated_tokens > before.generated_tokens
 
 
 class Fleet:
@@ -381,19 +375,12 @@ class Fleet:
 
     def work(self) -> Work:
         """Add up the work of all workers for this learner, departed workers included."""
-        return _added(self._forgotten, self._met.values())
+        return added(self._forgotten, ((met.first, met.last) for met in self._met.values()))
 
     def _forget_departed(self) -> None:
         """Forget the process that departed first, except for its work, if there are too many."""
         if len(self._met) <= len(self.alive) + MOST_PEERS:
             return
         peer = next(peer for peer in self._met if peer not in self._by_peer)
-        self._forgotten = _added(self._forgotten, [self._met.pop(peer)])
-
-
-def _added(work: Work, processes: Iterable[_Met]) -> Work:
-    idle_s, generated_tokens = work.idle_s, work.generated_tokens
-    for met in processes:
-        idle_s += met.last.idle_s - met.first.idle_s
-        generated_tokens += met.last.generated_tokens - met.first.generated_tokens
-    return Work(min(idle_s, MOST_SECONDS), min(generated_tokens, MOST_COUNT))
+        met = self._met.pop(peer)
+        self._forgotten = added(self._forgotten, [(met.first, met.last)])

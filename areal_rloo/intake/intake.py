@@ -35,12 +35,14 @@ _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsRece
 
 @dataclass(frozen=True, slots=True)
 class IntakeStatistics:
-    """State of the intake now. `rollout_idle_s` and `generated_tokens` are sums over workers since the start."""
+    """State of the intake now. The times and `generated_tokens` are sums over workers since the start."""
 
     ledger: LedgerCounts
     num_workers: int
     rollout_idle_s: float
     generated_tokens: int
+    rollout_busy_s: float
+    decoding_s: float
     repeated_results: int
     filtered_prompts: int
     truncated_prompts: int
@@ -192,6 +194,8 @@ class Intake:
             num_workers=len(self.fleet.alive),
             rollout_idle_s=work.idle_s,
             generated_tokens=work.generated_tokens,
+            rollout_busy_s=work.busy_s,
+            decoding_s=work.decoding_s,
             repeated_results=self._answers.num_repeated,
             filtered_prompts=self.stream.num_filtered,
             truncated_prompts=self._num_truncated(),

@@ -20,5 +20,6 @@ In the order of a start:
 - `waits`: tells the user of long waits for a batch.
 - `guard`: a process that kills hung processes after the death of the launcher.
 - `fleet`: the rollout workers of a run; `scale` is the command that changes their number.
+- `advise`: the command that advises on a split of the devices, from the records of a run.
 - `doctor`: checks of a host and of a config.
 """

@@ -28,7 +28,7 @@ from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, na
 from areal_rloo.launcher.waits import Waits
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
-from areal_rloo.report import write_report
+from areal_rloo.report import bottleneck_in, write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.progress import Progress, RunConsole
@@ -128,6 +128,8 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
+            if (words := bottleneck_in(self._folder)) is not None:
+                progress.say(words)
             progress.say(f"report: {write_report(self._folder)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -33,7 +33,10 @@ from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS
 
 logger = get_logger(__name__)
 
-_TOTALS = ("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "generated_tokens")
+_TOTALS = (
+    *("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "rollout_busy_s"),
+    *("decoding_s", "generated_tokens"),
+)
 _MOST_PARTS = 200  # labels of reward parts: workers send them
 
 
@@ -58,7 +61,7 @@ class Reporter:
     def start_clock(self) -> None:
         """Start to measure `wall_s` and the rates of the first record: the learner is ready to train."""
         self._started_s = self._record_s = time.monotonic()
-        self._record_tokens = self.totals.generated_tokens
+        self._record_tokens, self._record_idle_s = self.totals.generated_tokens, self.totals.rollout_idle_s
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write an evaluation, without waiting for the disk."""
@@ -88,7 +91,9 @@ class Reporter:
             totals.staleness_tokens[value] = totals.staleness_tokens.get(value, 0) + count
         self.update_totals(statistics)
         num_generated, elapsed_s = totals.generated_tokens - self._record_tokens, time.monotonic() - self._record_s
+        idle_s = {"learner": times["waiting"], "rollout": totals.rollout_idle_s - self._record_idle_s}
         self._record_s, self._record_tokens = self._record_s + elapsed_s, totals.generated_tokens
+        self._record_idle_s = totals.rollout_idle_s
         record = TrainRecord(
             num_train_steps=policy_version,
             policy_version=policy_version,
@@ -96,6 +101,7 @@ class Reporter:
             **{name: getattr(totals, name) for name in _TOTALS},
             generated_tokens_per_s=num_generated / elapsed_s,
             trained_tokens_per_s=masks.num_tokens / elapsed_s,
+            idle_share={half: min(1.0, max(0.0, seconds / elapsed_s)) for half, seconds in idle_s.items()},
             num_workers=statistics.num_workers,
             filtered_prompts=statistics.filtered_prompts,
             truncated_prompts=statistics.truncated_prompts,
@@ -112,6 +118,9 @@ class Reporter:
         if self._first_step is not None:
             idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.num_workers
             self.totals.rollout_idle_s = min(self._before.rollout_idle_s + idle_s, MOST_SECONDS)
+        busy_s, decoding_s = self._before.rollout_busy_s, self._before.decoding_s
+        self.totals.rollout_busy_s = min(busy_s + statistics.rollout_busy_s, MOST_SECONDS)
+        self.totals.decoding_s = min(decoding_s + statistics.decoding_s, MOST_SECONDS)
         num_generated = self._before.generated_tokens + statistics.generated_tokens  # as the workers say
         self.totals.generated_tokens = min(num_generated, MOST_COUNT)
         self.count_failed_checkpoints()
@@ -181,6 +190,7 @@ def batch_numbers(batch: Sequence[Group], *, label: Callable[[str], str] = str) 
     samples = [sample for group in batch for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(trajectory.completion.tokens) for trajectory in trajectories])
+    longest = [max(len(trajectory.completion.tokens) for trajectory in group.trajectories) for group in batch]
     lower, median, upper = np.quantile(rewards, [0.1, 0.5, 0.9])
     equal = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in batch]
     return {
@@ -194,6 +204,8 @@ def batch_numbers(batch: Sequence[Group], *, label: Callable[[str], str] = str) 
         "zero_variance_group_share": sum(equal) / len(equal),
         "completion_tokens_mean": float(lengths.mean()),
         "completion_tokens_max": int(lengths.max()),
+        "completion_tokens_std": float(lengths.std()),
+        "longest_of_group_mean": float(np.mean(longest)),
         "truncated_share": float(np.mean([t.completion.finish_reason == "length" for t in trajectories])),
         "spanning_share": float(np.mean([t.completion.versions[0] < t.completion.versions[-1] for t in trajectories])),
     }

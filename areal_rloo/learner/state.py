@@ -42,6 +42,8 @@ class Totals(msgspec.Struct):
     wall_s: _Sum = 0.0
     learner_idle_s: _Sum = 0.0
     rollout_idle_s: _Sum = 0.0
+    rollout_busy_s: _Sum = 0.0
+    decoding_s: _Sum = 0.0
 
 
 class _Format(msgspec.Struct, frozen=True):

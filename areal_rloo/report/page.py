@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
-from areal_rloo.errors import DataError
+from areal_rloo.advice.forecast import bottleneck_of_run
+from areal_rloo.config import load_config
+from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
@@ -19,7 +21,7 @@ from areal_rloo.learner.stretches import Stretch, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
-from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
 
 _STYLE = """
@@ -64,6 +66,22 @@ def write_report(folder: Path) -> Path:
     return target
 
 
+def bottleneck_in(folder: Path) -> str | None:
+    """Name the bottleneck of a run, and the gain from more of that half; None if the records do not tell.
+
+    Raises:
+        DataError: the records cannot be read.
+    """
+    return _bottleneck(folder, read_records(folder / "metrics.jsonl"))
+
+
+def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
+    try:
+        return bottleneck_of_run(records, load_config(str(folder / "config.yaml")))
+    except ConfigError:
+        return None  # of another version; the page shows the text
+
+
 def _page(folder: Path) -> str:
     title, summary_path = folder.resolve().name, folder / "summary.json"
     records = read_records(folder / "metrics.jsonl")
@@ -76,6 +94,7 @@ def _page(folder: Path) -> str:
     body = "\n".join(
         [
             f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
+            f"<p>{html.escape(_bottleneck(folder, records) or '')}</p>",
             f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
             f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",

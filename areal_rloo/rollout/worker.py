@@ -208,7 +208,8 @@ class RolloutWorker:
 
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
-        work = wire.Work(statistics.idle_s, statistics.generated_tokens)
+        times = statistics.busy_s, statistics.decoding_s
+        work = wire.Work(statistics.idle_s, statistics.generated_tokens, *times)
         return EngineState(statistics.policy_version, statistics.ready_version, work)
 
     async def _run_episode(self, lease: wire.Lease, duty: Duty, journal: Journal) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 
 from rich.console import Console
@@ -14,12 +15,14 @@ from rich.live import Live
 from rich.text import Text
 
 from areal_rloo.errors import printable
+from areal_rloo.telemetry.bound import bound_of
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 logger = get_logger(__name__)
 
 _PLAIN_EVERY_S = 2.0
+_NUM_RECENT = 20  # steps that the bottleneck is about
 _MOST_FIXED = 1e12  # larger numbers are written with an exponent
 
 
@@ -52,6 +55,7 @@ class Progress:
         self._num_train_steps = num_train_steps
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
+        self._recent: deque[TrainRecord] = deque(maxlen=_NUM_RECENT)
         self._eval: EvalRecord | None = None
         self._num_failed = 0  # checkpoints, according to the last train record
         self._printed_s = -_PLAIN_EVERY_S
@@ -93,6 +97,7 @@ class Progress:
             self._eval = None
         if self._train is not None and self._train.policy_version > version:
             self._train = None
+            self._recent.clear()
             if self._live is not None:
                 self._live.update(Text(f"step {max(0, version)}/{self._num_train_steps}"), refresh=True)
 
@@ -119,6 +124,7 @@ class Progress:
     def _keep(self, record: Record) -> None:
         if isinstance(record, TrainRecord):
             self._train, self._num_failed = record, record.failed_checkpoints
+            self._recent.append(record)
             if self._eval is not None and self._eval.policy_version > record.policy_version:
                 self._eval = None  # the learner restarted from an earlier version
         elif self._eval is None or record.name == self._eval.name:
@@ -132,12 +138,14 @@ class Progress:
         eta_s = left * train.wall_s / max(1, train.num_train_steps)
         eta = f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}" if 0 <= eta_s < _MOST_FIXED else "-"
         accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
+        bound = bound_of([record for record in self._recent if record.num_train_steps > 1])  # the first waits longer
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
             f"step {train.num_train_steps}/{self._num_train_steps}  ETA {eta}  reward {_fixed(train.reward_mean, 3)}  "
             f"eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
             f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})"
             f"{f'  dropped {100 * dropped:.0f} %' if dropped >= 0.005 else ''}"
+            f"{'' if bound is None else f'  {bound.name} ({bound.waits})'}"
         )
 
 

@@ -131,6 +131,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
     idle_s: Seconds = 0.0  # without work
     generated_tokens: Count = 0
+    busy_s: Seconds = 0.0  # with a completion being decoded
+    decoding_s: Seconds = 0.0  # in decoding, summed over completions
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -54,6 +54,17 @@ def test_samples_aborted_and_leased_again_at_once_are_generated(tiny_folders: di
     assert play(tiny_folders["qwen2"], SingleTurn(), scenario) is None
 
 
+def test_heartbeats_tell_the_time_with_work_and_in_decoding(tiny_folders: dict[str, Path]) -> None:
+    async def scenario(learner: DrivenLearner) -> None:
+        learner.lease(1)
+        await learner.until(lambda: learner.beat is not None and learner.beat.work.generated_tokens > 0)
+        assert learner.beat is not None
+        told = learner.beat.work
+        assert 0 < told.busy_s < told.decoding_s <= 2 * told.busy_s, "of two samples"
+
+    assert play(tiny_folders["qwen2"], SingleTurn(), scenario) is None
+
+
 class _Odd(SingleTurn):
     """A user's episode that fails for sample 0 and succeeds for sample 1."""
 

@@ -17,6 +17,7 @@ BESIDE = (
         "intake/evaluation.py",
         "intake/fleet.py",
         "intake/lies.py",
+        "intake/work.py",
         "intake/queues.py",
         "intake/reward_failures.py",
         "weights/offers.py",

@@ -49,6 +49,27 @@ def test_the_staleness_tables_equal_the_result_files(title: str, file: str) -> N
             assert cell == f"{final} / {row['area_mean']:.3f} ± {row['area_interval']:.3f}"
 
 
+def test_the_tables_of_forecasts_equal_the_result_file() -> None:
+    result = _result("advice.json")
+    kinds = ("plain", "equal_load", "model")
+    runs = [
+        [
+            row["run"],
+            f"{row['measured']['tokens_per_s']:.0f}",
+            *(f"{100 * row[kind]['error']:+.1f} %" for kind in kinds),
+        ]
+        for row in result["runs"]
+    ]
+    assert [[row[0], row[1], *row[3:6]] for row in _table("Forecast against run")] == runs
+    errors = [
+        f"{100 * result['summary'][kind]['error_median']:.1f} % / {100 * result['summary'][kind]['error_worst']:.1f} %"
+        for kind in kinds
+    ]
+    assert [row[1] for row in _table("Errors of the forecasts")] == errors
+    published = [[f"{row[name]:.2f}" for name in ("measured", "formula", "simulated")] for row in result["published"]]
+    assert [row[1:] for row in _table("Published staleness")] == published
+
+
 @pytest.mark.parametrize(
     ("title", "file"),
     [

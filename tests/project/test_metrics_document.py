@@ -22,7 +22,8 @@ READ_ELSEWHERE = {
     *("learner_idle_s", "rollout_idle_s", "staleness_tokens", "trained_tokens", "masked_token_share"),
     *("reward_mean", "reward_std", "reward_parts", "staleness_mean", "staleness_max", "trained_tokens_per_s"),
     *("num_workers", "filtered_prompts", "truncated_prompts", "ledger", "loss", "entropy", "kl_coefficient"),
-    *("learning_rate", "times_s", "wait_s", "completion_tokens_mean"),
+    *("learning_rate", "times_s", "wait_s", "train_step_s", "completion_tokens_mean", "completion_tokens_std"),
+    *("longest_of_group_mean", "idle_share", "rollout_busy_s", "decoding_s"),
 }
 SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 ROWS = [field.name for field in msgspec.structs.fields(TrainRecord) if field.name not in READ_ELSEWHERE]

@@ -34,6 +34,7 @@ OPTIONS = (
 _OF_THE_LOOP = (  # fields that no replay compares
     *("wall_s", "skipped_steps", "failed_checkpoints", "wait_s", "learner_idle_s", "rollout_idle_s", "num_workers"),
     *("generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s", "filtered_prompts", "truncated_prompts"),
+    *("rollout_busy_s", "decoding_s"),
 )
 _LEDGER = LedgerCounts(admitted=0, trained=0, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)
 
@@ -93,6 +94,7 @@ class RecordedRun:
         self.version += 1
         numbers = {**batch_numbers(batch), **result.numbers, **result.measured}
         of_the_loop = dict.fromkeys(_OF_THE_LOOP, 0) | {"num_train_steps": self.version, "policy_version": self.version}
+        of_the_loop["idle_share"] = {}
         self._metrics.append(TrainRecord(**of_the_loop, **numbers, ledger=_LEDGER))
 
     def save(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from areal_rloo.config import EmbeddedConfig, LoraConfig
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, WorkClock, check_request, uncancellable_future
 from areal_rloo.engines.embedded.batch import DecodeBatch
 from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         self._live: dict[str, Submission] = {}
         self._num_submitted = 0
         self._counts = dict.fromkeys(("finished", "steps", "updates"), 0)
-        self._idle = IdleClock()
+        self._clock = WorkClock()
         self._swap_s = 0.0
         self._closing = False
         self._death: EngineError | None = None
@@ -151,7 +151,7 @@ class EmbeddedEngine:
                 cached_tokens=self._scheduler.cached_tokens,
                 decode_steps=self._counts["steps"],
                 weight_updates=self._counts["updates"],
-                idle_s=self._idle.total_s(),
+                **self._clock.times()._asdict(),
                 swap_s=self._swap_s,
                 turns_given=0 if self._turn is None else self._turn.num_given,
                 turn_wait_s=0.0 if self._turn is None else self._turn.waited_s,
@@ -229,7 +229,7 @@ class EmbeddedEngine:
         self._renew_pinned()
         with self._changed:
             self._scheduler.admit(self._waiting, self._policy_version)
-            self._idle.note(self._scheduler.num_placed == 0)
+            self._clock.note(self._scheduler.num_placed)
         for batch in list(self._scheduler.batches.values()):
             self._scheduler.prefill(batch)
         self._give_and_requeue(*self._scheduler.make_room())
@@ -246,7 +246,7 @@ class EmbeddedEngine:
         elif not turn.held:
             with self._changed:
                 can_start = self._waiting.any_for(self._policy_version)
-            self._idle.note(not can_start)
+            self._clock.note(int(can_start))
             if can_start and turn.take():
                 self._cache.allocate()
         return turn.held
@@ -256,7 +256,7 @@ class EmbeddedEngine:
             return True
         if self._turn is not None and not self._turn.held:
             return False  # `_may_compute` looks for the turn, after a timeout
-        self._idle.note(True)
+        self._clock.note(0)
         return self._waiting.any_for(self._policy_version)
 
     def _give(self, ended: Ended, num_steps: int = 0) -> None:

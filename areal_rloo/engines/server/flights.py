@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from areal_rloo.engines.base import EngineStatistics, GenerationRequest, IdleClock, check_request, uncancellable_future
+from areal_rloo.engines.base import EngineStatistics, GenerationRequest, WorkClock, check_request, uncancellable_future
 from areal_rloo.engines.server.answers import Output
 from areal_rloo.errors import ArealRlooError, EngineError, GenerationError
 from areal_rloo.trajectory import Completion, FinishReason
@@ -105,7 +105,7 @@ class FlightQueue:
         self._live: dict[str, Flight] = {}
         self._finished = 0
         self._generated_tokens = 0
-        self._idle = IdleClock()
+        self._clock = WorkClock()
         self.prefill_tokens = 0
         self.resumed = 0
         self.death: EngineError | None = None
@@ -138,7 +138,7 @@ class FlightQueue:
             (taken if flight.request.min_version <= policy_version else kept).append(flight)
         self._waiting.extendleft(reversed(kept))
         self._under_way |= {flight.request.request_id: flight for flight in taken}
-        self._idle.note(not self._under_way)
+        self._clock.note(len(self._under_way))
         return taken
 
     def landed(self, flight: Flight, output: Output) -> None:
@@ -154,7 +154,7 @@ class FlightQueue:
     def end(self, flight: Flight, how: FinishReason | ArealRlooError) -> None:
         """End a flight that does not wait: with the completion so far, or with an error."""
         self._under_way.pop(flight.request.request_id, None)
-        self._idle.note(not self._under_way)
+        self._clock.note(len(self._under_way))
         del self._live[flight.request.request_id]
         self._finished += 1
         if isinstance(how, ArealRlooError):
@@ -171,7 +171,7 @@ class FlightQueue:
                 del self._under_way[flight.request.request_id]
                 bisect.insort(self._waiting, flight, key=lambda other: other.sequence)
                 self.resumed += 1
-        self._idle.note(not self._under_way)
+        self._clock.note(len(self._under_way))
 
     def unfinished(self) -> dict[str, Completion]:
         """Return the completions so far, without the tokens that the server has not returned."""
@@ -214,6 +214,6 @@ class FlightQueue:
             prefill_tokens=self.prefill_tokens,
             decode_steps=0,  # only the server knows
             weight_updates=weight_updates,
-            idle_s=self._idle.total_s(),
+            **self._clock.times()._asdict(),
             swap_s=swap_s,
         )

@@ -347,14 +347,15 @@ def test_counts_that_do_not_grow_are_no_progress(intake: Intake) -> None:
 
 def test_claims_of_many_workers_fit_a_checkpoint(intake: Intake) -> None:
     for number in range(1100):
-        peer, most = f"{number:04x}", Work(1e12, 2**53)
+        peer, most = f"{number:04x}", Work(1e12, 2**53, 1e12, 1e12)
         intake.handle(peer, Hello(peer, "1", 0, None, None, 1, 0, (), Work()), 0.0)
         for tenth in range(1, 11):
-            intake.handle(peer, _heartbeat(Work(1e6 * tenth, 10**12 * tenth)), 0.0)
+            intake.handle(peer, _heartbeat(Work(1e6 * tenth, 10**12 * tenth, 1e6 * tenth, 1e11 * tenth)), 0.0)
         intake.handle(peer, wire.Goodbye(LEARNER, most), 0.0)
     statistics = intake.statistics()
     assert statistics.generated_tokens == 2**53  # the most that the state of a checkpoint can have
-    assert 0 < statistics.rollout_idle_s <= 1e12
+    for seconds in (statistics.rollout_idle_s, statistics.rollout_busy_s, statistics.decoding_s):
+        assert 0 < seconds <= 1e12
 
 
 def test_reasons_of_failures_are_limited_over_the_resumes_of_a_run() -> None:
@@ -382,3 +383,11 @@ def test_a_reason_with_a_line_break_is_unreadable() -> None:
     for reason in ("bad\n", "bad\nworse", ""):
         with pytest.raises(DecodeError, match="regex"):
             _results(failed=[Failed(1, 0, 0, reason, "no", "", 3)])
+
+
+def test_times_of_workers_never_go_backwards_nor_jump(intake: Intake) -> None:
+    intake.handle("w", Hello("w", "1", 0, 0, None, 1, 0, (), Work(5.0, 100, 1.0, 16.0)), 0.0)
+    for work in (Work(8.0, 300, 3.0, 48.0), Work(0.0, 0, 0.0, 0.0), Work(8.0, 300, 2e7, 2e11)):
+        intake.handle("w", _heartbeat(work), 0.0)
+        statistics = intake.statistics()
+        assert (statistics.rollout_busy_s, statistics.decoding_s) == (2.0, 32.0)

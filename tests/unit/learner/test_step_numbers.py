@@ -60,7 +60,15 @@ def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict
     of_the_loop = {
         *("num_train_steps", "policy_version", "wall_s", "skipped_steps", "failed_checkpoints", "wait_s"),
         *("learner_idle_s", "rollout_idle_s", "generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s"),
-        *("num_workers", "ledger", "filtered_prompts", "truncated_prompts"),
+        *(
+            "num_workers",
+            "ledger",
+            "filtered_prompts",
+            "truncated_prompts",
+            "idle_share",
+            "rollout_busy_s",
+            "decoding_s",
+        ),
     }
     assert given | of_the_loop == {field.name for field in msgspec.structs.fields(TrainRecord)}
     assert not given & of_the_loop

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.full_disk import disk_of
+from support.measured_steps import measured_steps
 
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.errors import DataError
 from areal_rloo.learner.stretches import begin_stretch
-from areal_rloo.report import write_report
+from areal_rloo.report import bottleneck_in, write_report
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart, ticks
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import MetricsFile
@@ -101,6 +102,18 @@ def test_the_page_has_every_curve_the_facts_the_ledger_and_the_config(run_folder
     assert page.tags.count("svg") == page.tags.count("section") - 2, "all sections but ledger and config are charts"
     assert page.shown.count("known tokens") == 1, "nobody told the tokens of max_attempts"
     assert "my <run>" in page.shown, "the name of the folder is text, not markup"
+
+
+def test_the_page_names_the_bottleneck_of_the_run(tmp_path: Path, make_train_record: MakeTrainRecord) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config("quickstart.yaml", [])))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for record in measured_steps(make_train_record, [16] * 6, wait_s=1.5):
+        file.append(record)
+    file.close()
+    words = bottleneck_in(tmp_path)
+    assert words is not None
+    assert words.startswith("rollout-bound: the learner waits 50 %; a second worker would raise throughput by about ")
+    assert words in Page(write_report(tmp_path).read_text()).shown
 
 
 def test_a_run_in_progress_has_a_page_with_the_ledger_of_its_last_step(run_folder: Path) -> None:

@@ -52,6 +52,22 @@ def test_the_line_has_no_accuracy_before_the_first_evaluation(make_train_record:
     assert "eval -" in out.getvalue()
 
 
+def test_the_line_names_the_bottleneck_of_the_steps_after_the_first(make_train_record: MakeTrainRecord) -> None:
+    def record(step: int, share: float) -> TrainRecord:
+        numbers = {"num_train_steps": step, "policy_version": step}
+        return make_train_record(**numbers, idle_share={"learner": share, "rollout": 0.0})
+
+    progress, out = plain()
+    with progress:
+        for step, share in ((1, 0.9), (2, 0.3), (3, 0.4)):
+            progress.show([record(step, share)])
+    assert "rollout-bound" not in out.getvalue().splitlines()[0], "the first wait is for the workers to start"
+    assert "rollout-bound (the learner waits 35 %)" in progress.line()
+    progress.go_back(1)
+    progress.show([record(2, 0.2)])
+    assert "rollout-bound (the learner waits 20 %)" in progress.line()
+
+
 def test_plain_lines_are_limited_and_the_last_step_is_always_shown(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain(num_train_steps=100)
     with progress:

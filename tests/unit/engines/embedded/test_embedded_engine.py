@@ -74,6 +74,13 @@ def test_a_groups_prompt_is_computed_once(make_engine: MakeEngine) -> None:
     assert engine.statistics().prefill_tokens == len(PROMPT) - 1
 
 
+def test_the_time_in_decoding_counts_each_running_completion(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_slots=4)
+    results(engine.submit([request(str(i), seed=i) for i in range(8)]))
+    statistics = engine.statistics()
+    assert statistics.busy_s < statistics.decoding_s <= 4 * statistics.busy_s
+
+
 def test_more_requests_than_slots_are_served_independently(make_engine: MakeEngine) -> None:
     requests = [request(str(i), seed=i, max_new_tokens=3 + 5 * (i % 5)) for i in range(20)]
     together = results(make_engine(num_slots=3).submit(requests))

@@ -1,0 +1,38 @@
+"""Add up the counts of workers, which may be wrong: a count never goes back, and never jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS, Work
+
+# Between two messages: far above those of any engine.
+_MOST_TOKENS, _MOST_S, _MOST_DECODING_S = 10**12, 1e7, 1e11
+
+
+def grown(last: Work, now: Work) -> Work:
+    """Return the new counts of a process; a count that went back or jumped stays as before."""
+    has_progress = 0 < now.generated_tokens - last.generated_tokens <= _MOST_TOKENS
+    return Work(
+        _grown(last.idle_s, now.idle_s, _MOST_S),
+        now.generated_tokens if has_progress else last.generated_tokens,
+        _grown(last.busy_s, now.busy_s, _MOST_S),
+        _grown(last.decoding_s, now.decoding_s, _MOST_DECODING_S),
+    )
+
+
+def added(total: Work, processes: Iterable[tuple[Work, Work]]) -> Work:
+    """Add the growth of each process, from the first counts to the last, to a total."""
+    idle_s, busy_s, decoding_s = total.idle_s, total.busy_s, total.decoding_s
+    generated_tokens = total.generated_tokens
+    for first, last in processes:
+        idle_s += last.idle_s - first.idle_s
+        busy_s += last.busy_s - first.busy_s
+        decoding_s += last.decoding_s - first.decoding_s
+        generated_tokens += last.generated_tokens - first.generated_tokens
+    idle_s, busy_s, decoding_s = (min(seconds, MOST_SECONDS) for seconds in (idle_s, busy_s, decoding_s))
+    return Work(idle_s, min(generated_tokens, MOST_COUNT), busy_s, decoding_s)
+
+
+def _grown(last_s: float, now_s: float, most_s: float) -> float:
+    return now_s if 0 <= now_s - last_s <= most_s else last_s

@@ -1,0 +1,237 @@
+"""Compare the forecasts of `areal_rloo.advice` with real runs: steps 6 to 25 against a calibration on steps 1 to 5.
+
+    python -m benchmarks.advice [--runs FOLDER] [--output benchmarks/results/advice.json]
+
+Quickstart-like runs on two cores, a core each for learner and worker; a tiny learning rate, so every step has the same
+load. A run that FOLDER has is not repeated.
+
+A forecast says that the machine stays as fast as in steps 1 to 5. On a shared machine, other programs take turns on
+the cores. So the time of our threads on the kernel's run queues is measured, too. The slowdown of a process is
+(running + waiting to run) / running. `equal_load` is the forecast with the speeds of both halves scaled by their
+slowdowns in steps 6 to 25 over those in steps 2 to 5. `model` is the forecast with the speeds of steps 6 to 25 itself:
+the error of the model alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areal_rloo.advice.calibration import Load, calibrated, drawn_lengths, setup_of
+from areal_rloo.advice.forecast import FIRST, LAST, Forecast, forecast
+from areal_rloo.advice.simulation import Setup, Speeds, simulate
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
+from benchmarks import hardware
+
+BASE = (
+    *("learner.num_threads=1", "rollout.num_threads=1", f"learner.num_train_steps={LAST + 1}"),
+    *("learner.groups_per_step=24", "learner.optimizer.learning_rate=1e-9"),
+    *("evaluation.every_n_versions=0", "data.eval=null", "checkpoint.every_n_steps=0", "telemetry.progress=false"),
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "8 slots": ("rollout.num_slots=8",),
+    "16 slots": ("rollout.num_slots=16",),
+    "32 slots": ("rollout.num_slots=32",),
+    "64 slots": ("rollout.num_slots=64",),
+    "16 slots, eta 0": ("rollout.num_slots=16", "algorithm.max_staleness=0"),
+    "64 slots, eta 0": ("rollout.num_slots=64", "algorithm.max_staleness=0"),
+    "16 slots, depth 2": ("rollout.num_slots=16", "algorithm.max_staleness=2", "algorithm.pipeline_depth=2"),
+    "64 slots, depth 4": ("rollout.num_slots=64", "algorithm.max_staleness=4", "algorithm.pipeline_depth=4"),
+    "64 slots, checkpointing": ("rollout.num_slots=64", "learner.gradient_checkpointing=true"),
+    "16 slots, 48 groups": ("rollout.num_slots=16", "learner.groups_per_step=48"),
+    "32 slots, 48 tokens": ("rollout.num_slots=32", "rollout.sampling.max_new_tokens=48"),
+    "32 slots, groups of 4, wait": (
+        *("rollout.num_slots=32", "algorithm.group_size=4", "learner.groups_per_step=48"),
+        *("algorithm.max_staleness=2", "algorithm.pipeline_depth=2", "algorithm.stale_tokens=wait"),
+    ),
+}
+HALVES = {"learner": "areal_rloo.learner", "rollout": "areal_rloo.rollout"}
+Scheduled = dict[str, tuple[int, int]]  # by half: nanoseconds on a core, and waiting for a core
+
+
+def run(folder: Path, overrides: tuple[str, ...]) -> None:
+    """Run, and write the times of the threads at some steps beside the records."""
+    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
+    options = {option.partition("=")[0]: option for option in (*BASE, *overrides)}  # the last of each key
+    process = subprocess.Popen([*command, f"run.folder={folder}", *options.values()], stdout=subprocess.DEVNULL)
+    records, times = folder / "metrics.jsonl", dict[int, Scheduled]()
+    while process.poll() is None:
+        num = records.read_bytes().count(b"\n") if records.exists() else 0
+        for step in (1, FIRST - 1, LAST):
+            if num >= step and step not in times:
+                times[step] = _scheduled(folder)
+        time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"{folder}: exit code {process.returncode}")
+    (folder / "scheduled.json").write_text(json.dumps(times))
+
+
+def _scheduled(folder: Path) -> Scheduled:
+    """Add up the times of all threads of both halves of the run in this folder."""
+    found: Scheduled = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            halves = [half for half, module in HALVES.items() if words[1:3] == ["-m", module]]
+            if not halves or f"--run-folder={folder}" not in words:
+                continue
+            threads = [thread.read_text().split() for thread in process.glob("task/*/schedstat")]
+            before = found.get(halves[0], (0, 0))
+            found[halves[0]] = (
+                before[0] + sum(int(on_core) for on_core, _, _ in threads),
+                before[1] + sum(int(queued) for _, queued, _ in threads),
+            )
+    return found
+
+
+def slowdowns(folder: Path, first: int, last: int) -> dict[str, float]:
+    """Return the slowdown of each half between two steps."""
+    times = json.loads((folder / "scheduled.json").read_text())
+    result = {}
+    for half in HALVES:
+        running, waiting = (
+            now - before for before, now in zip(times[str(first)][half], times[str(last)][half], strict=True)
+        )
+        result[half] = (running + waiting) / running
+    return result
+
+
+def compare(name: str, folder: Path) -> dict[str, Any]:
+    """Compare the forecasts of a run with its steps 6 to 25."""
+    records = [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
+    config = load_config(str(folder / "config.yaml"))
+    before, counted = records[FIRST - 2], records[FIRST - 1 : LAST]
+    tokens, seconds = sum(record.trained_tokens for record in counted), counted[-1].wall_s - before.wall_s
+    calibration, setup = calibrated(records[: FIRST - 1], config), setup_of(config)
+    early, late = slowdowns(folder, 1, FIRST - 1), slowdowns(folder, FIRST - 1, LAST)
+    scaled = _scaled(calibration, **{half: late[half] / early[half] for half in HALVES})
+    measured = {
+        "tokens_per_s": tokens / seconds,
+        "staleness": sum(record.staleness_mean * record.trained_tokens for record in counted) / tokens,
+        "wait_share": sum(record.wait_s for record in counted) / seconds,
+    }
+    forecasts = {
+        "plain": forecast(calibration, setup),
+        "equal_load": forecast(scaled, setup),
+        "model": forecast(calibrated(records[FIRST - 2 : LAST], config), setup),
+    }
+    return {
+        "run": name,
+        "slowdown_before": early,
+        "slowdown_after": late,
+        "measured": measured,
+        **{kind: _errors(found, measured) for kind, found in forecasts.items()},
+    }
+
+
+def _scaled(load: Load, *, learner: float, rollout: float) -> Load:
+    speeds = load.speeds
+    slower = Speeds(
+        decode_fixed_s=speeds.decode_fixed_s * rollout,
+        decode_each_s=speeds.decode_each_s * rollout,
+        train_fixed_s=speeds.train_fixed_s * learner,
+        train_token_s=speeds.train_token_s * learner,
+        broadcast_s=speeds.broadcast_s * learner,
+    )
+    return replace(load, speeds=slower)
+
+
+def _errors(found: Forecast, measured: dict[str, float]) -> dict[str, float]:
+    return {
+        "tokens_per_s": found.tokens_per_s,
+        "error": found.tokens_per_s / measured["tokens_per_s"] - 1,
+        "staleness": found.staleness,
+        "staleness_difference": found.staleness - measured["staleness"],
+        "wait_share": found.wait_share,
+    }
+
+
+# Staleness of fully asynchronous runs of Qwen3-8B (Applied Compute, "Predicting and controlling staleness"): slots,
+# samples of a step, queued steps, throughput of rollouts over the learner's, longest of a group over the mean length.
+PUBLISHED = (
+    ((120, 240, 2, 0.63, 1.42), 1.26),
+    ((240, 120, 2, 0.92, 1.43), 3.59),
+    ((128, 128, 2, 1.07, 1.44), 3.09),
+    ((240, 120, 1, 0.86, 1.42), 3.40),
+    ((120, 120, 1, 0.67, 1.42), 1.92),
+    ((128, 128, 1, 1.14, 1.45), 2.01),
+)
+
+
+def published() -> list[dict[str, float]]:
+    """Simulate the published runs with groups of 8; the staleness is that of a sample's first token."""
+    rows = []
+    for (slots, batch, queue, ratio, longest), measured in PUBLISHED:
+        lengths = drawn_lengths(mean=1000, std=300, longest_of_group=1000 * longest, group_size=8, most=32_000)
+        speeds = Speeds(decode_fixed_s=1.0, decode_each_s=0.0, train_fixed_s=0.0, train_token_s=ratio / slots)
+        setup = Setup(
+            num_workers=1,
+            num_slots=slots,
+            num_ranks=1,
+            groups_per_step=batch // 8,
+            max_staleness=20,
+            # A full queue stops the rollouts only if they are faster: running, queued, and in training.
+            pipeline_depth=slots // batch + queue if ratio > 1 else 20,
+            num_train_steps=120,
+            lease_ahead=0,
+        )
+        steps = simulate(speeds, setup, lengths)[60:]
+        formula = _formula(slots / batch, queue, ratio, longest)
+        simulated = statistics.fmean(step.first_staleness for step in steps)
+        rows.append({"measured": measured, "formula": formula, "simulated": simulated})
+    return rows
+
+
+def _formula(slots: float, queue: int, ratio: float, longest: float) -> float:
+    """Predict the staleness by the published formula; `slots` in steps."""
+    if ratio < 1:
+        return slots * longest + ratio
+    return slots * longest / ratio + (2 * queue + ratio - 1) / (2 * ratio)
+
+
+def _rounded(numbers: Any) -> Any:
+    if isinstance(numbers, dict):
+        return {key: _rounded(value) for key, value in numbers.items()}
+    return round(numbers, 4) if isinstance(numbers, float) else numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, help="keeps the run folders")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        base, rows = arguments.runs or Path(scratch), []
+        for name, overrides in RUNS.items():
+            folder = base / name.replace(",", "").replace(" ", "_")
+            if not (folder / "scheduled.json").exists():
+                run(folder, overrides)
+            rows.append(_rounded(compare(name, folder)))
+            print(json.dumps(rows[-1]), flush=True)
+    summary = {}
+    for kind in ("plain", "equal_load", "model"):
+        errors = [abs(row[kind]["error"]) for row in rows]
+        staleness = [abs(row[kind]["staleness_difference"]) for row in rows]
+        summary[kind] = {
+            **{"error_median": statistics.median(errors), "error_worst": max(errors)},
+            **{"staleness_median": statistics.median(staleness), "staleness_worst": max(staleness)},
+        }
+    print(json.dumps(summary))
+    compared = [_rounded(row) for row in published()]
+    result = {"counted_steps": [FIRST, LAST], "summary": _rounded(summary), "runs": rows, "published": compared}
+    hardware.write(arguments.output, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Forecasts, the sentence about a run, and the search of a split against an exhaustive sweep."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.measured_steps import measured_steps
+
+from areal_rloo.advice.calibration import Load, drawn_lengths
+from areal_rloo.advice.forecast import best_setup, bottleneck, bottleneck_of_run, forecast, splits
+from areal_rloo.advice.simulation import Setup, Speeds
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.records import TrainRecord
+
+SETUP = Setup(
+    num_workers=1,
+    num_slots=16,
+    num_ranks=1,
+    groups_per_step=32,
+    max_staleness=4,
+    pipeline_depth=1,
+    num_train_steps=100,
+)
+LENGTHS = drawn_lengths(mean=40, std=20, longest_of_group=60, group_size=4, most=200)
+
+
+def load(decode_each_s: float, train_token_s: float) -> Load:
+    speeds = Speeds(
+        decode_fixed_s=16 * decode_each_s,
+        decode_each_s=decode_each_s,
+        train_fixed_s=0.05,
+        train_token_s=train_token_s,
+        broadcast_s=0.05,
+    )
+    return Load(speeds=speeds, lengths=LENGTHS, loss_share=1.0, kept_share=1.0, sizes_differ=True)
+
+
+def sentence(load: Load, setup: Setup) -> str:
+    found = forecast(load, setup)
+    return bottleneck(load, setup, wait_share=found.wait_share, idle_share=found.idle_share)
+
+
+def test_the_sentence_of_slow_rollouts_has_the_gain_from_a_worker() -> None:
+    """Generation takes 2 * 1e-4 s a token, training 1.5e-4: the learner waits a quarter, and a worker helps by 4/3."""
+    words = sentence(load(1e-4, 1.5e-4 - 0.05 / 5120), SETUP)
+    assert words.startswith("rollout-bound: the learner waits 2")
+    assert words.endswith("%; a second worker would raise throughput by about 33 %")
+
+
+def test_the_sentence_of_a_slow_learner_has_the_gain_from_a_rank() -> None:
+    words = sentence(load(1e-5, 4e-4), replace(SETUP, num_ranks=3, num_workers=7))
+    assert words.startswith("learner-bound: the rollouts wait ")
+    assert words.endswith("a fourth learner rank would raise throughput by about 30 %")
+
+
+def test_the_sentence_of_synchronous_steps_names_the_staleness() -> None:
+    words = sentence(load(5e-5, 1e-4), replace(SETUP, max_staleness=0))
+    assert words.startswith("bound by turns: the learner waits 5")
+    assert "algorithm.max_staleness=1 would raise throughput by about" in words
+    assert int(words.split()[-2]) > 50
+
+
+def test_the_sentence_beyond_the_known_ordinals_still_reads() -> None:
+    assert "; another worker would raise" in sentence(load(1e-3, 1e-5), replace(SETUP, num_workers=7))
+
+
+@pytest.mark.parametrize("num_devices", [3, 8])
+@pytest.mark.parametrize("train_token_s", [2e-5, 1e-4, 8e-4])
+def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_token_s: float) -> None:
+    measured, choices = load(1e-4, train_token_s), splits(num_devices, per_worker=1)
+    best, found = best_setup(measured, SETUP, choices, slots=[8, 32])
+    swept = max(
+        forecast(
+            measured,
+            replace(SETUP, num_ranks=ranks, num_workers=workers, pipeline_depth=depth, num_slots=slots),
+        ).tokens_per_s
+        for ranks, workers in choices
+        for depth in (1, 2, 3, 4)
+        for slots in (8, 32)
+    )
+    assert best.num_ranks + best.num_workers == num_devices
+    assert found.tokens_per_s == forecast(measured, best).tokens_per_s >= 0.95 * swept
+
+
+def test_synchronous_steps_get_more_ranks_than_equal_halves_need() -> None:
+    """Sums of both times are least at another split than the larger of both times, where the search starts."""
+    measured, setup, choices = load(2e-4, 1e-4), replace(SETUP, max_staleness=0), splits(12, per_worker=1)
+    best, found = best_setup(measured, setup, choices, slots=[16])
+    rates = [
+        forecast(measured, replace(setup, num_ranks=ranks, num_workers=workers)).tokens_per_s
+        for ranks, workers in choices
+    ]
+    assert found.tokens_per_s == max(rates)
+    assert best.num_ranks == choices[rates.index(max(rates))][0] > 2
+    assert max(rates) > 1.05 * rates[1], "of two ranks, which train as fast as ten workers generate"
+
+
+def test_splits_use_the_devices_of_tensor_parallel_workers_and_replicas() -> None:
+    assert splits(8, per_worker=2) == [(1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1)]
+    assert splits(8, per_worker=1, rank_step=3) == [(3, 5), (6, 2)]
+    assert splits(1, per_worker=1) == []
+
+
+def test_a_run_says_which_half_waits(make_train_record: Callable[..., TrainRecord]) -> None:
+    config = load_config("quickstart.yaml", [])
+    words = bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5), config)
+    assert words is not None
+    assert words.startswith("rollout-bound: the learner waits 50 %; a second worker would raise throughput by about ")
+    # A worker decodes 384 * 40 tokens in 2.5 s, so the next bound is the learner, with 1.5 s a step.
+    assert 60 <= int(words.split()[-2]) <= 67
+
+
+def test_a_run_that_cannot_tell_says_nothing(make_train_record: Callable[..., TrainRecord]) -> None:
+    config = load_config("quickstart.yaml", [])
+    assert bottleneck_of_run(measured_steps(make_train_record, [16] * 2), config) is None
+    assert bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wall_s=2.0), config) is None, "a damaged file"
+    in_turns = load_config("quickstart.yaml", ["rollout.share_devices=in_turns"])
+    assert bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5), in_turns) is None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300, math.nan])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("wall_s", "wait_s", "train_step_s", "learner_idle_s", "rollout_idle_s", "rollout_busy_s", "decoding_s"),
+        *("completion_tokens_mean", "completion_tokens_std", "longest_of_group_mean"),
+        *("trained_tokens", "generated_tokens"),
+    ],
+)
+def test_damaged_numbers_give_a_sentence_or_none(
+    field: str, value: float, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    records = measured_steps(make_train_record, [16] * 8)
+    for damaged in (records[:4], records[7:]):
+        changed = [msgspec.structs.replace(record, **{field: value}) for record in damaged]
+        others = [record for record in records if record not in damaged]
+        words = bottleneck_of_run([*changed, *others], load_config("quickstart.yaml", []))
+        assert words is None or "would raise throughput" in words
