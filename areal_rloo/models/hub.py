@@ -15,25 +15,25 @@ from areal_rloo.models.folder import INDEX, SINGLE, cached_folder, weight_files
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # everything but the weights
 
 
-def complete_folder(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Return the snapshot of a hub model if the cache has all its files; None otherwise."""
+def complete_folder(name: str, environment: Mapping[str, str], *, weights: bool = True) -> Path | None:
+    """Return the snapshot of a hub model if the cache has all its files, perhaps but the weights; None otherwise."""
     folder = cached_folder(name, environment)
-    return None if folder is None or missing_files(folder) else folder
+    return None if folder is None or missing_files(folder, weights=weights) else folder
 
 
-def missing_files(folder: Path) -> str:
+def missing_files(folder: Path, *, weights: bool = True) -> str:
     """Name in words the files that a snapshot with a config.json lacks; an empty string if it is complete.
 
     Weights of an index, or model.safetensors, and a tokenizer. A snapshot with all of them may lack optional files,
     such as generation_config.json, only if the download was stopped in an unusual order.
     """
     try:
-        weights = weight_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        files = weight_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     except (OSError, DecodeError) as error:
         return f"{INDEX} cannot be read: {error}"
-    missing = [file for file in weights if not (folder / file).is_file()]
+    missing = [file for file in files if not (folder / file).is_file()] if weights else []
     if missing:
-        return f"{len(missing)} of its {len(weights)} files of weights are missing, the first is {missing[0]}"
+        return f"{len(missing)} of its {len(files)} files of weights are missing, the first is {missing[0]}"
     return "" if _has_tokenizer(folder) else "no tokenizer in it"
 
 
