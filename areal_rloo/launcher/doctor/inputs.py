@@ -15,9 +15,9 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, r
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
     cached_folder,
+    check_layers,
     check_model_folder,
     check_policy_weights,
-    check_served,
     check_targets,
     check_tokenizer,
     check_trainable,
@@ -26,6 +26,7 @@ from areal_rloo.models.folder import (
     num_parameters,
 )
 from areal_rloo.models.hub import missing_files
+from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
@@ -101,6 +102,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
             else:
                 _check_family(key, folder, situation.config)
                 check_policy_weights(key, folder)
+                check_layers(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
@@ -117,6 +119,7 @@ def _check_downloaded(key: str, name: str, situation: Situation) -> None:
     _check_family(key, folder, situation.config, with_weights=whole)
     if whole:
         check_policy_weights(key, folder)
+        check_layers(key, folder)
 
 
 def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
