@@ -104,7 +104,7 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
     family = config.get("model_type")
     if family not in TRAINED_FAMILIES:
         raise ModelError(
-            f"{key}: {path} is a {shown(family)} model; the learner trains dense decoder-only models of text: "
+            f"{key}: {path} is a {shown(family)} model, which is not among the families tested with the learner: "
             f"{', '.join(TRAINED_FAMILIES)}; take such a model"
         )
     window = config.get("sliding_window")

@@ -36,7 +36,7 @@ def _saved(family: str, folder: Path, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("family", "options", "words"), _WRONG)
-def test_an_option_that_the_embedded_engine_lacks_is_refused_before_a_start(
+def test_an_option_that_the_embedded_engine_lacks_is_refused_first(
     family: str, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     """The engine refuses the same, and a server is not asked."""
