@@ -8,7 +8,7 @@ In: the speeds of the parts (`Speeds`), the lengths of the completions, and the 
 
 An engine decodes all running completions together. A decode step of n completions takes `fixed_s + n * each_s`, the
 time between two tokens of each of them. So only starts, ends and weights change the speed, and are events; the tokens
-between two events need no work. Evaluation has slots of its own, as in the embedded engine.
+between two events need no work. Evaluation has separate slots, as in the embedded engine.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _Simulation:
             self._tend(engine)
 
     def _tend(self, engine: _Engine, *, at_end: bool = False) -> None:
-        """Bring an engine up to this moment, and plan the end of its next sample."""
+        """Bring an engine up to this moment, and plan the end of the next sample."""
         has_room = False
         for sample, runs in engine.advance(self._now_s, at_end=at_end):
             if sample.group is not None:
@@ -262,7 +262,7 @@ class _Simulation:
         size = self._setup.groups_per_step
         if self._batch or self._version == self._setup.num_train_steps:
             return
-        while self._ready and self._ready[0][0] < self._version:  # past its deadline: perhaps nothing fresh is left
+        while self._ready and self._ready[0][0] < self._version:  # past the deadline: perhaps nothing fresh is left
             if any(self._fresh(runs)[0] for runs in self._live[self._ready[0][1]].samples):
                 break
             del self._live[heapq.heappop(self._ready)[1]]
@@ -317,7 +317,7 @@ class _Simulation:
 
 
 def simulate(speeds: Speeds, setup: Setup, lengths: npt.NDArray[np.float64]) -> list[Step]:
-    """Simulate a run to its last train step.
+    """Simulate a run to the last train step.
 
     `lengths`: tokens of completions, [num_groups, group_size], used in order, again and again.
     """

@@ -16,6 +16,7 @@ In the order of a start:
 - `plan`: the command line of each process; `--dry-run` prints the plan.
 - `job`: a run from the first process to the last.
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.
+- `ranks`: the ranks of the learner as a unit.
 - `long_logs`: shortens the output of a process.
 - `waits`: tells the user of long waits for a batch.
 - `guard`: a process that kills hung processes after the death of the launcher.

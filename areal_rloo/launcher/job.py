@@ -23,8 +23,9 @@ from areal_rloo.files import read_regular, remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
+from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
-from areal_rloo.launcher.supervisor import LearnerRanks, Starter, Supervisor, named
+from areal_rloo.launcher.supervisor import Starter, Supervisor, named
 from areal_rloo.launcher.waits import Waits
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
@@ -230,7 +231,9 @@ class Job:
         overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
         crashed = told and code not in (0, 2) and ranks.has_restart_left  # instead of a restart, the run ends
         self.unfinished = (code == 0 or overdue or crashed) and failure is None and not is_finished(self._folder)
-        if code != 0:
+        if failure == 2:  # the worker's line is printed, and the launcher itself has ended the learner
+            self._progress.warn(f"logs: {self._folder / 'logs'}")
+        elif code != 0:
             self._say_where_to_look(ranks, code)
         return code if failure is None else failure
 

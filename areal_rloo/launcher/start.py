@@ -28,6 +28,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_data_files,
     check_functions,
     check_hub_datasets,
+    check_hub_models,
     check_models,
     check_server,
 )
@@ -154,8 +155,9 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     """
     absent: list[str] = []
     situation = Situation(config, runs_here=runs_here)
+    here: tuple[Check, ...] = (check_processes, check_server)
     inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
-    for check_input in (check_processes, check_server, *inputs, check_hub_datasets) if runs_here else inputs:
+    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user

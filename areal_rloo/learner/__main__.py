@@ -49,7 +49,7 @@ from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.turn import turn_of_learner
 from areal_rloo.models.device import grow_segments
-from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
@@ -156,11 +156,12 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     remove_unfinished(folder / SUMMARY_NAME)
     checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
     restored = newest_checkpoint(checkpoints, config, resume=arguments.resume)
-    tokenizer = load_tokenizer(arguments.model_path)
-    model_folder(arguments.model_path)  # download before the ranks meet: they wait no longer than for a collective
+    # Download before the ranks meet: they wait no longer than for a collective.
+    model_path = str(policy_folder(arguments.model_path, config))
+    tokenizer = load_tokenizer(model_path)
     ranks.hand_out([bytearray("" if restored is None else str(restored[0]), "utf-8")] * (ranks.num - 1))
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
-    train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(arguments.model_path, tokenizer))
+    train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(model_path, tokenizer))
     tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
     sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from areal_rloo.models.stored import difference_of_shapes, stored_parameters
 
 
 def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None) -> LearnerRank:
-    """Build a rank with the weights of a model folder; every rank calls this at the same time.
+    """Build a rank with the weights of a model; every rank calls this at the same time.
 
     `model_path` is that of the policy, and of the reference policy if the config says `initial`. Raises ModelError if a
     model cannot be loaded or the vocabularies differ, and ConfigError if an option does not work on this device.
@@ -33,11 +34,12 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
     reference, paths = None, [model_path]
     if settings is not None and config.algorithm.kl.coefficient > 0 and settings.path != "initial":
         paths.append(settings.path)
+    paths = [str(model_folder(path, weights=ranks.rank == 0)) for path in paths]
     if ranks.rank == 0:
         for path in dict.fromkeys(paths):
             check_equality(path, context_tokens=config.context_tokens)
-        stored = stored_parameters("model.path", model_folder(model_path))  # a server would refuse every update
-    policy = _policy(model_path, config, device=device, ranks=ranks, sharding=sharding, trained=True)
+        stored = stored_parameters("model.path", Path(paths[0]))  # a server would refuse every update
+    policy = _policy(paths[0], config, device=device, ranks=ranks, sharding=sharding, trained=True)
     if settings is not None and config.algorithm.kl.coefficient > 0:
         frozen = _policy(paths[-1], config, device=device, ranks=ranks, sharding=sharding, trained=False)
         own, other = policy.causal.config.vocab_size, frozen.causal.config.vocab_size

@@ -95,14 +95,22 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     small.intermediate_size = 8 * size
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        covered = len(kinds) >= _NUM_LAYERS and set(kinds[:_NUM_LAYERS]) == set(kinds)
-        small.layer_types = (kinds if covered else sorted(set(kinds)) * _NUM_LAYERS)[:_NUM_LAYERS]
+        small.layer_types = _some_of_each(kinds)
+    rotated = getattr(config, "no_rope_layers", None)  # of smollm3; by layer: 0 or 1
+    if rotated is not None:
+        small.no_rope_layers = _some_of_each(rotated)
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = _WINDOW
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(small, name, None)
     made: PreTrainedConfig = small
     return made
+
+
+def _some_of_each(kinds: list[Any]) -> list[Any]:
+    """Return the first kinds of layers, for as many layers as the copy has, or some of each kind if these lack any."""
+    covered = len(kinds) >= _NUM_LAYERS and set(kinds[:_NUM_LAYERS]) == set(kinds)
+    return (list(kinds) if covered else sorted(set(kinds)) * _NUM_LAYERS)[:_NUM_LAYERS]
 
 
 def _randomize(model: PreTrainedModel) -> None:

@@ -5,8 +5,9 @@ Rollout workers need only this part of transformers and start seconds earlier wi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from areal_rloo.config import ModelConfig
+from areal_rloo.config import Config, ModelConfig
 from areal_rloo.errors import DecodeError, ModelError
-from areal_rloo.models.folder import INDEX, SINGLE, weight_files
+from areal_rloo.models.folder import INDEX, SINGLE, check_trainable, weight_files
+from areal_rloo.models.hub import SMALL_FILES, complete_folder
+from areal_rloo.models.served import check_served
 
 
 def computation_dtype(model: ModelConfig) -> torch.dtype:
@@ -30,8 +33,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     Raises ModelError if the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
     """
+    folder = model_folder(path, weights=False)
     with reading_model(path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so no completion can end")
     return tokenizer
@@ -40,28 +44,56 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the tokenizer and from the generation config of the model."""
     stops = {int(tokenizer.eos_token_id)}
-    if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
-        eos = None
-        with reading_model(path), suppress(OSError):  # the hub model has no generation config
-            eos = GenerationConfig.from_pretrained(path).eos_token_id
+    folder = model_folder(path, weights=False)
+    if (folder / "generation_config.json").is_file():
+        with reading_model(path):
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
         if eos is not None:
             stops |= {eos} if isinstance(eos, int) else set(eos)
     return tuple(sorted(stops))
 
 
-def model_folder(path: str) -> Path:
-    """Return the local folder of a model; download the files from the hub if needed, or raise ModelError.
+def policy_folder(path: str, config: Config) -> Path:
+    """Return the local folder of the policy; refuse a wrong model before its weights are downloaded.
 
+    A model that a host has not downloaded yet meets these checks of the launcher only here.
+
+    Raises:
+        ModelError: the learner cannot train the model, the engine does not serve the model, or no file can be read.
+    """
+    small = model_folder(path, weights=False)
+    check_trainable("model.path", small, context_tokens=config.context_tokens)
+    check_served("model.path", small, config.rollout.engine)
+    return model_folder(path)
+
+
+def model_folder(path: str, *, weights: bool = True) -> Path:
+    """Return the local folder of a model, perhaps without the weights; raises ModelError if files cannot be had."""
+    try:
+        return snapshot(path, weights=weights)
+    except (OSError, ValueError, DecodeError) as error:
+        raise ModelError(unreadable(path, error)) from error
+
+
+def snapshot(path: str, *, weights: bool = True) -> Path:
+    """Return the local folder of a model; ask the hub only if the cache lacks files.
+
+    transformers gets this folder, never a name: it would ask the hub for each optional file that a model does not have.
     Of the weights, only the files of the index, or model.safetensors: some models have a second copy in another form.
+
+    Raises:
+        OSError, ValueError: the hub refuses, or cannot be reached.
+        DecodeError: the index of the weights has another structure.
     """
     if Path(path).is_dir():
         return Path(path)
-    try:
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.txt", "*.model"]))
-        weights = weight_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-        return Path(snapshot_download(path, allow_patterns=weights, revision=folder.name))
-    except (OSError, ValueError, DecodeError) as error:
-        raise ModelError(unreadable(path, error)) from error
+    if (cached := complete_folder(path, os.environ, weights=weights)) is not None:
+        return cached
+    folder = Path(snapshot_download(path, allow_patterns=list(SMALL_FILES)))
+    if not weights:
+        return folder
+    files = weight_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    return Path(snapshot_download(path, allow_patterns=files, revision=folder.name))
 
 
 @contextmanager

@@ -33,9 +33,12 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
     *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
 )
 _QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+_CAPPED = ("gemma2", "gemma3_text", "nanochat", "vaultgemma")  # transformers caps their logits
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
+_OF_LAYER = re.compile(r"(.*\.layers\.)(\d{1,4})(\..*\.(?:weight|bias))")  # a parameter of a decoder layer
+_MOST_LAYERS = 10_000
 _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -73,7 +76,7 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
     Raises:
         ModelError: the policy cannot be trained, or config.json cannot be read.
     """
-    config = _config(key, folder)
+    config = read_config(key, folder)
     check_policy(key, str(folder), config, context_tokens=context_tokens)
     size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     derived = head_dim is None and config["model_type"] in ("qwen2", "llama", "mistral")  # others have a default
@@ -86,31 +89,8 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
         )
 
 
-def check_served(key: str, folder: Path, engine: str) -> None:
-    """Check that the engine has the logprobs of a model, as far as config.json tells.
-
-    Raises:
-        ModelError: the embedded engine does not know the family, SGLang would rotate more of each head than the model
-            does, or config.json cannot be read.
-    """
-    config = _config(key, folder)
-    family = config.get("model_type")
-    inner = config.get("rope_parameters")
-    part = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
-    if engine == "sglang" and family == "phi3" and part not in (None, 1, config.get("partial_rotary_factor")):
-        raise ModelError(
-            f"{key}: {folder}: partial_rotary_factor {shown(part)} is in rope_parameters of config.json alone, where "
-            f'SGLang does not look: its logprobs would be wrong; add "partial_rotary_factor": {shown(part)} to the top '
-            "level of config.json, or set rollout.engine=vllm"
-        )
-    if engine == "embedded" and family not in SERVED_FAMILIES:
-        raise ModelError(
-            f"{key}: {folder} is a {shown(family)} model, which the embedded engine does not serve; expected one of "
-            f"{', '.join(SERVED_FAMILIES)}; take such a model, or a server for rollout.engine (sglang, vllm)"
-        )
-
-
-def _config(key: str, folder: Path) -> dict[str, Any]:
+def read_config(key: str, folder: Path) -> dict[str, Any]:
+    """Read config.json; raises ModelError if this fails."""
     try:
         return from_json(read_regular(folder / "config.json"), dict[str, Any])
     except (OSError, DecodeError) as error:
@@ -124,7 +104,7 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
     family = config.get("model_type")
     if family not in TRAINED_FAMILIES:
         raise ModelError(
-            f"{key}: {path} is a {shown(family)} model; the learner trains dense decoder-only models of text: "
+            f"{key}: {path} is a {shown(family)} model, which is not among the families tested with the learner: "
             f"{', '.join(TRAINED_FAMILIES)}; take such a model"
         )
     window = config.get("sliding_window")
@@ -133,6 +113,7 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
             f"{key}: {path} has sliding_window {shown(window)} in config.json; expected a number of tokens, at least "
             "1, or null; take another model"
         )
+    _check_forward(key, path, config)
     _check_precision(key, path, config)
     for rotary in rotary_options(config):
         kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
@@ -151,6 +132,21 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
                 f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
                 "length of the row; take another model"
             )
+
+
+def _check_forward(key: str, path: str, config: Mapping[str, Any]) -> None:
+    """Refuse options that make the learner's forward another than that of transformers, or not causal."""
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(
+            f"{key}: {path} has use_bidirectional_attention in config.json; expected causal attention, because tokens "
+            "are sampled one after the other; take another model"
+        )
+    cap, family = config.get("final_logit_softcapping"), config["model_type"]
+    if cap is not None and family in TRAINED_FAMILIES and family not in _CAPPED:
+        raise ModelError(
+            f"{key}: {path} has final_logit_softcapping {shown(cap)} in config.json, which transformers ignores in a "
+            f"{family} model, and engines may not; remove the key, or take another model"
+        )
 
 
 def _longest_with_equal_angles(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> int | None:
@@ -238,11 +234,28 @@ def linear_layers(folder: Path) -> set[str]:
 def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
     stored = check_weights(key, folder)
-    _check_precision(key, str(folder), _config(key, folder))
+    _check_precision(key, str(folder), read_config(key, folder))
     for name, tensor in stored.items():
         if tensor.dtype.startswith(_NARROW):
             raise ModelError(_quantized(key, str(folder), f"{name} in {tensor.file.name}: {shown(tensor.dtype)}"))
     return stored
+
+
+def check_layers(key: str, folder: Path) -> None:
+    """Raise ModelError if a decoder layer of config.json lacks a parameter that another layer has in the files."""
+    number = read_config(key, folder).get("num_hidden_layers")
+    found = [match for name in stored_tensors(key, folder) if (match := _OF_LAYER.fullmatch(name))]
+    prefixes, ends = {match[1] for match in found}, {match[3] for match in found}
+    if not isinstance(number, int) or len(prefixes) != 1 or number > _MOST_LAYERS:
+        return
+    has = {(int(match[2]), match[3]) for match in found}
+    missing = next(((layer, end) for layer in range(number) for end in sorted(ends) if (layer, end) not in has), None)
+    if missing is not None:
+        name = f"{prefixes.pop()}{missing[0]}{missing[1]}"
+        raise ModelError(
+            f"{key}: {folder} has no weights for {name}, expected num_hidden_layers={number} equal layers; "
+            "download the model again"
+        )
 
 
 def check_tokenizer(key: str, folder: Path) -> None:

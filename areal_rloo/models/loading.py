@@ -59,8 +59,10 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
 def empty_policy(path: str) -> PreTrainedModel:
     """Build the same model without memory for the weights, on torch's meta device; raises ModelError likewise."""
 
+    folder = model_folder(path, weights=False)
+
     def build() -> PreTrainedModel:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **_OPTIONS)
         return model

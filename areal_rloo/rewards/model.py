@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError, RewardError, described
+from areal_rloo.models.files import snapshot
 from areal_rloo.models.folder import check_weights
 from areal_rloo.rewards.request import RewardRequest, WorkStatistics, Worth, read_worth
 
@@ -182,14 +182,16 @@ def _device(name: str, key: str) -> torch.device:
 
 def _loaded(path: str, key: str, device: torch.device) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
-    if Path(path).is_dir():
-        check_weights(key, Path(path))
     dtype = "auto" if device.type == "cuda" else torch.float32  # on CPUs other dtypes are slow
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        folder = snapshot(path)
+        check_weights(key, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, use_safetensors=True, trust_remote_code=False
+            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
+    except ModelError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(

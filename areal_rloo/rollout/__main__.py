@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import Engine, EngineStatistics
 from areal_rloo.errors import EXIT_WENT_BACK, ArealRlooError, UserError, WentBackError
-from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.engines import running_engine
@@ -75,7 +75,7 @@ def main() -> int:
 
 def _run(config: Config, arguments: Arguments) -> int:
     try:
-        run_beside_user_code(_generate(config, arguments))
+        run_beside_user_code(_generate(config, arguments, policy_folder(arguments.model_path, config)))
     except WentBackError as error:
         logger.warning("%s", error)
         return EXIT_WENT_BACK
@@ -83,13 +83,13 @@ def _run(config: Config, arguments: Arguments) -> int:
     return 0
 
 
-async def _generate(config: Config, arguments: Arguments) -> None:
+async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
     import_entry(config.run.entry)
-    tokenizer = load_tokenizer(arguments.model_path)
+    tokenizer = load_tokenizer(str(folder))
     incarnation = uuid.uuid4().hex
     async with running_engine(
         config,
-        model_folder(arguments.model_path),
+        folder,
         worker_id=arguments.worker_id,
         device=torch.device(arguments.device),
         num_threads=arguments.num_threads,
@@ -117,7 +117,7 @@ async def _generate(config: Config, arguments: Arguments) -> None:
             episode=episode,
             rewards=rewards,
             chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
-            stop_token_ids=stop_token_ids(arguments.model_path, tokenizer),
+            stop_token_ids=stop_token_ids(str(folder), tokenizer),
         )
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm passes USR1 on to a step
             asyncio.get_running_loop().add_signal_handler(number, worker.stop)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import save_family
+from support.families import family_config, save_family
+from transformers import Qwen2ForSequenceClassification
 
 from areal_rloo.models.tiny import make_tiny_tokenizer
 
@@ -23,7 +24,7 @@ def _run(folder: Path, function: str, *arguments: str) -> subprocess.CompletedPr
         *("model.tiny.warm_start=null", "model.tiny.hidden_size=48", "model.tiny.num_layers=2", "data.eval=null"),
         *("rollout.num_slots=8", "rollout.sampling.max_new_tokens=8", "rollout.num_reward_workers=1"),
         *("algorithm.group_size=2", "learner.groups_per_step=4", "learner.num_train_steps=5"),
-        f"data.train.rewards=[{{function: {function}}}]",
+        *((f"data.train.rewards=[{{function: {function}}}]",) if function else ()),
         *arguments,
     ]
     return subprocess.run(
@@ -58,11 +59,24 @@ def test_a_tensor_of_no_parameter_ends_the_run_before_a_step(tmp_path: Path) -> 
     more = {**load_file(weights), "v_head.weight": torch.zeros(1, 64)}
     save_file(more, weights, metadata={"format": "pt"})
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
-    done = _run(tmp_path / "run", f"{tmp_path}/mine.py:score", f"model.path={model}")
+    done = _run(tmp_path / "run", f"{tmp_path}/mine.py:score", f"model.path={model}", "telemetry.progress=false")
     assert done.returncode == 2, done.stdout
-    assert done.stdout.count("has weights v_head.weight (1 such tensors)") >= 1, done.stdout
-    assert "Traceback" not in done.stdout
+    error, logs = done.stdout.splitlines()
+    assert error.startswith("error: model.path: ") and "has weights v_head.weight (1 such tensors)" in error
+    assert logs.startswith("logs: ")
     assert not (tmp_path / "run" / "trajectories.jsonl").exists()
+
+
+def test_a_mistake_that_a_worker_finds_is_the_only_line(tmp_path: Path) -> None:
+    """The launcher ends the learner then, and says nothing about it."""
+    model = tmp_path / "model"
+    Qwen2ForSequenceClassification(family_config("qwen2", num_labels=2)).save_pretrained(model)
+    make_tiny_tokenizer().save_pretrained(model)
+    done = _run(tmp_path / "run", "", f"data.train.rewards=[{{model: {model}}}]", "telemetry.progress=false")
+    assert done.returncode == 2, done.stdout
+    error, logs = done.stdout.splitlines()
+    assert error.startswith("error: data.train") and "got 2 labels" in error
+    assert logs.startswith("logs: ")
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from transformers import PretrainedConfig
 from areal_rloo.errors import ModelError, shown
 from areal_rloo.models.files import reading_model
 from areal_rloo.models.folder import ROTARY_TYPES
+from areal_rloo.models.served import check_embedded
 from areal_rloo.models.sizes import Sizes
 
 Switches = dict[str, Any]
 Activation = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Norms(NamedTuple):
@@ -73,17 +73,13 @@ class Architecture(Sizes):
     @classmethod
     def of_config(cls, config: PretrainedConfig, path: Path) -> Architecture:
         """Read a transformers config; raises ModelError if the engine does not support the model."""
-        family = FAMILIES.get(config.model_type)
-        if family is None:
-            raise _refused(path, f"is a {shown(config.model_type)} model; expected one of {', '.join(FAMILIES)}")
         given: Mapping[str, Any] = config.to_dict()
+        check_embedded("model.path", str(path), given)
         sizes = Sizes.of(given)
         if sizes is None:
             raise ModelError(f"{path}: config.json lacks a size, such as hidden_size; download the model again")
         if given.get("use_bidirectional_attention"):
             raise _refused(path, "has use_bidirectional_attention; expected causal attention")
-        if unknown := set(given.get("layer_types") or ()) - _LAYER_TYPES:
-            raise _refused(path, f"has layers of type {shown(min(unknown))}; expected {' or '.join(_LAYER_TYPES)}")
         switches: Switches = {
             "norm_eps": config.rms_norm_eps,
             "hidden_act": given.get("hidden_act"),
@@ -95,7 +91,7 @@ class Architecture(Sizes):
             "rotary_dim": sizes.head_dim,
         }
         with reading_model(str(path)):
-            switches |= family(config)
+            switches |= FAMILIES[config.model_type](config)
         activation = switches.pop("hidden_act")
         if activation not in _ACTIVATIONS:
             raise _refused(path, f"has activation {shown(activation)}; expected {' or '.join(_ACTIVATIONS)}")
@@ -104,7 +100,7 @@ class Architecture(Sizes):
 
 
 def _refused(path: Path, reason: str) -> ModelError:
-    return ModelError(f"model.path: {path} {reason}; take another model or rollout.engine=sglang")
+    return ModelError(f"model.path: {path} {reason}; take another model")
 
 
 def _check_rotary(path: Path, switches: Switches) -> None:

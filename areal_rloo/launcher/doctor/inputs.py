@@ -15,9 +15,9 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, r
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
     cached_folder,
+    check_layers,
     check_model_folder,
     check_policy_weights,
-    check_served,
     check_targets,
     check_tokenizer,
     check_trainable,
@@ -25,6 +25,8 @@ from areal_rloo.models.folder import (
     linear_layers,
     num_parameters,
 )
+from areal_rloo.models.hub import missing_files
+from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
@@ -95,14 +97,29 @@ def check_models(situation: Situation) -> Iterator[Finding]:
         try:
             expected = "a model folder, a hub name (org/name), or tiny"
             folder = check_model_folder(key, path, else_expected=expected, files="a Hugging Face model folder")
-            if folder is not None:
+            if folder is None:
+                _check_downloaded(key, path, situation)
+            else:
                 _check_family(key, folder, situation.config)
                 check_policy_weights(key, folder)
+                check_layers(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
         except ModelError as error:
             yield refused(key, error, fix=f"set {key} to a Hugging Face model folder")
+
+
+def _check_downloaded(key: str, name: str, situation: Situation) -> None:
+    """Raise ModelError if the cache of the hub has a model that a run would refuse; it may lack files of weights."""
+    folder = cached_folder(name, situation.environment)
+    if folder is None:
+        return
+    whole = not missing_files(folder)
+    _check_family(key, folder, situation.config, with_weights=whole)
+    if whole:
+        check_policy_weights(key, folder)
+        check_layers(key, folder)
 
 
 def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
@@ -114,36 +131,37 @@ def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
         yield refused(key, error, fix="leave learner.lora.targets out")
 
 
-def _check_family(key: str, folder: Path, config: Config) -> None:
+def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool = True) -> None:
     """Raise ModelError if the learner cannot train the model, or the engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
-    if key == "model.path" and config.learner.lora is not None:
+    if key == "model.path" and config.learner.lora is not None and with_weights:
         check_targets(config.learner.lora, linear_layers(folder))
     if key == "model.path":
         check_served(key, folder, config.rollout.engine)
 
 
 def check_hub_models(situation: Situation) -> Iterator[Finding]:
-    """Check each model of the hub: downloaded and complete, or allowed to be downloaded."""
+    """Check each model of the hub: downloaded and complete, or allowed to be downloaded. `check_models` may refuse."""
     for key, path in model_paths(situation.config):
         if path == "tiny" or Path(path).exists():
             continue
         cached = cached_folder(path, situation.environment)
         download = f"run `hf download {path}` where the hub can be reached"
-        if cached is not None:
-            try:
-                _check_family(key, cached, situation.config)
-                check_policy_weights(key, cached)
-                yield ok(key, f"{path}: downloaded, {num_parameters(cached):,} parameters")
-                continue
-            except ModelError as error:
-                lacks = str(error).removeprefix(f"{key}: ")
+        missing = f"not in {hub_cache(situation.environment)}" if cached is None else missing_files(cached)
+        if cached is not None and not missing:
+            yield _complete(key, path, cached)
+        elif variable := offline_variable(situation):
+            what, fix = f"{path}: {missing}, and {variable} is set", f"unset {variable}, or {download}"
+            yield wrong(key, what, fix, ModelError, absent=True)
         else:
-            lacks = f"{path}: not in {hub_cache(situation.environment)}"
-        if variable := offline_variable(situation):
-            yield wrong(key, f"{lacks}, and {variable} is set", f"unset {variable}, or {download}", ModelError)
-        else:
-            yield unsure(key, f"{lacks}; every host will download the model at the start", download)
+            yield unsure(key, f"{path}: {missing}; every host will download the model at the start", download)
+
+
+def _complete(key: str, path: str, folder: Path) -> Finding:
+    try:
+        return ok(key, f"{path}: downloaded, {num_parameters(folder):,} parameters")
+    except ModelError as error:
+        return refused(key, error, fix="download the model again")
 
 
 def offline_variable(situation: Situation) -> str | None:

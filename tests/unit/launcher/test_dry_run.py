@@ -132,6 +132,33 @@ def test_a_dry_run_says_how_many_gpus_are_unused(
     assert "GPUs are used" not in capsys.readouterr().err
 
 
+def test_a_dry_run_refuses_a_downloaded_model_that_a_run_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "qwen2_moe"}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="is a qwen2_moe model"):
+        local.main(["--config", "quickstart.yaml", "model.path=org/name", "--dry-run"])
+
+
+def test_a_dry_run_names_a_model_that_cannot_be_downloaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = ["--config", "quickstart.yaml", "model.path=org/name"]
+    assert local.main([*arguments, "--dry-run"]) == 0
+    words = f"model.path: org/name: not in {tmp_path / 'hf' / 'hub'}, and HF_HUB_OFFLINE is set"
+    assert f"not installed here: {words}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        local.main(arguments)
+
+
 def test_a_dry_run_refuses_a_mistake_of_the_user() -> None:
     options = parse("local", ["--config", "quickstart.yaml", "model.path=/no/such/folder", "--dry-run"])
     with pytest.raises(UserError, match=r"model\.path: /no/such/folder: no such folder"):

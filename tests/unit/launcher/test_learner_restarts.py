@@ -13,7 +13,8 @@ from support.process_specs import make_spec
 from areal_rloo.errors import EXIT_UNSAVED
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalStarter
-from areal_rloo.launcher.supervisor import LearnerRanks, Supervisor
+from areal_rloo.launcher.ranks import LearnerRanks
+from areal_rloo.launcher.supervisor import Supervisor
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.telemetry.records import TrainRecord
 

@@ -18,7 +18,8 @@ from support.process_specs import make_spec
 from areal_rloo.errors import EXIT_WENT_BACK, TrainingError
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
-from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, LearnerRanks, Supervisor, named
+from areal_rloo.launcher.ranks import LearnerRanks
+from areal_rloo.launcher.supervisor import RESTART_WINDOW_S, Supervisor, named
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.progress import Progress, RunConsole
 

@@ -29,7 +29,7 @@ from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models import folder
 from areal_rloo.models.attention import packed_attention
-from areal_rloo.models.equality import compare, small_model
+from areal_rloo.models.equality import check_equality, compare, small_model
 from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_trainable, linear_layers
 from areal_rloo.models.loading import PACKED_ATTENTION, decoder_layers
 from areal_rloo.models.tiny import make_tiny_tokenizer
@@ -67,9 +67,20 @@ def test_a_small_model_is_made_of_the_default_config_of_a_family(model_type: str
     assert train_flops(config, [5, 9], [3, 4]) > 0
 
 
+@pytest.mark.parametrize("rotated", [[1, 0], [1, 1, 0], [1, 1, 1, 1]])
+def test_a_small_model_of_few_layers_has_both_kinds(rotated: list[int], tmp_path: Path) -> None:
+    save_family("smollm3", tmp_path, num_hidden_layers=len(rotated), no_rope_layers=rotated)
+    check_equality(str(tmp_path), context_tokens=64)
+    small = small_model(AutoConfig.from_pretrained(tmp_path)).config
+    assert len(small.no_rope_layers) == small.num_hidden_layers
+    assert set(small.no_rope_layers) == set(rotated)
+
+
 def test_a_family_whose_attention_takes_no_layout_is_refused(tmp_path: Path) -> None:
     save_family("stablelm", tmp_path)
-    with pytest.raises(ModelError, match="is a stablelm model; the learner trains dense decoder-only models"):
+    with pytest.raises(
+        ModelError, match="is a stablelm model, which is not among the families tested with the learner"
+    ):
         build_rank(step_config(), model_path=str(tmp_path), device=CPU)
     with pytest.raises(TypeError, match="packed"):
         compare(small_model(AutoConfig.from_pretrained(tmp_path)))

@@ -8,19 +8,43 @@ import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import CompletedProcess
 from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.families import save_family
+from support.families import family_config, save_family
+from transformers import Qwen2ForSequenceClassification
+
+from areal_rloo.models.tiny import make_tiny_tokenizer
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_READ = """
+import sys
+from areal_rloo.config import load_config
+from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
+from areal_rloo.models.loading import empty_policy
+tokenizer = load_tokenizer("org/model")
+empty_policy("org/model")
+print(tokenizer.chat_template, stop_token_ids("org/model", tokenizer))
+print(policy_folder("org/model", load_config("quickstart.yaml", sys.argv[1:])))
+"""
+_REWARD = """
+from areal_rloo.rewards.model import RewardModel
+RewardModel("org/model", key="reward", device="cpu", batch_size=2, deadline_s=9.0)
+"""
 _DOWNLOAD = "import sys; from areal_rloo.models.files import model_folder; print(model_folder(sys.argv[1]))"
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+def asked() -> list[str]:
+    """The requests to the hub so far."""
+    return []
+
+
+@pytest.fixture
+def published(tmp_path: Path, asked: list[str]) -> Iterator[tuple[Path, str]]:
     """A folder of files, and the address of a hub that serves them as the model org/model."""
     folder = tmp_path / "published"
     folder.mkdir()
@@ -36,6 +60,7 @@ def published(tmp_path: Path) -> Iterator[tuple[Path, str]]:
             """Say nothing."""
 
         def _answer(self, *, body: bool) -> None:
+            asked.append(self.path)
             name = self.path.partition("?")[0].rpartition(f"/resolve/{_COMMIT}/")[2]
             if "/tree/" in self.path:
                 listed = [(path.name, path.stat().st_size) for path in folder.iterdir()]
@@ -74,11 +99,72 @@ def test_of_two_copies_of_the_weights_one_is_downloaded(
     expected = {path.name for path in folder.iterdir()}
     save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, folder / "consolidated.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    make_tiny_tokenizer().save_pretrained(folder)
+    expected |= {"tokenizer.json", "tokenizer_config.json"}
     for offline in ("0", "1"):
-        command = [sys.executable, "-c", _DOWNLOAD, "org/model"]
-        done = subprocess.run(
-            command, env={**environment, "HF_HUB_OFFLINE": offline}, capture_output=True, text=True, check=False
-        )
+        done = _run(_DOWNLOAD, address, tmp_path, "org/model", HF_HUB_OFFLINE=offline)
         assert done.returncode == 0, done.stderr
         assert {path.name for path in Path(done.stdout.strip()).iterdir()} == expected
+
+
+def _run(program: str, address: str, tmp_path: Path, *arguments: str, **variables: str) -> CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=False)
+
+
+def test_a_complete_model_is_read_without_asking_the_hub(
+    published: tuple[Path, str], tmp_path: Path, asked: list[str]
+) -> None:
+    """A tokenizer with a template in a file of its own, and a model without a generation config."""
+    folder, address = published
+    save_family("qwen2", folder)
+    (folder / "generation_config.json").unlink()
+    make_tiny_tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("a template")
+    first = _run(_READ, address, tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "a template (1,)" in first.stdout
+    assert asked
+    asked.clear()
+    again = _run(_READ, address, tmp_path)
+    assert again.stdout == first.stdout, again.stderr
+    assert asked == []
+
+
+def test_a_complete_reward_model_is_read_without_asking_the_hub(
+    published: tuple[Path, str], tmp_path: Path, asked: list[str]
+) -> None:
+    folder, address = published
+    config = family_config("qwen2", num_labels=1)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    for _ in range(2):
+        asked.clear()
+        done = _run(_REWARD, address, tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "words"),
+    [
+        ("cohere2", ("rollout.engine=embedded",), "which the embedded engine does not serve"),
+        ("mixtral", ("rollout.engine=sglang",), "not among the families tested with the learner"),
+        ("phi3", ("rollout.engine=sglang",), "SGLang does not look"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_its_weights_are_downloaded(
+    family: str, overrides: tuple[str, ...], words: str, published: tuple[Path, str], tmp_path: Path, asked: list[str]
+) -> None:
+    folder, address = published
+    config = {"model_type": family, "rope_parameters": {"partial_rotary_factor": 0.75}}
+    (folder / "config.json").write_text(json.dumps(config))
+    make_tiny_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    program = "import sys; from areal_rloo.config import load_config; from areal_rloo.models.files import policy_folder"
+    program += "; policy_folder('org/model', load_config('quickstart.yaml', sys.argv[1:]))"
+    done = _run(program, address, tmp_path, *overrides)
+    assert words in done.stderr
+    assert any(path.endswith("/config.json") for path in asked)
+    assert not any("safetensors" in path for path in asked)

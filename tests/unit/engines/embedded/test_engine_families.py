@@ -21,8 +21,9 @@ from transformers import (
 from areal_rloo.engines.embedded.families import FAMILIES
 from areal_rloo.errors import ModelError
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.folder import SERVED_FAMILIES, check_served, check_trainable
+from areal_rloo.models.folder import SERVED_FAMILIES, check_trainable
 from areal_rloo.models.loading import load_policy
+from areal_rloo.models.served import check_served
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -241,7 +242,7 @@ def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> 
     make_model("llama", {}).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
-    _assert_not_trained(tmp_path, r"is a stablelm model; the learner trains .*qwen2, qwen3, llama, .*take such a model")
+    _assert_not_trained(tmp_path, r"is a stablelm model, which is not among .*qwen2, qwen3, llama, .*take such a model")
 
 
 def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"is a cohere2 model, which the embedded engine does not serve; .*glm4"):
         check_served("model.path", tmp_path, "embedded")
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"is a cohere2 model; .*rollout\.engine=sglang"), serving(tmp_path):
+    with pytest.raises(ModelError, match=r"is a cohere2 model, which .*rollout\.engine"), serving(tmp_path):
         pass
 
 

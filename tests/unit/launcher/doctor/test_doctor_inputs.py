@@ -1,9 +1,11 @@
 """Models, data, functions, tools and SGLang's environment, each made to fail on real files."""
 
+import json
 import os
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.situations import config, found, only
@@ -36,7 +38,7 @@ def test_a_family_must_be_trained_and_served(model: Path) -> None:
     assert only(check_models, "ok", f"model.path={model}", "rollout.engine=sglang")
     (model / "config.json").write_text('{"model_type": "mixtral"}')
     finding = only(check_models, "wrong", f"model.path={model}", "rollout.engine=sglang")
-    assert "is a mixtral model; the learner trains dense decoder-only models of text: qwen2" in finding.what
+    assert "is a mixtral model, which is not among the families tested with the learner: qwen2" in finding.what
 
 
 def test_a_missing_shard_is_named(model: Path) -> None:
@@ -107,6 +109,15 @@ def test_a_model_missing_on_a_login_node_is_unsure() -> None:
     assert (finding.state, finding.what) == ("unsure", "/nowhere/model: not on this host")
 
 
+def _downloaded(model: Path, home: Path) -> Path:
+    """Move a model folder to where the hub's client keeps org/name, and return its place."""
+    cached = home / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    return model.rename(cached / "snapshots" / "abc")
+
+
 def test_a_hub_model_offline_is_wrong_unless_cached(model: Path, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path / "hf")}
     named = "model.path=org/name"
@@ -114,14 +125,50 @@ def test_a_hub_model_offline_is_wrong_unless_cached(model: Path, tmp_path: Path)
     offline = {**home, "HF_HUB_OFFLINE": "1"}
     finding = only(check_hub_models, "wrong", named, **offline)
     assert "not in " in finding.what and finding.fix.startswith("unset HF_HUB_OFFLINE")
-    cached = tmp_path / "hf" / "hub" / "models--org--name"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots").mkdir()
-    model.rename(cached / "snapshots" / "abc")
+    snapshot = _downloaded(model, tmp_path / "hf")
     assert only(check_hub_models, "ok", named, **offline).what == "org/name: downloaded, 12 parameters"
-    (cached / "snapshots" / "abc" / "model-00001-of-00002.safetensors").unlink()
+    (snapshot / "model-00001-of-00002.safetensors").unlink()
     assert "1 of its 2 files of weights are missing" in only(check_hub_models, "wrong", named, **offline).what
+    assert found(check_models, named, **offline) == [], "files may be missing, so nothing refuses the model"
+
+
+_PHI3 = {"model_type": "phi3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"model_type": "qwen2_moe"}, (), "is a qwen2_moe model"),
+        (_PHI3, ("rollout.engine=sglang",), "SGLang does not look"),
+        ({"model_type": "cohere2"}, (), "which the embedded engine does not serve"),
+        ({"model_type": "qwen2"}, ("learner.lora.targets=[nowhere]",), "expected names of linear layers"),
+        ({"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}, (), "is quantized"),
+    ],
+)
+def test_a_downloaded_model_is_refused_as_its_folder(
+    config: dict[str, Any], options: tuple[str, ...], words: str, model: Path, tmp_path: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    assert words in str(only(check_models, "wrong", f"model.path={model}", *options).error)
+    snapshot, home = _downloaded(model, tmp_path / "hf"), str(tmp_path / "hf")
+    assert words in str(only(check_models, "wrong", "model.path=org/name", *options, HF_HOME=home).error)
+    if "learner.lora.targets=[nowhere]" not in options:
+        (snapshot / "model-00001-of-00002.safetensors").unlink()
+        assert words in str(only(check_models, "wrong", "model.path=org/name", *options, HF_HOME=home).error)
+
+
+def test_a_downloaded_reference_is_refused_too(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "qwen2_moe"}')
+    _downloaded(model, tmp_path / "hf")
+    finding = only(check_models, "wrong", "model.reference.path=org/name", HF_HOME=str(tmp_path / "hf"))
+    assert str(finding.error).startswith("model.reference.path: ")
+
+
+def test_a_damaged_download_is_wrong(model: Path, tmp_path: Path) -> None:
+    """The hub's client would not download the file again."""
+    snapshot = _downloaded(model, tmp_path / "hf")
+    os.truncate(snapshot / "model-00001-of-00002.safetensors", 90)
+    assert "is not whole" in only(check_models, "wrong", "model.path=org/name", HF_HOME=str(tmp_path / "hf")).what
 
 
 def test_a_name_unknown_to_the_hub_is_wrong(server: str, tmp_path: Path) -> None:
