@@ -61,9 +61,9 @@ _FAULTS = {"failure_share": 0.02, "deaths_per_s": 1.0}
 def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # a line for each failed sample
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else 5
     for num_workers in (2, 16) if quick else SIZES:
-        fleet = Fleet(num_workers, 0.5 if quick else 2.0)
+        fleet = Fleet(num_workers, 0.5 if quick else 1.5)
         rates = {"intake": fleet.full, "raw": fleet.raw}
         pair = [("intake", "raw")]
         yield Case(f"rate_{num_workers}", "samples/s", rates, pair, rounds, larger_is_better=True, facts=fleet.facts)
