@@ -97,6 +97,11 @@ def test_a_straggler_past_the_bound_is_masked_or_waited_for() -> None:
     assert max(step.wait_s for step in waited) > 1.5 * max(step.wait_s for step in masked)
 
 
+def test_an_engine_stands_still_for_the_prompt_of_each_group() -> None:
+    steps = run(EQUAL, {"prefill_s": 0.02}, max_staleness=4, pipeline_depth=4)
+    assert rate(steps) == pytest.approx(1 / ((0.001 + 16 * 0.0001) / 16 + 0.02 / 200), rel=0.02)
+
+
 def test_an_evaluation_takes_decode_time_from_training() -> None:
     plain, evaluated = run(MIXED), run(MIXED, num_eval=64, eval_every=1)
     assert rate(evaluated) < 0.75 * rate(plain)
