@@ -34,7 +34,7 @@ from benchmarks.harness import Benchmark, Case, timed
 SIZES = ((1, 64, 500), (8, 64, 500), (8, 64, 2000), (64, 512, 2000))
 _VERSION = 10
 _LONGEST = 8192
-_COPIES = 5  # a single copy of the smallest batch takes about a millisecond
+_COPIES = 15  # a single copy of the smallest batch takes about a millisecond
 
 
 class Counted(Ranks):
@@ -63,7 +63,7 @@ class Uncomputed(LearnerRank):
 def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
     for num_ranks, num_groups, median in ((2, 2, 50),) if quick else SIZES:
-        yield _case(num_ranks, num_groups, median, rounds=2 if quick else 5)
+        yield _case(num_ranks, num_groups, median, rounds=2 if quick else 7)
 
 
 def _case(num_ranks: int, num_groups: int, median: int, *, rounds: int) -> Case:
