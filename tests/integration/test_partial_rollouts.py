@@ -20,6 +20,7 @@ LONG = (
     "wire.record=true",
     "data.eval=null",
     "learner.num_train_steps=4",
+    "algorithm.max_staleness=4",  # on a slow machine too, no group is past the deadline, where a sample begins anew
     "learner.num_minibatches=2",
     "learner.microbatch_tokens=4096",
     "rollout.num_workers=2",
