@@ -11,11 +11,10 @@ from areal_rloo.advice.calibration import LEAST_RECORDS, Load, calibrated, setup
 from areal_rloo.advice.simulation import Setup, simulate
 from areal_rloo.config import Config
 from areal_rloo.errors import DataError
-from areal_rloo.telemetry.bound import bound_by
+from areal_rloo.telemetry.bound import WINDOW, bound_by
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 FIRST, LAST = 6, 25  # the steps that a forecast counts: the first are of a pipeline that fills
-WINDOW = 20  # steps of a run that its sentence is about
 _MOST_SAMPLES = 8192  # of a step
 _WORTH = 0.98  # of the best throughput: a smaller depth is worth the rest
 _ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh")

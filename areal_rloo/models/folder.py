@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -241,10 +241,10 @@ def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_layers(key: str, folder: Path) -> None:
-    """Raise ModelError if a decoder layer of config.json lacks a parameter that another layer has in the files."""
+def check_layers(key: str, folder: Path, stored: Iterable[str]) -> None:
+    """Raise ModelError if a decoder layer of config.json lacks a stored parameter that another layer has, by name."""
     number = read_config(key, folder).get("num_hidden_layers")
-    found = [match for name in stored_tensors(key, folder) if (match := _OF_LAYER.fullmatch(name))]
+    found = [match for name in stored if (match := _OF_LAYER.fullmatch(name))]
     prefixes, ends = {match[1] for match in found}, {match[3] for match in found}
     if not isinstance(number, int) or len(prefixes) != 1 or number > _MOST_LAYERS:
         return

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from areal_rloo.telemetry.records import TrainRecord
 
+WINDOW = 20  # steps that a sentence about a run is about
 _SMALL = 0.05  # share of the time
 _ALIKE = 1 / 3  # ratio of the shares
 

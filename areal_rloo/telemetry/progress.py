@@ -15,14 +15,13 @@ from rich.live import Live
 from rich.text import Text
 
 from areal_rloo.errors import printable
-from areal_rloo.telemetry.bound import bound_of
+from areal_rloo.telemetry.bound import WINDOW, bound_of
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 logger = get_logger(__name__)
 
 _PLAIN_EVERY_S = 2.0
-_NUM_RECENT = 20  # steps that the bottleneck is about
 _MOST_FIXED = 1e12  # larger numbers are written with an exponent
 
 
@@ -55,7 +54,7 @@ class Progress:
         self._num_train_steps = num_train_steps
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
-        self._recent: deque[TrainRecord] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[TrainRecord] = deque(maxlen=WINDOW)
         self._eval: EvalRecord | None = None
         self._num_failed = 0  # checkpoints, according to the last train record
         self._printed_s = -_PLAIN_EVERY_S

@@ -101,8 +101,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
                 _check_downloaded(key, path, situation)
             else:
                 _check_family(key, folder, situation.config)
-                check_policy_weights(key, folder)
-                check_layers(key, folder)
+                check_layers(key, folder, check_policy_weights(key, folder))
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
@@ -118,8 +117,7 @@ def _check_downloaded(key: str, name: str, situation: Situation) -> None:
     whole = not missing_files(folder)
     _check_family(key, folder, situation.config, with_weights=whole)
     if whole:
-        check_policy_weights(key, folder)
-        check_layers(key, folder)
+        check_layers(key, folder, check_policy_weights(key, folder))
 
 
 def _check_tiny(key: str, config: Config) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from areal_rloo.engines.embedded.families import Architecture
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher.doctor.inputs import check_models
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_layers
+from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_layers, stored_tensors
 from areal_rloo.models.tiny import make_tiny_tokenizer
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
@@ -84,4 +84,4 @@ def test_a_layer_without_weights_is_refused_before_a_start(lost: str, tmp_path: 
     finding = only(check_models, "wrong", named)
     assert f"has no weights for model{lost.rstrip('.')}" in finding.what
     with pytest.raises(ModelError, match="expected num_hidden_layers=4 equal layers"):
-        check_layers("model.path", tmp_path)
+        check_layers("model.path", tmp_path, stored_tensors("model.path", tmp_path))
