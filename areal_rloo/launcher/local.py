@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         hosts = described_hosts(launcher) if several else [shown]
         say_first(options.config, hosts, "" if several else described)
     elif not several:
-        say_first(options.config, [real_host(launcher)])
+        say_first(options.config, [real_host(launcher)], starts=True)
     absent = check(options.config, runs_here=not several, dry_run=options.dry_run)
     folder = choose_folder(options.config, resume=options.resume)
     if not several:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from areal_rloo.config import Config
+from areal_rloo.engines.installed import find_python, package_of
 from areal_rloo.errors import ConfigError, PreflightError
 from areal_rloo.launcher.placement import Host, gpus_each, shares_gpus
 
@@ -84,11 +85,8 @@ def pair_of(config: Config, hosts: Sequence[Host], *, same_host: bool) -> Pair |
         return None
     if config.weights_transport(same_host=same_host) != "collective":
         return None
-    from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.server import find_python  # noqa: PLC0415 - imports torch
-
     try:
-        python = find_python(kind_of(engine), server, on_gpus=True)
+        python = find_python(package_of(engine), server, on_gpus=True)
     except ConfigError:
         return None  # the doctor's check of the server reports the error
     return Pair(_installed(sys.executable), _installed(python), python)

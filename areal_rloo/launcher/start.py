@@ -132,15 +132,21 @@ def parse(
     return Options(config, known.dry_run, known.json, known.resume, vars(known))
 
 
-def say_first(config: Config, hosts: Sequence[Host], described: str = "") -> None:
+def say_first(config: Config, hosts: Sequence[Host], described: str = "", *, starts: bool = False) -> None:
     """Say before all checks which GPUs are only described, and which GPUs a config for GPUs needs if there is none.
+
+    `starts`: a run starts on this host, which needs the server too.
 
     Raises:
         PreflightError: a device is `cuda`, and there is no GPU.
+        ConfigError: there is neither a GPU nor the server.
     """
     words = gpu_need(config, hosts, model_sizes(config, os.environ))
     if words and "cuda" in (config.learner.device, config.rollout.device):
         raise PreflightError(words)
+    for finding in check_server(Situation(config)) if words and starts else ():
+        if finding.error is not None:
+            raise ConfigError(f"{words}; besides, {finding.error}")
     for line in filter(None, (described, words)):
         _say(line)
 

@@ -20,7 +20,7 @@ import yaml
 
 from areal_rloo import errors
 from areal_rloo.config import load_config
-from areal_rloo.engines.sglang import TESTED_VERSION
+from areal_rloo.engines.installed import SGLANG
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.start import placed
 
@@ -84,7 +84,7 @@ def test_the_files_of_the_image_exist_and_reach_docker() -> None:
 
 def test_the_image_has_the_tested_sglang_and_the_ray_of_the_manifest() -> None:
     image = DOCKERFILE.read_text()
-    assert f"ARG SGLANG_VERSION={TESTED_VERSION}\n" in image
+    assert f"ARG SGLANG_VERSION={SGLANG.tested_version}\n" in image
     assert re.search(r"-c constraints\.txt '\.\[\S*\bray\b", image)
     version = _ray_job()["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"ray=={version}" in (REPO / "constraints.txt").read_text().splitlines()

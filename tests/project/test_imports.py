@@ -52,6 +52,19 @@ def test_the_launcher_starts_without_torch() -> None:
     assert python(code).split() == ["False", "False"]
 
 
+def test_a_launcher_refuses_a_machine_without_gpu_and_server_before_torch() -> None:
+    code = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from areal_rloo.errors import UserError
+from areal_rloo.launcher import local
+try:
+    local.main(["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"])
+except UserError as error:
+    print("no GPU" in str(error), "found none at /nowhere/python" in str(error), "torch" in sys.modules)"""
+    assert python(code).split() == ["True", "True", "False"]
+
+
 @pytest.mark.parametrize(
     ("library", "homes"),
     [

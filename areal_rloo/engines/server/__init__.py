@@ -10,8 +10,6 @@ starts the process, `client` speaks HTTP. `model_folder` reads and writes weight
 
 from areal_rloo.engines.server.api import BucketLayout, ServerKind, ServerPlan, UpdateGroup
 from areal_rloo.engines.server.engine import ServerEngine, ServerStatistics
-from areal_rloo.engines.server.process import find_python, remedy
-from areal_rloo.engines.server.supervision import find_api_key
 
 __all__ = [
     "BucketLayout",
@@ -20,7 +18,4 @@ __all__ = [
     "ServerPlan",
     "ServerStatistics",
     "UpdateGroup",
-    "find_api_key",
-    "find_python",
-    "remedy",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from areal_rloo.engines.installed import ServerPackage
 from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.client import ServerClient
 from areal_rloo.engines.server.flights import Flight
@@ -194,22 +195,12 @@ class ServerKind(Protocol):
     """A kind of server.
 
     Attributes:
-        name: as in messages.
-        key: section of the config.
-        distribution: Python package of the server.
-        folder: where `make` puts an environment of its own, relative to the current folder.
-        tested_version: of the package.
-        shim: module of an environment from `make`, for machines without a GPU.
+        package: of the server.
         health: path of a GET; answers only if the engine behind the server answers.
         harmless: words of log entries without the cause of the end of a server.
     """
 
-    name: ClassVar[str]
-    key: ClassVar[str]
-    distribution: ClassVar[str]
-    folder: ClassVar[str]
-    tested_version: ClassVar[str]
-    shim: ClassVar[str]
+    package: ClassVar[ServerPackage]
     health: ClassVar[str]
     harmless: ClassVar[tuple[str, ...]]
 

@@ -1,4 +1,4 @@
-"""The process of a managed server: find a Python with the server, start and kill the process.
+"""The process of a managed server: start and kill the process.
 
 The server runs in a separate session, so a signal to the session also ends the server's children, even if these are
 stopped. If this process is killed, Linux kills the server, and the children end with the server.
@@ -12,14 +12,11 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
-from importlib.metadata import distributions
 from pathlib import Path
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server.api import Arguments, ServerKind, ServerPlan
-from areal_rloo.errors import ConfigError
 from areal_rloo.files import ScratchFolder, open_private
 from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.ports import ReservedPorts
@@ -28,7 +25,6 @@ from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
-_VERSION_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 30.0
 _TAIL_BYTES = 64 * 1024
 _START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
@@ -104,46 +100,6 @@ class ServerProcess:
     def _clear(self) -> None:
         self.forget_secrets()
         self._reserved.close()
-
-
-def remedy(kind: ServerKind, *, on_gpus: bool) -> str:
-    """Return how to install the server, for messages."""
-    apart = f"in an environment of its own and name its bin/python as {kind.key}.python (docs/engines.md)"
-    if on_gpus:
-        return f"run pip install '{kind.distribution}=={kind.tested_version}' {apart}"
-    return f"run make {kind.distribution}, or pip install '{kind.distribution}=={kind.tested_version}' {apart}"
-
-
-def find_python(kind: ServerKind, config: ServerConfig, *, on_gpus: bool) -> str:
-    """Return the Python that runs the server.
-
-    Raises:
-        ConfigError: there is no such Python, none with the server, or only an environment from `make`, for machines
-            without a GPU, although the server runs on GPUs.
-    """
-    # The distribution, not the module: any folder of that name on the path can be imported as a namespace package.
-    if config.python is None and any(distributions(name=kind.distribution)):
-        return sys.executable
-    python, key = config.python or str(Path(kind.folder).absolute() / "bin" / "python"), f"{kind.key}.python"
-    fix = remedy(kind, on_gpus=on_gpus)
-    if not os.access(python, os.X_OK):
-        words = f"{key}: expected a Python that has {kind.distribution}, found none at {python}; {fix}"
-        raise ConfigError(words, absent=True)
-    ask = (
-        "from importlib.metadata import version; from importlib.util import find_spec; "
-        f"version({kind.distribution!r}); print(find_spec({kind.shim!r}) and 'for CPUs')"
-    )
-    try:
-        asked = subprocess.run(
-            [python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{key}: {python} cannot be run: {error}; {fix}") from error
-    if asked.returncode != 0:
-        raise ConfigError(f"{key}: {python} has no {kind.distribution}; {fix}", absent=True)
-    if on_gpus and asked.stdout.strip() == "for CPUs":
-        raise ConfigError(f"{key}: {python} has the {kind.name} of make {kind.distribution}, which uses no GPU; {fix}")
-    return python
 
 
 def in_words(options: Arguments) -> list[str]:

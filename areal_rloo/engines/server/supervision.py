@@ -8,16 +8,16 @@ is noticed at once. A hanging server misses the deadline of an update call, or d
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.installed import find_api_key, find_python
 from areal_rloo.engines.server.api import Connection, Pause, ServerApi, ServerKind, ServerPlan
 from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
-from areal_rloo.engines.server.process import ServerProcess, find_python
+from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.server.readback import sample_of_files
 from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
@@ -38,23 +38,6 @@ _RESTART_BACKOFF_S = (0.0, 2.0, 5.0, 15.0)
 _HEALTHY_PERIOD_S = 300.0  # after this time, earlier restarts are not counted
 
 
-def find_api_key(kind: ServerKind, config: ServerConfig) -> str | None:
-    """Return the key of external servers; None if they have no key.
-
-    Raises:
-        ConfigError: the environment variable is not set.
-    """
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError(
-            f"{kind.key}.api_key_env: expected the servers' key in the environment variable {config.api_key_env}, got "
-            "nothing; set it, or leave the option out for servers without a key"
-        )
-    return key
-
-
 class _Server:
     """The common part."""
 
@@ -63,6 +46,7 @@ class _Server:
     ) -> None:
         self.health = kind.health
         self._kind = kind
+        self._package = kind.package
         self._config = config
         self._plan = plan
         self._stored = stored
@@ -94,7 +78,7 @@ class _Server:
         """
         found = api.capabilities
         if found.digest is None:
-            why: str | None = f"{self._kind.name} {found.version} with these options gives no digests that we know"
+            why: str | None = f"{self._package.name} {found.version} with these options gives no digests that we know"
         else:
             sample, names = await asyncio.to_thread(self._known, found.digest)
             try:
@@ -160,7 +144,7 @@ class ManagedServer(_Server):
 
     async def _start(self) -> Connection:
         python = await asyncio.to_thread(
-            find_python, self._kind, self._config, on_gpus=self._plan.device.startswith("cuda")
+            find_python, self._kind.package, self._config, on_gpus=self._plan.device.startswith("cuda")
         )
         process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
@@ -168,7 +152,7 @@ class ManagedServer(_Server):
         pause: Pause = "retract" if self._plan.prefix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
         try:
-            return await self._connected(client, label, key=f"{self._kind.key}.arguments", pause=pause)
+            return await self._connected(client, label, key=f"{self._package.key}.arguments", pause=pause)
         except EngineError as error:  # of the first request, for example: the model does not run on this device
             words = f"{error}; the server's last error: {process.last_words()}; its log is {process.log}"
             raise EngineError(words) from error
@@ -189,11 +173,11 @@ class ManagedServer(_Server):
             except EngineError as error:
                 if time.monotonic() > ends_s:
                     raise ConfigError(
-                        f"{self._kind.key}.start_timeout_s: the server was not ready within "
+                        f"{self._package.key}.start_timeout_s: the server was not ready within "
                         f"{self._config.start_timeout_s:g} s ({error}); its log is {self._log}"
                     ) from error
             await asyncio.sleep(_POLL_S)
-        raise ConfigError(f"{self._kind.key}: {why}")
+        raise ConfigError(f"{self._package.key}: {why}")
 
 
 class ExternalServer(_Server):
@@ -212,9 +196,9 @@ class ExternalServer(_Server):
     async def open(self) -> Connection:
         """Wait until the server answers; raises the errors of `ManagedServer.open`."""
         if not self._was_open:  # later, the variable is gone (rollout/engines.py)
-            self._api_key = find_api_key(self._kind, self._config)
+            self._api_key = find_api_key(self._kind.package, self._config)
         client = ServerClient(self._url, api_key=self._api_key)
-        key, label = f"{self._kind.key}.urls: {self._url}", self._until_it_answers(client)
+        key, label = f"{self._package.key}.urls: {self._url}", self._until_it_answers(client)
         connection = await self._connected(client, label, key=key, pause=self._config.pause)
         self._was_open = True
         return connection
@@ -231,7 +215,7 @@ class ExternalServer(_Server):
             except ServerRefusedError as error:
                 if error.status in (401, 403) and not self._was_open:
                     raise ConfigError(
-                        f"{self._kind.key}.api_key_env: {self._url} refuses the key ({error}); name the environment "
+                        f"{self._package.key}.api_key_env: {self._url} refuses the key ({error}); name the environment "
                         "variable with the server's key"
                     ) from error
                 trouble: Exception = error
@@ -244,7 +228,7 @@ class ExternalServer(_Server):
             now_s = time.monotonic()
             if not self._was_open and now_s - started_s > self._config.start_timeout_s:
                 raise ConfigError(
-                    f"{self._kind.key}.urls: {self._url} did not answer within {self._kind.key}.start_timeout_s="
+                    f"{self._package.key}.urls: {self._url} did not answer within {self._package.key}.start_timeout_s="
                     f"{self._config.start_timeout_s:g} s ({trouble}); start the server, or correct the url"
                 )
             if now_s - warned_s > _WARN_EVERY_S:

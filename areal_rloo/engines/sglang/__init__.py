@@ -6,6 +6,6 @@ and `readback` compares a sample of the server's parameters with them.
 """
 
 from areal_rloo.engines.sglang.api import SGLang
-from areal_rloo.engines.sglang.capabilities import TESTED_VERSION, Capabilities
+from areal_rloo.engines.sglang.capabilities import Capabilities
 
-__all__ = ["TESTED_VERSION", "Capabilities", "SGLang"]
+__all__ = ["Capabilities", "SGLang"]

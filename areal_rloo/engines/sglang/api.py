@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from areal_rloo.engines import installed
 from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
 from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
 from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.sglang.capabilities import (
-    TESTED_VERSION,
     Capabilities,
     ask_capabilities,
     check_capabilities,
@@ -27,12 +27,7 @@ class SGLang:
     """The kind of server; `capabilities` replace a question to the server."""
 
     capabilities: Capabilities | None = None
-    name: ClassVar = "SGLang"
-    key: ClassVar = "rollout.sglang"
-    distribution: ClassVar = "sglang"
-    folder: ClassVar = ".venv-sglang"
-    tested_version: ClassVar = TESTED_VERSION
-    shim: ClassVar = "areal_rloo_sglang"
+    package: ClassVar = installed.SGLANG
     health: ClassVar = "/health"
     harmless: ClassVar[tuple[str, ...]] = ("freeze_gc failed",)  # SGLang logs this at every start, before it listens
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from areal_rloo.engines.installed import SGLANG
 from areal_rloo.engines.server.answers import Count, typed
 from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError, fields_of, paths_of
 from areal_rloo.errors import ConfigError, EngineError, shortened
 from areal_rloo.models.fingerprint import Digest
 
-TESTED_VERSION = "0.5.23"
 NEEDED = {
     "/generate": ("input_ids", "sampling_params", "return_logprob", "rid"),
     "/abort_request": ("rid", "abort_all"),
@@ -163,6 +163,6 @@ def check_capabilities(
 
 def too_early(lacks: str, *, version: str = "of unknown version") -> ConfigError:
     return ConfigError(
-        f"rollout.sglang: the server is SGLang {version} and has {lacks}; install sglang=={TESTED_VERSION} in its "
-        "environment"
+        f"rollout.sglang: the server is SGLang {version} and has {lacks}; install sglang=={SGLANG.tested_version} in "
+        "its environment"
     )

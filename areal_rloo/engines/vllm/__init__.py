@@ -6,6 +6,6 @@ and compares a sample of the server's parameters with them. `inside` runs in vLL
 """
 
 from areal_rloo.engines.vllm.api import VLLM
-from areal_rloo.engines.vllm.capabilities import TESTED_VERSION, Capabilities
+from areal_rloo.engines.vllm.capabilities import Capabilities
 
-__all__ = ["TESTED_VERSION", "VLLM", "Capabilities"]
+__all__ = ["VLLM", "Capabilities"]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from areal_rloo.engines import installed
 from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Arguments, Pause, ServerPlan, UpdateMode
 from areal_rloo.engines.server.client import ServerClient, ServerRefusedError
 from areal_rloo.engines.server.flights import Flight
 from areal_rloo.engines.vllm.capabilities import (
-    TESTED_VERSION,
     Capabilities,
     ask_capabilities,
     check_capabilities,
@@ -30,12 +30,7 @@ class VLLM:
     """The kind of server; `capabilities` replace a question to the server."""
 
     capabilities: Capabilities | None = None
-    name: ClassVar = "vLLM"
-    key: ClassVar = "rollout.vllm"
-    distribution: ClassVar = "vllm"
-    folder: ClassVar = ".venv-vllm"
-    tested_version: ClassVar = TESTED_VERSION
-    shim: ClassVar = "areal_rloo_vllm_forks"
+    package: ClassVar = installed.VLLM
     health: ClassVar = "/is_paused"  # /health asks the engine nothing
     harmless: ClassVar[tuple[str, ...]] = ("WARNING", "EngineDeadError", "EngineCore encountered")
 

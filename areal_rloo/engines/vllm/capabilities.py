@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from areal_rloo.engines.installed import VLLM
 from areal_rloo.engines.server.answers import Count, typed
 from areal_rloo.engines.server.client import Json, ServerClient, ServerRefusedError, paths_of
 from areal_rloo.errors import ConfigError, EngineError
 from areal_rloo.models.fingerprint import Digest
 
-TESTED_VERSION = "0.32.0"
 _PROTOCOL = 1  # of inside/areal_rloo_vllm.py
 _NEEDED = {
     "/inference/v1/generate": "start it with --enable-scale-out",
     "/inference/v1/abort_requests": "start it with --enable-scale-out",
     **dict.fromkeys(
         ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"),
-        f"start it with VLLM_SERVER_DEV_MODE=1, or install vllm=={TESTED_VERSION} in its environment",
+        f"start it with VLLM_SERVER_DEV_MODE=1, or install vllm=={VLLM.tested_version} in its environment",
     ),
 }
 _PROBE_TIMEOUT_S = 300.0  # the first request may compile kernels
@@ -74,7 +74,7 @@ async def ask_capabilities(client: ServerClient, *, timeout_s: float) -> Capabil
     except (ServerRefusedError, KeyError) as error:
         if isinstance(error, ServerRefusedError) and error.status != 404:
             raise
-        raise unfit(f"lacks an endpoint: {error}", f"install vllm=={TESTED_VERSION} in its environment") from error
+        raise unfit(f"lacks an endpoint: {error}", f"install vllm=={VLLM.tested_version} in its environment") from error
     for path, remedy in _NEEDED.items():
         if path not in paths_of(description):
             raise unfit(f"has no endpoint {path}", remedy, version=version)
@@ -109,7 +109,7 @@ def read_capabilities(version: str, models: Json, ranks: list[Any], *, probe: Js
             digest=None if facts["quantization"] else "sha256",
         )
     except (KeyError, IndexError, TypeError, AttributeError, EngineError) as error:
-        remedy = f"install vllm=={TESTED_VERSION} in its environment"
+        remedy = f"install vllm=={VLLM.tested_version} in its environment"
         raise unfit(f"answers without {error}", remedy, version=version) from error
 
 

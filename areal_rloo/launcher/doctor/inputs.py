@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, import_function
+from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
 from areal_rloo.errors import ConfigError, DataError, ModelError, UserError, install
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.launcher.placement import gpus_each
@@ -42,16 +43,13 @@ def check_server(situation: Situation) -> Iterator[Finding]:
     rollout = situation.config.rollout
     if rollout.engine == "embedded" or (server := rollout.server) is None:
         return
-    from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.server import find_api_key, find_python  # noqa: PLC0415 - imports torch
-
-    kind = kind_of(rollout.engine)
-    key = f"{kind.key}.api_key_env" if server.urls else f"{kind.key}.python"
+    package = package_of(rollout.engine)
+    key = f"{package.key}.api_key_env" if server.urls else f"{package.key}.python"
     try:
         if server.urls:
-            find_api_key(kind, server)
+            find_api_key(package, server)
         else:
-            yield ok(key, find_python(kind, server, on_gpus=_engine_has_gpus(situation)))
+            yield ok(key, find_python(package, server, on_gpus=_engine_has_gpus(situation)))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
 
@@ -61,24 +59,21 @@ def check_server_imports(situation: Situation) -> Iterator[Finding]:
     rollout = situation.config.rollout
     if rollout.engine == "embedded" or (server := rollout.server) is None or server.urls:
         return
-    from areal_rloo.engines.kinds import kind_of  # noqa: PLC0415 - imports torch
-    from areal_rloo.engines.server import find_python, remedy  # noqa: PLC0415 - imports torch
-
-    kind, on_gpus = kind_of(rollout.engine), _engine_has_gpus(situation)
-    key, name = f"{kind.key}.python", kind.distribution
+    package, on_gpus = package_of(rollout.engine), _engine_has_gpus(situation)
+    key, name = f"{package.key}.python", package.distribution
     try:
-        python = find_python(kind, server, on_gpus=on_gpus)
+        python = find_python(package, server, on_gpus=on_gpus)
     except ConfigError:
         return  # `check_server` reports the error
     ask = f"import {name}, torch; print(f'{name} {{{name}.__version__}} with torch {{torch.__version__}}')"
     _, seen = last_line([python, "-c", ask], timeout_s=_IMPORT_S)
     if not seen.startswith(f"{name} "):
-        yield wrong(key, f"{name} cannot be imported: {seen}", remedy(kind, on_gpus=on_gpus))
-    elif seen.split()[1] == kind.tested_version:
+        yield wrong(key, f"{name} cannot be imported: {seen}", remedy(package, on_gpus=on_gpus))
+    elif seen.split()[1] == package.tested_version:
         yield ok(key, seen)
     else:
-        fix = f"pip install '{name}=={kind.tested_version}' there"
-        yield unsure(key, f"{seen}; tested is {kind.tested_version}", fix)
+        fix = f"pip install '{name}=={package.tested_version}' there"
+        yield unsure(key, f"{seen}; tested is {package.tested_version}", fix)
 
 
 def _engine_has_gpus(situation: Situation) -> bool:

@@ -11,12 +11,12 @@ from support.patience import eventually
 
 from areal_rloo.config import Config, RolloutConfig, ServerConfig
 from areal_rloo.config.schema import validate
-from areal_rloo.engines.server import ServerKind, ServerPlan, find_python
+from areal_rloo.engines.installed import SGLANG, VLLM, ServerPackage, find_python
+from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.model_folder import WeightsFolder
 from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.sglang.command import command_line, environment
-from areal_rloo.engines.vllm import VLLM
 from areal_rloo.errors import ConfigError
 from areal_rloo.models.stored import stored_parameters
 
@@ -187,22 +187,24 @@ def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"found none at .*venv-sglang"):
-        find_python(SGLang(), ServerConfig(), on_gpus=False)
+        find_python(SGLANG, ServerConfig(), on_gpus=False)
 
 
-@pytest.mark.parametrize("kind", [SGLang(), VLLM()])
-def test_an_environment_for_cpus_is_refused_for_gpus(kind: ServerKind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", [SGLANG, VLLM])
+def test_an_environment_for_cpus_is_refused_for_gpus(package: ServerPackage, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
-    (packages / f"{kind.distribution}-1.0.dist-info").mkdir(parents=True)
-    (packages / f"{kind.distribution}-1.0.dist-info" / "METADATA").write_text("Version: 1.0\n")
+    (packages / f"{package.distribution}-1.0.dist-info").mkdir(parents=True)
+    (packages / f"{package.distribution}-1.0.dist-info" / "METADATA").write_text("Version: 1.0\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     config = ServerConfig(python=str(python))
-    assert find_python(kind, config, on_gpus=True) == str(python)
-    shims = Path(__file__).resolve().parents[3] / kind.distribution / "shims"
-    (packages / f"{kind.shim}.py").write_bytes((shims / f"{kind.shim}.py").read_bytes())
-    assert find_python(kind, config, on_gpus=False) == str(python)
-    with pytest.raises(ConfigError, match=rf"make {kind.distribution}, which uses no GPU; run pip install '") as raised:
-        find_python(kind, config, on_gpus=True)
+    assert find_python(package, config, on_gpus=True) == str(python)
+    shims = Path(__file__).resolve().parents[3] / package.distribution / "shims"
+    (packages / f"{package.shim}.py").write_bytes((shims / f"{package.shim}.py").read_bytes())
+    assert find_python(package, config, on_gpus=False) == str(python)
+    with pytest.raises(
+        ConfigError, match=rf"make {package.distribution}, which uses no GPU; run pip install '"
+    ) as raised:
+        find_python(package, config, on_gpus=True)
     assert "run make" not in str(raised.value)

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.client import ServerClient
-from areal_rloo.engines.vllm import TESTED_VERSION, VLLM, Capabilities
+from areal_rloo.engines.vllm import VLLM, Capabilities
 from areal_rloo.engines.vllm.capabilities import ask_capabilities, check_capabilities, read_capabilities
 from areal_rloo.errors import ConfigError
 
@@ -154,6 +154,8 @@ def test_the_environment_of_a_server_finds_the_extension(monkeypatch: pytest.Mon
 
 def test_every_file_names_the_tested_version() -> None:
     repo = Path(__file__).resolve().parents[4]
-    assert f"\nvllm-cpu=={TESTED_VERSION}\n" in (repo / "tests" / "vllm" / "requirements.txt").read_text()
-    assert (repo / "tests" / "vllm" / "shims" / f"vllm-{TESTED_VERSION}+cpu.dist-info" / "METADATA").is_file()
-    assert f"'vllm=={TESTED_VERSION}'" in (repo / "docs" / "engines.md").read_text()
+    assert f"\nvllm-cpu=={VLLM.package.tested_version}\n" in (repo / "tests" / "vllm" / "requirements.txt").read_text()
+    assert (
+        repo / "tests" / "vllm" / "shims" / f"vllm-{VLLM.package.tested_version}+cpu.dist-info" / "METADATA"
+    ).is_file()
+    assert f"'vllm=={VLLM.package.tested_version}'" in (repo / "docs" / "engines.md").read_text()
