@@ -1,12 +1,19 @@
 """Check that a packed row has the logprobs of transformers' own forward, for a small copy of a model's architecture.
 
-The copy keeps every option that changes a forward (types of layers, caps, scales, biases, rotary positions), has random
-weights and windows of a few tokens, and takes a tenth of a second. Rank 0 makes the check before weights are loaded.
+The copy keeps every option that changes a forward (types of layers, caps, scales, biases, rotary positions). It has
+random weights in float64, which keeps rounding apart from real differences, and windows of a few tokens. The check
+takes less than three seconds; rank 0 makes it before weights are loaded.
+
+Of a family that `models/trainable.py` does not list, the copy has more layers, for options such as "each 8th layer has
+full attention". A launcher makes this check too, in a process: `python -m areal_rloo.models.equality FOLDER TOKENS`.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,15 +24,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.files import model_folder, reading_model
-from areal_rloo.models.folder import check_trainable
 from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, tested
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
 
 _LENGTHS = [21, 5, 13]  # longer and shorter than the window
 _WINDOW = 8
+_WINDOWS = re.compile(r"window|chunk|^original_max_position")  # names of options that are numbers of tokens
 _VOCABULARY = 97
-_NUM_LAYERS = 4
+_NUM_LAYERS, _NUM_LAYERS_UNLISTED = 4, 16
 _MOST_NATS = 1e-4
 _LEAST_NATS = 1e-2  # by which logprobs change if a sequence sees its neighbours
 
@@ -39,27 +50,58 @@ def check_equality(path: str, *, context_tokens: int) -> None:
     folder = model_folder(path)
     check_trainable("model.path", folder, context_tokens=context_tokens)
     with reading_model(path):
-        model = small_model(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        difference, seen = compare(model)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    listed = tested(config.to_dict())
+    if listed:
+        with reading_model(path):
+            model = small_model(config)
+            difference, seen = compare(model)
+    else:
+        check_policy("model.path", path, config.to_dict(), context_tokens=context_tokens)  # with the default options
+        model, difference, seen = _compared(path, config)
     if beside := model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         raise ModelError(
             f"model.path: {path}: {min(beside)} is no parameter, but part of the weights; expected parameters alone, "
             "which the learner trains, broadcasts and saves; take another model"
         )
-    assert seen > _LEAST_NATS, f"the check of {path} cannot see a wrong row: {seen} nats"
+    if not seen > _LEAST_NATS:
+        raise ModelError(
+            f"model.path: {path}: logprobs of a {config.model_type} model differ by only {seen:.2g} nats if a sequence "
+            f"sees its neighbours, expected more than {_LEAST_NATS}, or the check of packed rows proves nothing; take "
+            "another model"
+        )
     if not difference < _MOST_NATS:
         raise ModelError(
             f"model.path: {path}: logprobs of a packed row differ by {difference:.2g} nats from those of transformers "
             f"{transformers.__version__}, expected less than {_MOST_NATS}; the learner cannot train this "
             "model; take another model"
         )
+    if not listed:
+        logger.warning(
+            "%s is a %s model, which no test compares with transformers; a small copy with random weights has the "
+            "logprobs of transformers; estimates of memory are those of a Llama",
+            *(path, config.model_type),
+        )
+
+
+def _compared(path: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, float, float]:
+    """Make and compare the small copy of an unlisted family; the learner cannot train what fails in any way."""
+    try:
+        model = small_model(config)
+        return model, *compare(model)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"model.path: {path} is a {config.model_type} model, and the check whether the learner computes its "
+            f"logprobs fails ({type(error).__name__}: {reason}); take a model of {TESTED_ONES}"
+        ) from error
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small random float32 model of this architecture, in eval mode; the same for every call."""
+    """Make a small random float64 model of this architecture, in eval mode; the same for every call."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(_small(config), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_small(config), dtype=torch.float64)
         _randomize(model.eval())
     return model
 
@@ -88,29 +130,34 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     assert sizes is not None, "the learner trains families whose config.json has all sizes"
     heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     small.vocab_size = _VOCABULARY
-    small.num_hidden_layers = _NUM_LAYERS
     small.num_attention_heads = 4
     small.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     small.hidden_size = 4 * size
     small.intermediate_size = 8 * size
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        small.layer_types = _some_of_each(kinds)
-    rotated = getattr(config, "no_rope_layers", None)  # of smollm3; by layer: 0 or 1
-    if rotated is not None:
-        small.no_rope_layers = _some_of_each(rotated)
-    if getattr(config, "sliding_window", None) is not None:
-        small.sliding_window = _WINDOW
+    small.num_hidden_layers = number = _NUM_LAYERS if tested(config.to_dict()) else _NUM_LAYERS_UNLISTED
+    for name, value in vars(small).items():
+        if isinstance(value, list) and len(value) == sizes.num_layers and not isinstance(value[0], (list, dict)):
+            setattr(small, name, _some_of_each(value, number))  # layer_types, or no_rope_layers of smollm3: 0 or 1
+    _shrink_windows(vars(small))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, name, None)
+        setattr(small, name, 0)
     made: PreTrainedConfig = small
     return made
 
 
-def _some_of_each(kinds: list[Any]) -> list[Any]:
-    """Return the first kinds of layers, for as many layers as the copy has, or some of each kind if these lack any."""
-    covered = len(kinds) >= _NUM_LAYERS and set(kinds[:_NUM_LAYERS]) == set(kinds)
-    return (list(kinds) if covered else sorted(set(kinds)) * _NUM_LAYERS)[:_NUM_LAYERS]
+def _shrink_windows(options: dict[str, Any]) -> None:
+    """Shorten windows, chunks and original contexts, also those in a section of the config, to a few tokens."""
+    for name, value in options.items():
+        if isinstance(value, dict) and value.get("rope_type") != "longrope":  # whose angles depend on this length
+            _shrink_windows(value)
+        elif _WINDOWS.search(str(name)) and not name.endswith("layers") and type(value) is int and value > _WINDOW:
+            options[name] = _WINDOW
+
+
+def _some_of_each(kinds: list[Any], number: int) -> list[Any]:
+    """Return the first kinds of layers, for this number of layers, or some of each kind if these lack any."""
+    covered = len(kinds) >= number and set(kinds[:number]) == set(kinds)
+    return (list(kinds) if covered else sorted(set(kinds)) * number)[:number]
 
 
 def _randomize(model: PreTrainedModel) -> None:
@@ -123,7 +170,7 @@ def _randomize(model: PreTrainedModel) -> None:
 
 
 def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Compute the logprob of each token, [num_tokens] float32, with the model's own attention and logits.
+    """Compute the logprob of each token, [num_tokens] float64, with the model's own attention and logits.
 
     The first token has none, and gets 0.
     """
@@ -132,10 +179,25 @@ def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _packed_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Compute the same for all sequences in a row, as a train step does: [num_tokens - num_sequences] float32."""
+    """Compute the same for all sequences in a row, as a train step does: [num_tokens - num_sequences] float64."""
     ends = torch.tensor(_LENGTHS).cumsum(0) - 1
     predicts = torch.tensor([place for place in range(len(ids)) if place not in ends])
     layout = PackedLayout.of_lengths(_LENGTHS, ids.device)
     policy = Policy(model, temperature=1.0, dtype=torch.float32)
     logprobs: Tensor = policy(ids, layout, predicts, ids[predicts + 1])[0]
     return logprobs
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check a folder; print the error in a line."""
+    folder, context_tokens = arguments
+    try:
+        check_equality(folder, context_tokens=int(context_tokens))
+    except ModelError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

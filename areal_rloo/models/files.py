@@ -17,9 +17,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, ModelConfig
 from areal_rloo.errors import DecodeError, ModelError
-from areal_rloo.models.folder import INDEX, SINGLE, check_trainable, weight_files
+from areal_rloo.models.folder import INDEX, SINGLE, weight_files
 from areal_rloo.models.hub import SMALL_FILES, complete_folder
 from areal_rloo.models.served import check_served
+from areal_rloo.models.trainable import check_trainable
 
 
 def computation_dtype(model: ModelConfig) -> torch.dtype:

@@ -23,18 +23,7 @@ from areal_rloo.files import open_regular, read_regular
 
 ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
 
-SERVED_FAMILIES = (  # by the embedded engine; engines/embedded/families.py has the differences
-    *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma", "gemma2", "gemma3_text", "phi3"),
-    *("olmo2", "olmo3", "smollm3", "granite", "glm", "glm4"),
-)
-TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with transformers
-    *SERVED_FAMILIES,
-    *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gpt_neox", "helium", "hunyuan_v1_dense", "internlm3"),
-    *("nanochat", "olmo", "phi", "seed_oss", "starcoder2", "vaultgemma"),
-)
 _QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
-_CAPPED = ("gemma2", "gemma3_text", "nanochat", "vaultgemma")  # transformers caps their logits
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
 _OF_LAYER = re.compile(r"(.*\.layers\.)(\d{1,4})(\..*\.(?:weight|bias))")  # a parameter of a decoder layer
@@ -68,27 +57,6 @@ def check_model_folder(key: str, path: str, *, else_expected: str, files: str) -
     return folder
 
 
-def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
-    """Check family, positions and heads of a policy by its config.json, before any process loads it.
-
-    `context_tokens`: of the longest sequence of the run.
-
-    Raises:
-        ModelError: the policy cannot be trained, or config.json cannot be read.
-    """
-    config = read_config(key, folder)
-    check_policy(key, str(folder), config, context_tokens=context_tokens)
-    size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    derived = head_dim is None and config["model_type"] in ("qwen2", "llama", "mistral")  # others have a default
-    if derived and isinstance(size, int) and isinstance(num_heads, int):
-        head_dim = size // num_heads if num_heads > 0 else 0
-    if isinstance(head_dim, int) and (head_dim < 2 or head_dim % 2):
-        raise ModelError(
-            f"{key}: {folder} has heads of {head_dim} numbers; expected an even number, because rotary positions turn "
-            "pairs of numbers; take another model"
-        )
-
-
 def read_config(key: str, folder: Path) -> dict[str, Any]:
     """Read config.json; raises ModelError if this fails."""
     try:
@@ -99,69 +67,7 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_tokens: int) -> None:
-    """Raise ModelError if the logprobs of a model with this config.json would be wrong; as `check_trainable`."""
-    family = config.get("model_type")
-    if family not in TRAINED_FAMILIES:
-        raise ModelError(
-            f"{key}: {path} is a {shown(family)} model, which is not among the families tested with the learner: "
-            f"{', '.join(TRAINED_FAMILIES)}; take such a model"
-        )
-    window = config.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ModelError(
-            f"{key}: {path} has sliding_window {shown(window)} in config.json; expected a number of tokens, at least "
-            "1, or null; take another model"
-        )
-    _check_forward(key, path, config)
-    _check_precision(key, path, config)
-    for rotary in rotary_options(config):
-        kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, dict) else rotary
-        longest = _longest_with_equal_angles(config, rotary) if isinstance(rotary, dict) else None
-        if longest is not None and context_tokens <= longest:
-            continue
-        if longest is not None or kind == "longrope":
-            raise ModelError(
-                f"{key}: {path} has rotary positions of type {shown(kind)} with other angles beyond "
-                f"{shown(longest)} tokens; expected sequences of at most as many, got up to {context_tokens} "
-                "(data.max_prompt_tokens and rollout.sampling.max_new_tokens); shorten them, or take another model"
-            )
-        if kind not in ROTARY_TYPES:
-            raise ModelError(
-                f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
-                f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
-                "length of the row; take another model"
-            )
-
-
-def _check_forward(key: str, path: str, config: Mapping[str, Any]) -> None:
-    """Refuse options that make the learner's forward another than that of transformers, or not causal."""
-    if config.get("use_bidirectional_attention"):
-        raise ModelError(
-            f"{key}: {path} has use_bidirectional_attention in config.json; expected causal attention, because tokens "
-            "are sampled one after the other; take another model"
-        )
-    cap, family = config.get("final_logit_softcapping"), config["model_type"]
-    if cap is not None and family in TRAINED_FAMILIES and family not in _CAPPED:
-        raise ModelError(
-            f"{key}: {path} has final_logit_softcapping {shown(cap)} in config.json, which transformers ignores in a "
-            f"{family} model, and engines may not; remove the key, or take another model"
-        )
-
-
-def _longest_with_equal_angles(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> int | None:
-    """Return up to which length all sequences have the same angles, if the type of positions depends on the length."""
-    kind = rotary.get("rope_type", rotary.get("type"))
-    longest: object = None
-    if kind == "longrope":
-        limits = [place.get("original_max_position_embeddings") for place in (rotary, config)]
-        longest = min((limit for limit in limits if isinstance(limit, int)), default=None)
-    elif kind == "dynamic" and config.get("model_type") == "hunyuan_v1_dense" and rotary.get("alpha"):
-        longest = config.get("max_position_embeddings")  # alpha changes only the base, for every length
-    return longest if isinstance(longest, int) else None
-
-
-def _check_precision(key: str, path: str, config: Mapping[str, Any]) -> None:
+def check_precision(key: str, path: str, config: Mapping[str, Any]) -> None:
     """Refuse a quantized model: some loaders round masters without a word, the others fail late."""
     for section in (config, config.get("text_config")):
         for name in _QUANTIZED:
@@ -176,24 +82,6 @@ def _quantized(key: str, path: str, found: str) -> str:
         f"{key}: {path} is quantized ({found}); training needs full-precision weights (bfloat16, float16 or float32); "
         "take the unquantized checkpoint, or dequantize this one first"
     )
-
-
-def rotary_options(config: Mapping[str, Any]) -> list[Any]:
-    """Return all rotary options in a config.json, those of a type of layer too; not checked.
-
-    Which of them transformers takes depends on the family and on other keys, so all of them have to be right.
-    """
-    found = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
-    return [
-        *found,
-        *(
-            inner
-            for rotary in found
-            if isinstance(rotary, dict)
-            for inner in rotary.values()
-            if isinstance(inner, dict)
-        ),
-    ]
 
 
 def check_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
@@ -234,7 +122,7 @@ def linear_layers(folder: Path) -> set[str]:
 def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
     stored = check_weights(key, folder)
-    _check_precision(key, str(folder), read_config(key, folder))
+    check_precision(key, str(folder), read_config(key, folder))
     for name, tensor in stored.items():
         if tensor.dtype.startswith(_NARROW):
             raise ModelError(_quantized(key, str(folder), f"{name} in {tensor.file.name}: {shown(tensor.dtype)}"))

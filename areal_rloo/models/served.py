@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_rloo.errors import ModelError, shown
-from areal_rloo.models.folder import ROTARY_TYPES, SERVED_FAMILIES, read_config, rotary_options
+from areal_rloo.models.folder import read_config
+from areal_rloo.models.trainable import ROTARY_TYPES, SERVED_FAMILIES, rotary_options
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of the embedded engine
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -28,14 +28,9 @@ from areal_rloo.learner.checkpoint import read_checkpoint, read_state
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.state import LearnerState, Totals, capture, restore_ledger
-from areal_rloo.models.folder import (
-    check_model_folder,
-    check_policy_weights,
-    check_tokenizer,
-    check_trainable,
-    num_parameters,
-)
+from areal_rloo.models.folder import check_model_folder, check_policy_weights, check_tokenizer, num_parameters
 from areal_rloo.models.policy import Policy
+from areal_rloo.models.trainable import check_trainable
 from areal_rloo.report import write_report
 from areal_rloo.tasks import Item, Source
 from areal_rloo.telemetry.metrics import MetricsFile

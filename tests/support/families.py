@@ -32,6 +32,9 @@ _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_wind
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
 _MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_SCALED_QUERIES = _ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2_sliding": {"model_type": "qwen2", **_QWEN_SLIDING},
@@ -54,6 +57,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
     "apertus": {"model_type": "apertus"},
+    "diffllama": {"model_type": "diffllama"},
+    "jais2": {"model_type": "jais2"},
+    "lfm2": {"model_type": "lfm2"},
+    "minicpm3": {"model_type": "minicpm3", "scale_emb": 1, "num_key_value_heads": 4, **_LATENT},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _SCALED_QUERIES},
+    "persimmon": {"model_type": "persimmon", **_PARTIAL},
     "arcee": {"model_type": "arcee"},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},

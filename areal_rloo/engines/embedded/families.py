@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 
 from areal_rloo.errors import ModelError, shown
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import ROTARY_TYPES
 from areal_rloo.models.served import check_embedded
 from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.trainable import ROTARY_TYPES
 
 Switches = dict[str, Any]
 Activation = Callable[[Tensor], Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,14 +22,15 @@ from areal_rloo.models.folder import (
     check_policy_weights,
     check_targets,
     check_tokenizer,
-    check_trainable,
     hub_cache,
     linear_layers,
     num_parameters,
+    read_config,
 )
 from areal_rloo.models.hub import missing_files
 from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
+from areal_rloo.models.trainable import check_trainable, tested
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -127,10 +129,20 @@ def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
 def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool = True) -> None:
     """Raise ModelError if the learner cannot train the model, or the engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
+    if not tested(read_config(key, folder)):
+        _check_copy(key, folder, config.context_tokens)
     if key == "model.path" and config.learner.lora is not None and with_weights:
         check_targets(config.learner.lora, linear_layers(folder))
     if key == "model.path":
         check_served(key, folder, config.rollout.engine)
+
+
+def _check_copy(key: str, folder: Path, context_tokens: int) -> None:
+    """Compare a small copy of a model of an unlisted family with transformers, in a process, which imports torch."""
+    command = [sys.executable, "-m", "areal_rloo.models.equality", str(folder), str(context_tokens)]
+    same, words = last_line(command, timeout_s=_IMPORT_S)
+    if not same:
+        raise ModelError(f"{key}: {words.removeprefix('model.path: ')}")
 
 
 def check_hub_models(situation: Situation) -> Iterator[Finding]:

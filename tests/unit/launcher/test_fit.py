@@ -17,8 +17,8 @@ from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate
-from areal_rloo.models.folder import TRAINED_FAMILIES
 from areal_rloo.models.sizes import SHIPPED, Sizes
+from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"]

@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from areal_rloo.config import load_config
 from areal_rloo.learner.memory import activation_bytes
 from areal_rloo.models.attention import PackedLayout, packed_attention
-from areal_rloo.models.folder import TRAINED_FAMILIES
 from areal_rloo.models.loading import switch_dropout_off
 from areal_rloo.models.policy import last_hidden
 from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 NUM_TOKENS = 509  # no size of a model is a multiple
 VARIANTS: dict[str, dict[str, Any]] = {

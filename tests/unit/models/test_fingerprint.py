@@ -20,7 +20,7 @@ from areal_rloo.models.fingerprint import (
     sampled_names,
     take_sample,
 )
-from areal_rloo.models.folder import TRAINED_FAMILIES
+from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 TRAINED = [name for name, options in FAMILIES.items() if options["model_type"] in TRAINED_FAMILIES]
 

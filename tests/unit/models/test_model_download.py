@@ -150,7 +150,7 @@ def test_a_complete_reward_model_is_read_without_asking_the_hub(
     ("family", "overrides", "words"),
     [
         ("cohere2", ("rollout.engine=embedded",), "which the embedded engine does not serve"),
-        ("mixtral", ("rollout.engine=sglang",), "not among the families tested with the learner"),
+        ("mixtral", ("rollout.engine=sglang",), "take a model of one of the families tested with the learner"),
         ("phi3", ("rollout.engine=sglang",), "SGLang does not look"),
     ],
 )

@@ -13,16 +13,10 @@ from support.families import family_model, save_family
 from areal_rloo.engines.server.model_folder import read_model
 from areal_rloo.errors import DecodeError, ModelError
 from areal_rloo.models import loading
-from areal_rloo.models.folder import (
-    cached_folder,
-    check_policy_weights,
-    check_trainable,
-    check_weights,
-    num_parameters,
-    weight_files,
-)
+from areal_rloo.models.folder import cached_folder, check_policy_weights, check_weights, num_parameters, weight_files
 from areal_rloo.models.loading import load_policy
 from areal_rloo.models.stored import stored_parameters
+from areal_rloo.models.trainable import check_trainable
 
 
 @pytest.mark.parametrize("index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": []}', b"[" * 9000, b"\xff", b"{}"])

@@ -14,8 +14,9 @@ from areal_rloo.engines.embedded.families import Architecture
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher.doctor.inputs import check_models
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.folder import SERVED_FAMILIES, TRAINED_FAMILIES, check_layers, stored_tensors
+from areal_rloo.models.folder import check_layers, stored_tensors
 from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.models.trainable import SERVED_FAMILIES, TRAINED_FAMILIES
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 _LONG |= {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 1024}

@@ -14,9 +14,10 @@ from areal_rloo.engines.server.readback import sample_of_files
 from areal_rloo.errors import ModelError
 from areal_rloo.learner.adapters import named_weights
 from areal_rloo.learner.building import build_rank
-from areal_rloo.models.folder import TRAINED_FAMILIES, check_weights, num_parameters, stored_tensors
+from areal_rloo.models.folder import check_weights, num_parameters, stored_tensors
 from areal_rloo.models.loading import load_policy
 from areal_rloo.models.stored import difference_of_shapes, read_parameters, stored_parameters
+from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 CPU = torch.device("cpu")
 TRAINED = [name for name, options in FAMILIES.items() if options["model_type"] in TRAINED_FAMILIES]

@@ -21,9 +21,9 @@ from transformers import (
 from areal_rloo.engines.embedded.families import FAMILIES
 from areal_rloo.errors import ModelError
 from areal_rloo.models.equality import check_equality
-from areal_rloo.models.folder import SERVED_FAMILIES, check_trainable
 from areal_rloo.models.loading import load_policy
 from areal_rloo.models.served import check_served
+from areal_rloo.models.trainable import SERVED_FAMILIES, check_trainable
 
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -238,11 +238,13 @@ def test_rope_scaling_decides_if_rope_parameters_differ(tmp_path: Path) -> None:
     _assert_refused(tmp_path, "rotary positions of type dynamic ")
 
 
-def test_an_unknown_architecture_is_refused_with_the_choices(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_refused_with_the_choices(tmp_path: Path) -> None:
     make_model("llama", {}).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
-    _assert_not_trained(tmp_path, r"is a stablelm model, which is not among .*qwen2, qwen3, llama, .*take such a model")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mixtral", "num_local_experts": 8}))
+    _assert_not_trained(
+        tmp_path, r"is a mixtral model with num_local_experts=8 .*take a model of .*qwen2, qwen3, llama,"
+    )
 
 
 def test_a_family_that_is_not_served_is_refused_before_loading(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.families import save_family
 from support.situations import config, found, only
 
 from areal_rloo.errors import ModelError
@@ -25,6 +26,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_server_imports,
     check_tool_sandbox,
 )
+from areal_rloo.models.tiny import make_tiny_tokenizer
 
 
 def test_the_parameters_of_a_complete_model_are_counted(model: Path) -> None:
@@ -36,9 +38,22 @@ def test_a_family_must_be_trained_and_served(model: Path) -> None:
     finding = only(check_models, "wrong", f"model.path={model}")
     assert "is a cohere2 model, which the embedded engine does not serve; expected one of qwen2" in finding.what
     assert only(check_models, "ok", f"model.path={model}", "rollout.engine=sglang")
-    (model / "config.json").write_text('{"model_type": "mixtral"}')
+    (model / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     finding = only(check_models, "wrong", f"model.path={model}", "rollout.engine=sglang")
-    assert "is a mixtral model, which is not among the families tested with the learner: qwen2" in finding.what
+    assert (
+        "is a mixtral model with num_local_experts=8 in config.json, a mixture of experts; the learner" in finding.what
+    )
+
+
+@pytest.mark.parametrize(("family", "passes"), [("persimmon", True), ("stablelm", False)])
+def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bool, tmp_path: Path) -> None:
+    save_family(family, tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    finding = only(check_models, "ok" if passes else "wrong", f"model.path={tmp_path}", "rollout.engine=sglang")
+    refusal = (
+        f"model.path: {tmp_path} is a stablelm model, and the check whether the learner computes its logprobs fails"
+    )
+    assert passes or str(finding.error).startswith(refusal)
 
 
 def test_a_missing_shard_is_named(model: Path) -> None:
