@@ -26,7 +26,7 @@ NOT_COUNTED = 3  # steps
 def cases(quick: bool) -> Generator[Case]:
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
-    num_steps = 2 if quick else 5
+    num_steps = 2 if quick else 4
     of_alone = half if quick else max((cores, half), key=lambda threads: _run(0, threads, 2))
     contestants = {"eta_0": partial(_run, 0, of_alone, num_steps)}
     contestants |= {f"eta_{eta}": partial(_run, eta, half, num_steps) for eta in ((1,) if quick else (1, 4))}

@@ -5,7 +5,8 @@ random weights in float64, which keeps rounding apart from real differences, and
 takes less than three seconds; rank 0 makes it before weights are loaded.
 
 Of a family that `models/trainable.py` does not list, the copy has more layers, for options such as "each 8th layer has
-full attention". A launcher makes this check too, in a process: `python -m areal_rloo.models.equality FOLDER TOKENS`.
+full attention". A launcher makes this check too, in a process: `python -m areal_rloo.models.equality FOLDER TOKENS`,
+and the doctor for each folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from areal_rloo.models.files import model_folder, reading_model
 from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.stored import stored_parameters
 from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, tested
 from areal_rloo.telemetry.logs import get_logger
 
@@ -189,10 +192,12 @@ def _packed_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check a folder; print the error in a line."""
-    folder, context_tokens = arguments
+    """Check a folder, with `weights` the names and shapes of its tensors too; print the error in a line."""
+    folder, context_tokens, *weights = arguments
     try:
         check_equality(folder, context_tokens=int(context_tokens))
+        if weights:
+            stored_parameters("model.path", Path(folder))
     except ModelError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2

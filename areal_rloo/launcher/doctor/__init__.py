@@ -61,10 +61,12 @@ NEED_A_CONFIG: tuple[Check, ...] = (
     inputs.check_data_files,
     disk.check_free_disk,
     limits.check_gpu_memory,
+    inputs.check_loading,
 )
 THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
 THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
     devices.check_torch,
+    inputs.check_loading,
     inputs.check_server_imports,
     addresses.check_host_name,
 )

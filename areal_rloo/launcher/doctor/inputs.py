@@ -130,16 +130,36 @@ def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool 
     """Raise ModelError if the learner cannot train the model, or the engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
     if not tested(read_config(key, folder)):
-        _check_copy(key, folder, config.context_tokens)
+        _check_copy(key, folder, config.context_tokens, with_weights=False)
     if key == "model.path" and config.learner.lora is not None and with_weights:
         check_targets(config.learner.lora, linear_layers(folder))
     if key == "model.path":
         check_served(key, folder, config.rollout.engine)
 
 
-def _check_copy(key: str, folder: Path, context_tokens: int) -> None:
-    """Compare a small copy of a model of an unlisted family with transformers, in a process, which imports torch."""
+def check_loading(situation: Situation) -> Iterator[Finding]:
+    """Compare names and shapes in the files of each model with transformers, and a small copy, as the learner does."""
+    for key, path in model_paths(situation.config):
+        folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
+        if path == "tiny" or folder is None:
+            continue
+        try:
+            check_policy_weights(key, folder)
+        except ModelError:
+            continue  # `check_models` and `check_hub_models` report the error
+        try:
+            _check_copy(key, folder, situation.config.context_tokens, with_weights=True)
+            yield ok(
+                key, f"{path}: the files are those of the model, whose small copy has the logprobs of transformers"
+            )
+        except ModelError as error:
+            yield refused(key, error, fix="download the model again")
+
+
+def _check_copy(key: str, folder: Path, context_tokens: int, *, with_weights: bool) -> None:
+    """Make the checks of `models/equality.py` in a process, which imports torch; raise ModelError likewise."""
     command = [sys.executable, "-m", "areal_rloo.models.equality", str(folder), str(context_tokens)]
+    command += ["weights"] if with_weights else []
     same, words = last_line(command, timeout_s=_IMPORT_S)
     if not same:
         raise ModelError(f"{key}: {words.removeprefix('model.path: ')}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.families import save_family
 from support.situations import config, found, only
 
@@ -21,6 +22,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_hub_datasets,
     check_hub_models,
+    check_loading,
     check_models,
     check_server,
     check_server_imports,
@@ -54,6 +56,18 @@ def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bo
         f"model.path: {tmp_path} is a stablelm model, and the check whether the learner computes its logprobs fails"
     )
     assert passes or str(finding.error).startswith(refusal)
+
+
+def test_the_doctor_loads_names_and_shapes_as_the_learner_does(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    named = f"model.path={tmp_path}"
+    assert only(check_loading, "ok", named).what.startswith(f"{tmp_path}: the files are those of the model")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    finding = only(check_loading, "wrong", named)
+    assert finding.what == f"{tmp_path} has no weights for model.norm.weight"
+    assert found(check_loading) == [], "the tiny model is made by ourselves"
 
 
 def test_a_missing_shard_is_named(model: Path) -> None:
