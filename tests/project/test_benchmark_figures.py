@@ -14,15 +14,16 @@ from benchmarks.harness import Result
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
 MEASURED = (REPO / "docs" / "measured.md").read_text(encoding="utf-8")
+SCALING = (REPO / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
 def _result(name: str) -> Result:
     return harness.read(RESULTS / f"{name}.json")
 
 
-def _table(title: str) -> list[list[str]]:
+def _table(title: str, document: str = MEASURED) -> list[list[str]]:
     """Return the cells of the first table under a heading, without the header."""
-    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", MEASURED, re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
     assert section, title
     rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
@@ -77,6 +78,29 @@ def test_the_table_of_ratios_equals_the_result_files() -> None:
     assert f"with {memory['tokens_at_once']:,} tokens" in table[6][1]
     assert f"{_result('generation').case('long_tail').facts['requests']} requests" in table[1][0]
     assert dry_run in table[9][0]
+
+
+def test_the_tables_of_scaling_equal_the_result_files() -> None:
+    intake, steps = _result("intake").case("cost_of_a_sample"), _result("step_overhead").cases
+    over = {ratio.of: f"{ratio.median:.2f}" for ratio in intake.ratios}
+    assert _table("Bookkeeping for a sample", SCALING) == [
+        [name, f"{numbers.median:.0f}", over.get(name, "1.00")] for name, numbers in intake.measured.items()
+    ]
+    assert _table("Work of rank 0 beside the model", SCALING) == [
+        [
+            *(f"{case.facts[name]:,}" for name in ("ranks", "median_tokens")),
+            f"{case.facts['million_tokens']:.2f}",
+            f"{case.measured['overhead'].median:.3f}",
+            f"{case.ratios[0].median:.0f}",
+        ]
+        for case in steps
+    ]
+    assert {case.facts["answer_bytes_per_rank"] for case in steps if case.facts["ranks"] > 1} == {924}
+    last = list(intake.measured.values())[-1].median
+    slowest = [f"({steps[-1].measured['overhead'].median:.3f} s a million)", f"({last:.0f} us)"]
+    assert [row[2].partition(" (")[2] for row in _table("10,000 GPUs, by calculation", SCALING)[:2]] == [
+        words.removeprefix("(") for words in slowest
+    ]
 
 
 def test_the_words_about_refused_numbers_name_the_limit_of_the_harness() -> None:
