@@ -7,7 +7,7 @@ the losses of microbatches add up.
     L = - sum_t c_t (w_t f(rho_t, A_t) + entropy_coefficient H_t - beta v_t D_t)
 
 w = proximal / behaviour, without gradient (arXiv:2110.00641, 2505.24298). c_t is the share of the token in the chosen
-mean (`token_weights`), H_t the entropy of the policy at the token, beta v_t D_t the KL term (`KLTerm`). f, by `kind`:
+mean (`sample_weights`), H_t the entropy of the policy at the token, beta v_t D_t the KL term (`KLTerm`). f, by `kind`:
 
     ppo        min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A); if A < 0, at least `dual_clip` A
                (arXiv:1707.06347, 1912.09729)
@@ -176,30 +176,27 @@ def written_by_policy(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.b
     return mask
 
 
-def token_weights(loss_mask: Tensor, sample_index: Tensor, *, max_new_tokens: int, config: LossConfig) -> Tensor:
-    """Return the share of each token in the mean of the minibatch; zeros outside the mask.
+def sample_weights(num_in_loss: Tensor, *, max_new_tokens: int, config: LossConfig) -> Tensor:
+    """Return the share of a token in the mean of the minibatch, by sample: [num_samples] float64.
 
         token_mean               1 / N                 N tokens in the loss
         seq_mean_token_mean      1 / (S n_s)           S samples with a token in the loss, n_s tokens in sample s
         seq_mean_token_sum       1 / S
         seq_mean_token_sum_norm  1 / (S max_new_tokens)         (Dr. GRPO, arXiv:2503.20783)
 
-    With `count_masked`, S counts all samples. A sample counts once, however many trajectories it has: `sample_index`
-    numbers the samples from 0. Takes all completion tokens of the minibatch: loss_mask [num_tokens] bool and
-    sample_index [num_tokens] int64. Returns [num_tokens] float32; the first two kinds sum to 1 if S counts no sample
-    without a token in the loss.
+    With `count_masked`, S counts all samples. A sample counts once, however many trajectories it has. `num_in_loss` is
+    n_s of all samples of the minibatch, [num_samples]. Tokens outside the loss have no share; with the first two kinds
+    the other tokens sum to 1 if S counts no sample without a token in the loss.
     """
-    mask = loss_mask.double()
-    per_sample = mask.new_zeros(int(sample_index.max()) + 1).scatter_add(0, sample_index, mask)
-    num_tokens = per_sample.sum().clamp(min=1)
-    num_samples = len(per_sample) if config.count_masked else (per_sample > 0).sum().clamp(min=1)
+    tokens = num_in_loss.double()
+    num_samples = len(tokens) if config.count_masked else (tokens > 0).sum().clamp(min=1)
     match config.aggregation:
         case "token_mean":
-            weights = mask / num_tokens
+            per_token = tokens.sum().clamp(min=1).expand(len(tokens))
         case "seq_mean_token_mean":
-            weights = mask / (num_samples * per_sample.clamp(min=1)[sample_index])
+            per_token = num_samples * tokens.clamp(min=1)
         case "seq_mean_token_sum":
-            weights = mask / num_samples
+            per_token = torch.full_like(tokens, int(num_samples))
         case "seq_mean_token_sum_norm":
-            weights = mask / (num_samples * max_new_tokens)
-    return weights.float()
+            per_token = torch.full_like(tokens, int(num_samples) * max_new_tokens)
+    return 1 / per_token

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from areal_rloo.algorithm.diagnostics import diagnose
 from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
-from areal_rloo.algorithm.loss import token_weights
+from areal_rloo.algorithm.loss import sample_weights
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import lost_share
 from areal_rloo.learner.advantages import (
@@ -170,7 +170,8 @@ class TrainStep:
         minibatches = []
         for share in np.array_split(order, min(self._config.learner.num_minibatches, len(order))):
             indices = np.isin(samples.number, share).nonzero()[0].tolist()
-            weights = self._token_weights({i: masks.of_tokens[i] for i in indices}, samples.number[indices])
+            weights = self._token_weights([masks.of_tokens[i] for i in indices], samples.number[indices])
+            weight_of = dict(zip(indices, weights, strict=True))
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
             live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
@@ -178,7 +179,7 @@ class TrainStep:
             columns = {
                 "behaviour": [trajectory.completion.behaviour_logprobs for trajectory in kept],
                 "advantages": [advantages.of_tokens[i].numpy() for i in live],
-                "weights": [weights[i].numpy() for i in live],
+                "weights": [masks.of_tokens[i].numpy() * weight_of[i] for i in live],
                 "staleness": [policy_version - trajectory.completion.versions for trajectory in kept],
             }
             if self._kl_in_loss:
@@ -186,17 +187,16 @@ class TrainStep:
             minibatches.append(self._pack(kept, columns=columns))
         return minibatches
 
-    def _token_weights(self, masks: Mapping[int, Tensor], sample_numbers: Tensor) -> dict[int, Tensor]:
-        """Give the share of each token of a minibatch in the mean over the minibatch, by index of the trajectory."""
-        lengths = [len(mask) for mask in masks.values()]
+    def _token_weights(self, masks: Sequence[Tensor], sample_numbers: Tensor) -> list[np.float32]:
+        """Give the share of a token of each trajectory in the mean over the minibatch."""
         index = torch.unique(sample_numbers, return_inverse=True)[1]  # from 0 in this minibatch
-        weights = token_weights(
-            torch.cat(list(masks.values())),
-            index.repeat_interleave(torch.tensor(lengths)),
+        in_loss = torch.stack([mask.sum() for mask in masks])
+        weights = sample_weights(
+            in_loss.new_zeros(int(index.max()) + 1).scatter_add(0, index, in_loss),
             max_new_tokens=self._config.rollout.sampling.max_new_tokens,
             config=self._config.algorithm.loss,
         )
-        return dict(zip(masks, weights.split(lengths), strict=True))
+        return list(weights[index].float().numpy())
 
     def _train(self, minibatches: Sequence[PackedBatch]) -> Updates:
         """Let every rank train on a share of the rows, and merge the answers."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.token_weights import token_weights
 from torch import Tensor
 
 from areal_rloo.algorithm.kl import KLTerm
-from areal_rloo.algorithm.loss import policy_loss, token_weights
+from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.config import BehaviourWeightConfig, KLConfig, LossConfig
 from areal_rloo.config.algorithm import AlgorithmConfig, algorithm_mistakes
 

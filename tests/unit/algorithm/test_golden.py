@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.token_weights import token_weights
 from torch import Tensor
 
 from areal_rloo.algorithm.kl import kl_estimate
-from areal_rloo.algorithm.loss import policy_loss, token_weights
+from areal_rloo.algorithm.loss import policy_loss
 from areal_rloo.algorithm.normalization import normalize
 from areal_rloo.config import (
     PRESETS,

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.token_weights import token_weights
 
 from areal_rloo.algorithm.diagnostics import diagnose, measure
 from areal_rloo.algorithm.kl import KLTerm
-from areal_rloo.algorithm.loss import LossOutput, policy_loss, token_weights
+from areal_rloo.algorithm.loss import LossOutput, policy_loss
 from areal_rloo.config import BehaviourWeightConfig, KLConfig, LossConfig
 
 
