@@ -72,9 +72,10 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
         options = " ".join(f"algorithm.{key}={depth}" for key, changes in changed.items() if changes)
         return f"{name}: {waits}; {options} would raise throughput {gain(deeper)}"
     if name == "balanced":
-        return f"{name}: {waits}; {a_worker} would raise throughput {gain(worker)}, {a_rank} {gain(rank)}"
+        gains = f"{gain(worker)}, {a_rank} {gain(rank)}"
+        return f"{name}: {waits}; {a_worker} on free cores or GPUs would raise throughput {gains}"
     more, changed_setup = (a_worker, worker) if name == "rollout-bound" else (a_rank, rank)
-    return f"{name}: {waits}; {more} would raise throughput {gain(changed_setup)}"
+    return f"{name}: {waits}; {more} on free cores or GPUs would raise throughput {gain(changed_setup)}"
 
 
 def bottleneck_of_run(records: Sequence[Record], config: Config) -> str | None:

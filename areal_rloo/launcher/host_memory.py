@@ -30,12 +30,15 @@ def _parts_on(host: Host, learner: _Learner, placement: Placement) -> dict[str, 
     num_ranks = sum(seat.host == host for seat in placement.learner)
     on_cpus = sum(seat.host == host and not seat.gpu_ids for seat in placement.workers)
     begins, same_host = placement.learner_host == host, len(placement.used_hosts) == 1
-    sends = begins and config.weights_transport(same_host=same_host) == "shared_memory"
+    on_gpus = sum(seat.host == host and bool(seat.gpu_ids) for seat in placement.workers)
+    writes = on_gpus if config.weights_transport(same_host=same_host) == "shared_memory" else 0
+    writes = writes if config.rollout.server is not None and not config.rollout.server_urls else 0
     parts = {
         "learner": learner.held_bytes(num_ranks),
         "loads and checkpoints": learner.copied_bytes(num_ranks, begins=begins),
         "engines": 0 if config.rollout.server_urls else on_cpus * config.copies_of_weights * one,
-        "versions of the weights": 2 * one if sends else 0,
+        "versions of the weights": 2 * learner.published_bytes if begins else 0,  # the newest, and the next
+        "files of servers": writes * one,
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -57,6 +60,11 @@ class _Learner:
     @property
     def moments_bytes(self) -> int:
         return self.num_trained * (4 if self.config.learner.optimizer.state_dtype == "bfloat16" else 8)
+
+    @property
+    def published_bytes(self) -> int:
+        num = self.num_trained if self.config.publishes_adapters else self.num_parameters
+        return number_bytes(self.config) * num
 
     def held_bytes(self, num_ranks: int) -> float:
         """Return the bytes of ranks: on CPUs of everything, on GPUs of the parts that an option keeps in CPU memory."""

@@ -29,10 +29,11 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_hub_datasets,
     check_hub_models,
+    check_loading,
     check_models,
     check_server,
 )
-from areal_rloo.launcher.doctor.limits import check_processes
+from areal_rloo.launcher.doctor.limits import check_processes, lacking_memory
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
@@ -163,7 +164,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     situation = Situation(config, runs_here=runs_here)
     here: tuple[Check, ...] = (check_processes, check_server)
     inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
-    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets) if runs_here else inputs:
+    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, check_loading) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user
@@ -254,6 +255,8 @@ def show_plan(
     request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
     memory = memory_words(config, hosts, model_sizes(config, os.environ))
+    if words := lacking_memory(Situation(config), placement):
+        _say(words)
     whole = [dump_config(config), as_table(plan, placement), memory, *([f"\n{script.rstrip()}"] if script else [])]
     try:
         print(*([as_json(plan, placement)] if options.as_json else whole), sep="\n", flush=True)  # noqa: T201

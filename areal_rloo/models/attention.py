@@ -20,6 +20,7 @@ from areal_rloo.models.capped_attention import capped_attention, visible_keys
 
 _MOST_PADDING = 0.1  # share of a block's attention scores that padding may take; fewer blocks are fewer calls
 _SHORT_TOKENS = 64  # for blocks as short as this, only the call costs time
+_FLASH_HEAD = 256  # numbers of a head that the kernel takes
 if torch.backends.cuda.is_built():  # only then used; the import loads torch.compile, which takes seconds
     from torch.nn.attention.varlen import varlen_attn
 
@@ -113,7 +114,7 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
     scores = _Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, grouped)
     q, k, v = (rows[0].transpose(0, 1) for rows in (q, k, v))
-    if q.is_cuda and v.dtype != torch.float32 and softcap is None:
+    if q.is_cuda and v.dtype != torch.float32 and softcap is None and _flash_width(q, v) <= _FLASH_HEAD:
         return _flash(q.to(v.dtype), k.to(v.dtype), v, packed, scores)[None], None
     parts = [_padded(q, k, v, block, scores) for block in packed.blocks]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -147,8 +148,19 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, block: Block, scores: _Scores) -> T
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def _flash_width(q: Tensor, v: Tensor) -> int:
+    """Return the size of a head for flash attention: equal for queries and values, a multiple of 8."""
+    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scores: _Scores) -> Tensor:
-    """Attend with flash attention: [num_tokens, num_heads, head_dim] from tensors by token."""
+    """Attend with flash attention: [num_tokens, num_heads, head_dim] of `v` from tensors by token.
+
+    The kernel takes heads of equal size in queries, keys and values, a multiple of 8. Zeros behind the numbers of a
+    head change no score, and give zeros behind the output.
+    """
+    head_dim, width = v.shape[-1], _flash_width(q, v)
+    q, k, v = (rows if rows.shape[-1] == width else F.pad(rows, (0, width - rows.shape[-1])) for rows in (q, k, v))
     before = -1 if scores.window is None else scores.window - 1
     options: dict[str, Any] = {"scale": scores.scale, "window_size": (before, 0)}
     if _VARLEN_KNOWS_GQA:
@@ -158,4 +170,4 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scores: _Score
     bounds = (packed.starts, packed.starts, packed.longest, packed.longest)
     out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, **options)
     assert isinstance(out, Tensor), "only the output was requested"
-    return out
+    return out if head_dim == width else out[..., :head_dim]

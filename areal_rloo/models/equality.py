@@ -40,6 +40,7 @@ _WINDOW = 8
 _WINDOWS = re.compile(r"window|chunk|^original_max_position")  # names of options that are numbers of tokens
 _VOCABULARY = 97
 _NUM_LAYERS, _NUM_LAYERS_UNLISTED = 4, 16
+_HEAD_DIM_UNLISTED, _MOST_HEAD_DIM = 32, 1024
 _MOST_NATS = 1e-4
 _LEAST_NATS = 1e-2  # by which logprobs change if a sequence sees its neighbours
 
@@ -88,7 +89,17 @@ def check_equality(path: str, *, context_tokens: int) -> None:
 
 
 def _compared(path: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, float, float]:
-    """Make and compare the small copy of an unlisted family; the learner cannot train what fails in any way."""
+    """Make and compare the small copy of an unlisted family; the learner cannot train what fails in any way.
+
+    The heads of the copy are small, or have their own size if the smaller ones fail: other options may depend on it.
+    """
+    try:
+        model = small_model(config, most_head_dim=_HEAD_DIM_UNLISTED)
+        difference, seen = compare(model)
+        if difference < _MOST_NATS and seen > _LEAST_NATS:
+            return model, difference, seen
+    except Exception:  # noqa: BLE001 - the second attempt decides
+        pass
     try:
         model = small_model(config)
         return model, *compare(model)
@@ -100,38 +111,60 @@ def _compared(path: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, flo
         ) from error
 
 
-def small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small random float64 model of this architecture, in eval mode; the same for every call."""
+def small_model(config: PreTrainedConfig, *, most_head_dim: int = _MOST_HEAD_DIM) -> PreTrainedModel:
+    """Make a small random float64 model of this architecture with transformers' own attention, in eval mode.
+
+    Equal arguments give equal weights. Raises ValueError for heads of more than `_MOST_HEAD_DIM` numbers.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(_small(config), dtype=torch.float64)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            _small(config, most_head_dim), dtype=torch.float64, attn_implementation="eager"
+        )
         _randomize(model.eval())
     return model
 
 
 def compare(model: PreTrainedModel) -> tuple[float, float]:
-    """Return two largest differences in nats of a model of `small_model`, which then has packed attention.
+    """Return two largest differences in nats of a model of `small_model`.
 
     The first is between a packed row and transformers' forward of each sequence alone. The second is between this
     forward and that of all sequences as a single sequence, which a wrong layout would give.
     """
-    model.set_attn_implementation("eager")
     switch_dropout_off(model)
     with torch.no_grad():
         ids = (torch.arange(sum(_LENGTHS)) * 37 + 5) % _VOCABULARY
         alone = torch.cat([_own_logprobs(model, part)[1:] for part in ids.split(_LENGTHS)])
         together = torch.cat([part[1:] for part in _own_logprobs(model, ids).split(_LENGTHS)])
-        model.train().set_attn_implementation(PACKED_ATTENTION)  # as with gradient checkpointing
-        packed = _packed_logprobs(model, ids)
+        packed = _packed_logprobs(_as_loaded(model), ids)
     return float((packed - alone).abs().max()), float((together - alone).abs().max())
 
 
-def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+def _as_loaded(model: PreTrainedModel) -> PreTrainedModel:
+    """Build the model as `load_policy` does, with the same weights, in train mode as with gradient checkpointing.
+
+    Some classes take a name of an attention only when they are built, and then mask nothing without calling it.
+    """
+    config = copy.deepcopy(model.config)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=model.dtype, attn_implementation=PACKED_ATTENTION
+    )
+    loaded.load_state_dict(model.state_dict())
+    switch_dropout_off(loaded)
+    loaded.train()
+    return loaded
+
+
+def _small(config: PreTrainedConfig, most_head_dim: int) -> PreTrainedConfig:
     """Copy a config with few layers of each type, few heads, short windows and a small vocabulary."""
     small: Any = copy.deepcopy(config)
     sizes = Sizes.of(config.to_dict())
     assert sizes is not None, "the learner trains families whose config.json has all sizes"
-    heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, min(sizes.head_dim, most_head_dim)
+    if sizes.head_dim > _MOST_HEAD_DIM:
+        raise ValueError(f"heads of {sizes.head_dim} numbers, expected at most {_MOST_HEAD_DIM}")
+    if size < sizes.head_dim and isinstance(getattr(config, "head_dim", None), int):
+        small.head_dim = size
     small.vocab_size = _VOCABULARY
     small.num_attention_heads = 4
     small.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2

@@ -48,7 +48,7 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
 def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_tokens: int) -> None:
     """Raise ModelError if the logprobs of a model with this config.json would be wrong; as `check_trainable`."""
     if not tested(config):
-        _check_dense(key, path, config)
+        _check_dense(key, path, config, context_tokens)
     window = config.get("sliding_window")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ModelError(
@@ -81,9 +81,9 @@ def tested(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in TRAINED_FAMILIES
 
 
-def _check_dense(key: str, path: str, config: Mapping[str, Any]) -> None:
-    """Refuse what the check of a small copy could not: mixtures of experts, and models of unknown sizes."""
-    if not isinstance(config.get("model_type"), str):
+def _check_dense(key: str, path: str, config: Mapping[str, Any], context_tokens: int) -> None:
+    """Refuse what the check of a small copy could not: experts, unknown sizes, more tokens than (learned) positions."""
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ModelError(f"{key}: {path} has no model_type in config.json; expected that of a model of transformers")
     family, instead = shown(config["model_type"]), f"take a model of {TESTED_ONES}"
     experts = next((name for name, value in config.items() if "expert" in name and value), None)
@@ -97,15 +97,23 @@ def _check_dense(key: str, path: str, config: Mapping[str, Any]) -> None:
             f"{key}: {path} is a {family} model whose config.json does not give every size of a decoder-only model "
             f"of text (hidden_size, num_attention_heads, ...); {instead}"
         )
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and context_tokens > positions:
+        raise ModelError(
+            f"{key}: {path} is a {family} model of {positions} positions (max_position_embeddings), expected sequences "
+            f"of at most as many, got up to {context_tokens} (data.max_prompt_tokens and "
+            f"rollout.sampling.max_new_tokens); shorten them, or {instead}"
+        )
 
 
 def _check_forward(key: str, path: str, config: Mapping[str, Any]) -> None:
     """Refuse options that make the learner's forward another than that of transformers, or not causal."""
-    if config.get("use_bidirectional_attention"):
-        raise ModelError(
-            f"{key}: {path} has use_bidirectional_attention in config.json; expected causal attention, because tokens "
-            "are sampled one after the other; take another model"
-        )
+    for option, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(config.get(option, causal)) != causal:
+            raise ModelError(
+                f"{key}: {path} has {option}={shown(config[option])} in config.json; expected causal attention, "
+                "because tokens are sampled one after the other; take another model"
+            )
     cap, family = config.get("final_logit_softcapping"), config["model_type"]
     if cap is not None and family in TRAINED_FAMILIES and family not in _CAPPED:
         raise ModelError(

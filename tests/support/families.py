@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     "exaone4": {"model_type": "exaone4", **_SLIDING},
+    "gpt_neox_japanese": {"model_type": "gpt_neox_japanese", "num_key_value_heads": 4},
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4, **_PARTIAL},
     "helium": {"model_type": "helium", "head_dim": 16},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 16},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import json
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from areal_rloo.rewards import reward_parts
 from areal_rloo.waiting import call_within
 
 _ANSWER_S = 5.0
+_MOST_ANSWER_BYTES = 2**20
 _HUB = "https://huggingface.co"
 
 
@@ -138,13 +141,14 @@ def check_hub(situation: Situation) -> Iterator[Finding]:
         cached = cached_folder(path, situation.environment) is not None
         if path == "tiny" or Path(path).exists() or not is_hub_name(path) or cached:
             continue
-        if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, through_proxies=True):
-            fix = f"correct {key}, log in with `hf auth login`, or download it elsewhere and name its folder"
+        if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, of_hub=True):
+            mend = f"correct {key}, log in with `hf auth login`" if trouble.startswith("HTTP") else "mend the network"
+            fix = f"{mend}, or download it elsewhere and set {key} to its folder"
             yield wrong(key, f"{path}: {base}: {trouble}", fix)
         else:
             yield ok(key, f"{path}: {base} has it")
     for key, path in missing_datasets(situation):
-        if trouble := _no_answer(f"{base}/api/datasets/{path}", token=token, through_proxies=True):
+        if trouble := _no_answer(f"{base}/api/datasets/{path}", token=token, of_hub=True):
             yield wrong(key, f"{path}: {base}: {trouble}", f"correct it, or set {key} to a local file", DataError)
         else:
             yield ok(key, f"{path}: {base} has it")
@@ -159,15 +163,29 @@ def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
         return  # `check_data_files` reports the error
 
 
-def _no_answer(url: str, *, token: str | None = None, through_proxies: bool = False) -> str:
-    """Send a GET; give the reason of a failure, or an empty string."""
-    handlers = [] if through_proxies else [urllib.request.ProxyHandler({})]
+def _no_answer(url: str, *, token: str | None = None, of_hub: bool = False) -> str:
+    """Send a GET; give the reason of a failure, or an empty string. The hub is asked through proxies, for JSON."""
+    handlers = [] if of_hub else [urllib.request.ProxyHandler({})]
     try:
         asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
-        with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S):
-            return ""
+        with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S) as answer:
+            return _no_json(answer) if of_hub else ""
     except urllib.error.HTTPError as error:
         with error:
             return f"HTTP {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         return first_line(error)
+
+
+def _no_json(answer: http.client.HTTPResponse) -> str:
+    """Read an answer of the hub; say why it is no JSON, or give an empty string. A network may answer with a page."""
+    body, ends_s = b"", time.monotonic() + _ANSWER_S
+    while part := answer.read1(_MOST_ANSWER_BYTES):
+        body += part
+        if time.monotonic() > ends_s or len(body) > _MOST_ANSWER_BYTES:
+            return f"no whole answer within {_ANSWER_S:g} s and {_MOST_ANSWER_BYTES:,} bytes"
+    try:
+        json.loads(body)
+    except ValueError:
+        return "the answer is no JSON; the network may ask for a login"
+    return ""

@@ -16,6 +16,8 @@ from areal_rloo.errors import ConfigError, DataError, ModelError, UserError, ins
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
+    INDEX,
+    SINGLE,
     cached_folder,
     check_layers,
     check_model_folder,
@@ -25,12 +27,11 @@ from areal_rloo.models.folder import (
     hub_cache,
     linear_layers,
     num_parameters,
-    read_config,
 )
 from areal_rloo.models.hub import missing_files
 from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
-from areal_rloo.models.trainable import check_trainable, tested
+from areal_rloo.models.trainable import check_trainable
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -129,8 +130,6 @@ def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
 def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool = True) -> None:
     """Raise ModelError if the learner cannot train the model, or the engine does not serve the policy."""
     check_trainable(key, folder, context_tokens=config.context_tokens)
-    if not tested(read_config(key, folder)):
-        _check_copy(key, folder, config.context_tokens, with_weights=False)
     if key == "model.path" and config.learner.lora is not None and with_weights:
         check_targets(config.learner.lora, linear_layers(folder))
     if key == "model.path":
@@ -144,11 +143,13 @@ def check_loading(situation: Situation) -> Iterator[Finding]:
         if path == "tiny" or folder is None:
             continue
         try:
-            check_policy_weights(key, folder)
+            check_trainable(key, folder, context_tokens=situation.config.context_tokens)
+            if has_weights := any((folder / name).is_file() for name in (INDEX, SINGLE)):
+                check_policy_weights(key, folder)
         except ModelError:
             continue  # `check_models` and `check_hub_models` report the error
         try:
-            _check_copy(key, folder, situation.config.context_tokens, with_weights=True)
+            _check_copy(key, folder, situation.config.context_tokens, with_weights=has_weights)
             yield ok(
                 key, f"{path}: the files are those of the model, whose small copy has the logprobs of transformers"
             )

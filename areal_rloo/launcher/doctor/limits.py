@@ -17,7 +17,7 @@ from areal_rloo.launcher.fit import memory_words, model_sizes, planned, resolved
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.host_memory import host_parts
 from areal_rloo.launcher.hosts import num_cores
-from areal_rloo.launcher.placement import place
+from areal_rloo.launcher.placement import Placement, place
 
 _MANY_FILES, _BASIC_FILES = 4096, 256
 _MANY_PROCESSES, _BASIC_PROCESSES = 4096, 256
@@ -116,7 +116,8 @@ def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
     if not hosts[0].gpu_ids:
         what, semicolon, fix = gpu_need(situation.config, hosts, model).partition("; ")
         if semicolon:
-            yield unsure("gpu memory", what, fix)
+            refuses = "cuda" in (situation.config.learner.device, situation.config.rollout.device)
+            yield wrong_or_unsure("gpu memory", what, fix, is_wrong=refuses)
         return
     try:
         yield ok("gpu memory", memory_words(resolved(situation.config, hosts, model), hosts, model))
@@ -129,6 +130,23 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:
     hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
     config = planned(situation.config, hosts, model)
     return host_parts(config, place(config, hosts), model, parameters)
+
+
+def lacking_memory(situation: Situation, placement: Placement) -> str:
+    """Say in words that the hosts of a plan have too little memory, or nothing; the situation has the plan's config."""
+    parameters, known = policy_parameters(situation), [host.memory_bytes for host in placement.used_hosts]
+    if parameters is None or not all(known):
+        return ""
+    model = model_sizes(situation.config, situation.environment)
+    parts = host_parts(situation.config, placement, model, parameters)
+    needed = sum(parts.values())
+    if needed <= min(known):
+        return ""
+    return (
+        f"host memory: {size(min(known))}, and a run takes about {size(needed)}: "
+        f"{', '.join(f'{part} {size(num)}' for part, num in parts.items())}; a start there would be refused "
+        "(launcher.memory_per_host describes other hosts)"
+    )
 
 
 def check_processes(situation: Situation) -> Iterator[Finding]:

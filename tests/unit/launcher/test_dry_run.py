@@ -74,6 +74,18 @@ def test_a_dry_run_says_first_which_gpu_is_missing_or_described(
     assert capsys.readouterr().err == ""
 
 
+def test_a_dry_run_says_that_a_host_has_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config", "gsm8k_rloo.yaml", "launcher.memory_per_gpu=80GB", "--dry-run"]
+    assert local.main([*arguments, "launcher.memory_per_host=16GB"]) == 0
+    words = r"host memory: 14\.9 GiB, and a run takes about \S+ GiB: loads and checkpoints .*; a start there would be"
+    assert re.search(words, capsys.readouterr().err)
+    assert local.main([*arguments, "launcher.memory_per_host=64GB"]) == 0
+    assert "host memory" not in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_here_needs_only_its_config_json(tmp_path: Path) -> None:
     config = load_config("gsm8k_rloo.yaml", ["model.path=some/model"])
     assert model_sizes(config, {}) is None

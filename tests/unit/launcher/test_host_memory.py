@@ -44,13 +44,17 @@ def test_the_host_of_a_gpu_has_offloaded_states_and_copies(
 ) -> None:
     parts = _of("rollout.engine=sglang", *overrides)
     assert parts.pop("learner", 0) == learner * P
-    assert parts == {"loads and checkpoints": copied * P}
+    assert parts == {"loads and checkpoints": copied * P, "versions of the weights": 2 * 2 * P}
 
 
 def test_the_host_with_the_most_is_counted() -> None:
     """Of three ranks, two are on the first host, with two thirds of the states and with the model to write."""
     parts = _of("rollout.engine=sglang", "learner.num_ranks=3", "learner.offload=optimizer", gpus=2, hosts=2)
-    assert parts == {"learner": pytest.approx(8 * P * 2 / 3), "loads and checkpoints": pytest.approx(8 * P + 2 * P)}
+    assert parts == {
+        "learner": pytest.approx(8 * P * 2 / 3),
+        "loads and checkpoints": pytest.approx(8 * P + 2 * P),
+        "versions of the weights": 2 * 2 * P,
+    }
 
 
 def test_every_rank_of_a_cpu_has_rows_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """Train a small model of each family, and compare with transformers: gradients, ranks, adapters, export and reload."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,44 @@ def test_an_unlisted_family_whose_rows_are_not_equal_is_refused(tmp_path: Path) 
     save_family("lfm2", tmp_path, num_hidden_layers=16, layer_types=layers)
     with pytest.raises(ModelError, match=r"logprobs of a packed row differ by .* nats from those of transformers"):
         build_rank(step_config(), model_path=str(tmp_path), device=CPU)
+
+
+def test_a_class_that_takes_an_attention_only_when_built_is_refused(tmp_path: Path) -> None:
+    """Built with the learner's attention, this class masks nothing; given its name later, it would go on as before."""
+    save_family("gpt_neox_japanese", tmp_path)
+    with pytest.raises(ModelError, match=r"logprobs of a packed row differ by .* nats from those of transformers"):
+        build_rank(step_config(), model_path=str(tmp_path), device=CPU)
+
+
+def test_an_attention_named_in_config_json_changes_nothing(tmp_path: Path) -> None:
+    save_family("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+    check_equality(str(tmp_path), context_tokens=64)
+    assert build_rank(step_config(), model_path=str(tmp_path), device=CPU).policy.causal.config.model_type == "qwen3"
+
+
+def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    with pytest.raises(ModelError, match=r"has is_causal=False in config\.json; expected causal attention"):
+        check_trainable("model.path", tmp_path, context_tokens=64)
+
+
+def test_heads_of_absurd_size_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 2**20}))
+    with pytest.raises(ModelError, match=r"heads of 1048576 numbers, expected at most 1024"):
+        check_equality(str(tmp_path), context_tokens=64)
+
+
+def test_an_unlisted_family_takes_no_sequence_beyond_its_positions(tmp_path: Path) -> None:
+    save_family("persimmon", tmp_path, max_position_embeddings=64)
+    check_trainable("model.path", tmp_path, context_tokens=64)
+    with pytest.raises(ModelError, match=r"is a persimmon model of 64 positions .* got up to 65 .*; shorten them, or"):
+        check_trainable("model.path", tmp_path, context_tokens=65)
 
 
 def test_state_beside_the_parameters_is_refused(tmp_path: Path) -> None:

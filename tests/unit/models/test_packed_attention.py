@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_rloo.models import capped_attention
+from areal_rloo.models import attention, capped_attention
 from areal_rloo.models.attention import PackedLayout, packed_attention
 
 LENGTHS = [9, 3, 30, 1, 12, 9]
@@ -14,7 +14,7 @@ LENGTHS = [9, 3, 30, 1, 12, 9]
 
 def _slow(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, cap: float | None) -> Tensor:
     """Attend token by token: [num_tokens, num_heads, head_dim] from tensors of the same order."""
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     share = q.shape[1] // k.shape[1]
     begin = 0
     for length in LENGTHS:
@@ -73,3 +73,35 @@ def test_capped_scores_of_bfloat16_are_computed_in_float32() -> None:
         given = attended(low)
     assert given.dtype == torch.bfloat16
     assert float((given.double() - exact).norm() / exact.norm()) < 0.004
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor | int, scale: float, window_size: tuple[int, int]
+) -> Tensor:
+    """Stand in for torch's call, with the limits of the kernel (mha_varlen_fwd of flash-attention)."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+    assert q.shape[-1] % 8 == 0
+    assert all(rows.is_contiguous() for rows in (q, k, v))
+    return _slow(q, k, v, scale=scale, window=None if window_size[0] < 0 else window_size[0] + 1, cap=None)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (100, 100), (96, 64), (24, 40)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_flash_attention_gets_heads_that_the_kernel_takes(
+    head_dim: int, value_dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", _kernel, raising=False)
+    monkeypatch.setattr(attention, "_VARLEN_KNOWS_GQA", False, raising=False)
+    generator = torch.Generator().manual_seed(0)
+    heads = ((4, head_dim), (2, head_dim), (2, value_dim))
+    q, k, v = (torch.randn(sum(LENGTHS), *head, dtype=torch.float64, generator=generator) for head in heads)
+    layout = PackedLayout.of_lengths(LENGTHS, torch.device("cpu"))
+    given = attention._flash(q, k, v, layout, attention._Scores(head_dim**-0.5, window, None, True))
+    rows = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    expected = packed_attention(torch.nn.Module(), *rows, None, packed=layout, sliding_window=window)[0][0]
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-12)
+
+
+def test_wider_heads_than_the_kernel_takes_go_in_blocks() -> None:
+    assert attention._flash_width(torch.empty(1, 1, 250), torch.empty(1, 1, 256)) == attention._FLASH_HEAD
+    assert attention._flash_width(torch.empty(1, 1, 257), torch.empty(1, 1, 64)) > attention._FLASH_HEAD

@@ -112,7 +112,9 @@ def test_the_page_names_the_bottleneck_of_the_run(tmp_path: Path, make_train_rec
     file.close()
     words = bottleneck_in(tmp_path)
     assert words is not None
-    assert words.startswith("rollout-bound: the learner waits 50 %; a second worker would raise throughput by about ")
+    assert words.startswith(
+        "rollout-bound: the learner waits 50 %; a second worker on free cores or GPUs would raise throughput by about "
+    )
     assert words in Page(write_report(tmp_path).read_text()).shown
 
 

@@ -52,8 +52,9 @@ def server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path in ("/health", "/org/there/resolve/main/config.json") else 404)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", "2")
             self.end_headers()
+            self.wfile.write(b"{}")
 
         def log_message(self, *arguments: Any) -> None:
             pass

@@ -2,12 +2,15 @@
 
 import contextlib
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.situations import found, only
 
 from areal_rloo.launcher.doctor.addresses import (
     check_host_name,
+    check_hub,
     check_metrics_host,
     check_ports,
     check_servers,
@@ -82,3 +85,27 @@ def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch
     assert "no other host can connect to" in only(check_host_name, "unsure").what
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
     assert "cannot be resolved" in only(check_host_name, "unsure").what
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [(b"<html>please log in</html>", "wrong"), (b'{"model_type": "llama"}', "ok"), (b" " * 2**21, "wrong")],
+)
+def test_an_answer_of_the_hub_that_is_no_json_is_wrong(body: bytes, says: str) -> None:
+    """A network with a login page answers every address with a page."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        finding = only(check_hub, says, "model.path=org/name", HF_ENDPOINT=endpoint, HF_HOME="/nowhere")
+        server.shutdown()
+    assert says == "ok" or finding.fix == "mend the network, or download it elsewhere and set model.path to its folder"

@@ -13,6 +13,7 @@ from support.families import save_family
 from support.situations import config, found, only
 
 from areal_rloo.errors import ModelError
+from areal_rloo.launcher import start
 from areal_rloo.launcher.doctor import Situation
 from areal_rloo.launcher.doctor.addresses import (
     check_hub,
@@ -51,7 +52,7 @@ def test_a_family_must_be_trained_and_served(model: Path) -> None:
 def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bool, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    finding = only(check_models, "ok" if passes else "wrong", f"model.path={tmp_path}", "rollout.engine=sglang")
+    finding = only(check_loading, "ok" if passes else "wrong", f"model.path={tmp_path}", "rollout.engine=sglang")
     refusal = (
         f"model.path: {tmp_path} is a stablelm model, and the check whether the learner computes its logprobs fails"
     )
@@ -60,6 +61,7 @@ def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bo
 
 def test_the_doctor_loads_names_and_shapes_as_the_learner_does(tmp_path: Path) -> None:
     save_family("llama", tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
     named = f"model.path={tmp_path}"
     assert only(check_loading, "ok", named).what.startswith(f"{tmp_path}: the files are those of the model")
     weights = load_file(tmp_path / "model.safetensors")
@@ -67,6 +69,8 @@ def test_the_doctor_loads_names_and_shapes_as_the_learner_does(tmp_path: Path) -
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     finding = only(check_loading, "wrong", named)
     assert finding.what == f"{tmp_path} has no weights for model.norm.weight"
+    with pytest.raises(ModelError, match=r"has no weights for model\.norm\.weight"):
+        start.check(config(named))
     assert found(check_loading) == [], "the tiny model is made by ourselves"
 
 
