@@ -29,9 +29,9 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_hub_datasets,
     check_hub_models,
-    check_loading,
     check_models,
     check_server,
+    check_unlisted,
 )
 from areal_rloo.launcher.doctor.limits import check_processes, lacking_memory
 from areal_rloo.launcher.doctor.software import check_extras
@@ -164,7 +164,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     situation = Situation(config, runs_here=runs_here)
     here: tuple[Check, ...] = (check_processes, check_server)
     inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
-    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, check_loading) if runs_here else inputs:
+    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, check_unlisted) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user

@@ -1,7 +1,7 @@
 """Checks before a run: everything that would end the run or slow it down, each with a fix.
 
 The quick checks take well under a second together, or a few seconds if the hub must be asked for a model or a dataset;
-every launcher makes them. None imports torch, but a model in a folder is loaded without weights by a process.
+every launcher makes them. None imports torch, but a model of a family that no test compares is tried in a process.
 The thorough checks start processes and open connections; `__main__` makes both kinds.
 
 - `base`: a finding, and the input of a check.

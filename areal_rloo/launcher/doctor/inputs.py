@@ -27,11 +27,12 @@ from areal_rloo.models.folder import (
     hub_cache,
     linear_layers,
     num_parameters,
+    read_config,
 )
 from areal_rloo.models.hub import missing_files
 from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
-from areal_rloo.models.trainable import check_trainable
+from areal_rloo.models.trainable import check_trainable, tested
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -138,12 +139,23 @@ def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool 
 
 def check_loading(situation: Situation) -> Iterator[Finding]:
     """Compare names and shapes in the files of each model with transformers, and a small copy, as the learner does."""
+    yield from _loaded(situation, unlisted_alone=False)
+
+
+def check_unlisted(situation: Situation) -> Iterator[Finding]:
+    """Do the same for families that no test compares. Of the others, a start leaves these seconds to the learner."""
+    yield from _loaded(situation, unlisted_alone=True)
+
+
+def _loaded(situation: Situation, *, unlisted_alone: bool) -> Iterator[Finding]:
     for key, path in model_paths(situation.config):
         folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
         if path == "tiny" or folder is None:
             continue
         try:
             check_trainable(key, folder, context_tokens=situation.config.context_tokens)
+            if unlisted_alone and tested(read_config(key, folder)):
+                continue
             if has_weights := any((folder / name).is_file() for name in (INDEX, SINGLE)):
                 check_policy_weights(key, folder)
         except ModelError:
