@@ -146,9 +146,10 @@ def _as_loaded(model: PreTrainedModel) -> PreTrainedModel:
     Some classes take a name of an attention only when they are built, and then mask nothing without calling it.
     """
     config = copy.deepcopy(model.config)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=model.dtype, attn_implementation=PACKED_ATTENTION
-    )
+    with torch.random.fork_rng(devices=[]):  # a run's random numbers stay as they are
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation=PACKED_ATTENTION
+        )
     loaded.load_state_dict(model.state_dict())
     switch_dropout_off(loaded)
     loaded.train()

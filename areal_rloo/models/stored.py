@@ -50,6 +50,7 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
             config=config,
             state_dict=stand_ins,
             dtype=torch.float32,
+            attn_implementation="eager",  # config.json may name one that is not installed here
             output_loading_info=True,
         )
     if missing := found["missing_keys"]:

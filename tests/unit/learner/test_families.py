@@ -94,7 +94,9 @@ def test_an_unlisted_family_that_equals_transformers_is_trained(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_family(name, tmp_path)
+    before = torch.random.get_rng_state()
     check_equality(str(tmp_path), context_tokens=64)
+    assert torch.equal(torch.random.get_rng_state(), before), "the check draws no random numbers of a run"
     assert f"{tmp_path} is a {name} model, which no test compares with transformers" in caplog.text
 
 
