@@ -189,14 +189,14 @@ def sample_weights(num_in_loss: Tensor, *, max_new_tokens: int, config: LossConf
     the other tokens sum to 1 if S counts no sample without a token in the loss.
     """
     tokens = num_in_loss.double()
-    num_samples = len(tokens) if config.count_masked else (tokens > 0).sum().clamp(min=1)
+    num_samples = len(tokens) if config.count_masked else max(1, int((tokens > 0).sum()))
     match config.aggregation:
         case "token_mean":
             per_token = tokens.sum().clamp(min=1).expand(len(tokens))
         case "seq_mean_token_mean":
             per_token = num_samples * tokens.clamp(min=1)
         case "seq_mean_token_sum":
-            per_token = torch.full_like(tokens, int(num_samples))
+            per_token = torch.full_like(tokens, num_samples)
         case "seq_mean_token_sum_norm":
-            per_token = torch.full_like(tokens, int(num_samples) * max_new_tokens)
+            per_token = torch.full_like(tokens, num_samples * max_new_tokens)
     return 1 / per_token

@@ -31,14 +31,14 @@ def _parts_on(host: Host, learner: _Learner, placement: Placement) -> dict[str, 
     on_cpus = sum(seat.host == host and not seat.gpu_ids for seat in placement.workers)
     begins, same_host = placement.learner_host == host, len(placement.used_hosts) == 1
     on_gpus = sum(seat.host == host and bool(seat.gpu_ids) for seat in placement.workers)
-    writes = on_gpus if config.weights_transport(same_host=same_host) == "shared_memory" else 0
-    writes = writes if config.rollout.server is not None and not config.rollout.server_urls else 0
+    starts_servers = config.rollout.server is not None and not config.rollout.server_urls
+    by_files = starts_servers and config.weights_transport(same_host=same_host) == "shared_memory"
     parts = {
         "learner": learner.held_bytes(num_ranks),
         "loads and checkpoints": learner.copied_bytes(num_ranks, begins=begins),
         "engines": 0 if config.rollout.server_urls else on_cpus * config.copies_of_weights * one,
         "versions of the weights": 2 * learner.published_bytes if begins else 0,  # the newest, and the next
-        "files of servers": writes * one,
+        "files of servers": on_gpus * one if by_files else 0,
     }
     return {part: size for part, size in parts.items() if size}
 

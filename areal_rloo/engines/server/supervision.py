@@ -144,7 +144,7 @@ class ManagedServer(_Server):
 
     async def _start(self) -> Connection:
         python = await asyncio.to_thread(
-            find_python, self._kind.package, self._config, on_gpus=self._plan.device.startswith("cuda")
+            find_python, self._package, self._config, on_gpus=self._plan.device.startswith("cuda")
         )
         process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
         logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
@@ -196,7 +196,7 @@ class ExternalServer(_Server):
     async def open(self) -> Connection:
         """Wait until the server answers; raises the errors of `ManagedServer.open`."""
         if not self._was_open:  # later, the variable is gone (rollout/engines.py)
-            self._api_key = find_api_key(self._kind.package, self._config)
+            self._api_key = find_api_key(self._package, self._config)
         client = ServerClient(self._url, api_key=self._api_key)
         key, label = f"{self._package.key}.urls: {self._url}", self._until_it_answers(client)
         connection = await self._connected(client, label, key=key, pause=self._config.pause)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -102,7 +102,7 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
         yield ok("memory", what)
         return
     needed = sum(parts.values())
-    what += f"; a run takes about {size(needed)}: {', '.join(f'{part} {size(n)}' for part, n in parts.items())}"
+    what += f"; {_in_words(parts)}"
     if needed <= available:
         yield ok("memory", what)
     else:
@@ -132,6 +132,11 @@ def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:
     return host_parts(config, place(config, hosts), model, parameters)
 
 
+def _in_words(parts: Mapping[str, float]) -> str:
+    parted = ", ".join(f"{part} {size(num_bytes)}" for part, num_bytes in parts.items())
+    return f"a run takes about {size(sum(parts.values()))}: {parted}"
+
+
 def lacking_memory(situation: Situation, placement: Placement) -> str:
     """Say in words that the hosts of a plan have too little memory, or nothing; the situation has the plan's config."""
     parameters, known = policy_parameters(situation), [host.memory_bytes for host in placement.used_hosts]
@@ -139,12 +144,10 @@ def lacking_memory(situation: Situation, placement: Placement) -> str:
         return ""
     model = model_sizes(situation.config, situation.environment)
     parts = host_parts(situation.config, placement, model, parameters)
-    needed = sum(parts.values())
-    if needed <= min(known):
+    if sum(parts.values()) <= min(known):
         return ""
     return (
-        f"host memory: {size(min(known))}, and a run takes about {size(needed)}: "
-        f"{', '.join(f'{part} {size(num)}' for part, num in parts.items())}; a start there would be refused "
+        f"host memory: {size(min(known))}, and {_in_words(parts)}; a start there would be refused "
         "(launcher.memory_per_host describes other hosts)"
     )
 
