@@ -3,11 +3,12 @@
 import asyncio
 import itertools
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, FakeVLLM, Fault, engine_on_faulty, fake_sample
+from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, FakeVLLM, Fault, Faults, engine_on_faulty, fake_sample
 from support.model_versions import model_of
 from support.server_support import in_buckets, request
 
@@ -56,9 +57,15 @@ async def _update_at_last(engine: ServerEngine, versions: Iterator[int], layouts
 
 
 async def _fail(
-    folder: Path, layouts: list[BucketLayout], fake: FakeSGLang, call: tuple[str, int], fault: Fault, times: int
+    engine: ServerEngine,
+    faults: Faults,
+    layouts: list[BucketLayout],
+    fake: FakeSGLang,
+    call: tuple[str, int],
+    fault: Fault,
+    times: int,
 ) -> None:
-    async with asyncio.timeout(60), engine_on_faulty(folder, fake, timeout_s=TIMEOUT_S) as (engine, faults):
+    async with asyncio.timeout(60):
         versions = itertools.count(1)
         await _update_at_last(engine, versions, layouts)
         options: Any = {"max_new_tokens": 40, "prompt": (1, 2)}
@@ -93,22 +100,29 @@ def test_a_failed_call_of_an_update_gives_no_token_a_wrong_tag(
     tiny_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(updates, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    for weights in (sglang_weights, vllm_weights):
-        monkeypatch.setattr(weights, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(supervision, "_CALL_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(supervision, "_CHECK_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(supervision, "_RESTART_BACKOFF_S", (0.1,))
     folder = tiny_folders["qwen2"]
     layouts, _ = in_buckets(model_of(folder))
+    # A server that only claims to pause cannot be noticed, and neither can a check that proves nothing be right.
+    calls = set(of_update) - ({"pause", "prove", "continue"} if fault == "ignore" else set())
+    cases = [(call, times, kind(tagged=tagged)) for call in calls for times in (1, 3)]
 
     async def main() -> None:
-        # A server that only claims to pause cannot be noticed, and neither can a check that proves nothing be right.
-        calls = set(of_update) - ({"pause", "prove", "continue"} if fault == "ignore" else set())
-        cases = [(call, times) for call in calls for times in (1, 3)]
-        tries = [_fail(folder, layouts, kind(tagged=tagged), of_update[call], fault, times) for call, times in cases]
-        outcomes = await asyncio.gather(*tries, return_exceptions=True)
-        failures = {case: repr(found) for case, found in zip(cases, outcomes, strict=True) if found is not None}
+        async with AsyncExitStack() as opened:
+            tries = []
+            for call, times, fake in cases:
+                served = engine_on_faulty(folder, fake, timeout_s=TIMEOUT_S)
+                engine, faults = await opened.enter_async_context(served)
+                tries.append(_fail(engine, faults, layouts, fake, of_update[call], fault, times))
+            _shorten_timeouts(monkeypatch)  # a start must not fail: a busy machine may need longer for its calls
+            outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        failures = {case[:2]: repr(found) for case, found in zip(cases, outcomes, strict=True) if found is not None}
         assert failures == {}
 
     asyncio.run(main())
+
+
+def _shorten_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (updates, sglang_weights, vllm_weights, supervision):
+        monkeypatch.setattr(module, "_CALL_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(supervision, "_CHECK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(supervision, "_RESTART_BACKOFF_S", (0.1,))
