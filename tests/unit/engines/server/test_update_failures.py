@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faulty_server import FAULTS, FIRST_TOKEN, FakeSGLang, FakeVLLM, Fault, Faults, engine_on_faulty, fake_sample
+from support.faulty_server import (
+    FAULTS,
+    FIRST_TOKEN,
+    FakeSGLang,
+    FakeVLLM,
+    Fault,
+    Faults,
+    engine_on_faulty,
+    fake_sample,
+)
 from support.model_versions import model_of
 from support.server_support import in_buckets, request
 
