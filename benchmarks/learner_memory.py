@@ -13,23 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from areal_rloo.config import load_config
+from areal_rloo.config import Config, load_config
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.memory import estimate
-from areal_rloo.learner.team import Team
+from areal_rloo.learner.parallel.ranks import Ranks
+from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.models.sizes import Sizes
+from areal_rloo.ports import ReservedPorts
 from areal_rloo.trajectory import Completion, Group, Trajectory
 from benchmarks import hardware
 from benchmarks.peaks import Peak
@@ -44,7 +49,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, tokens of a row
     "bfloat16": ("0.5b", 2048, ("model.dtype=bfloat16",)),
     "bfloat16 states": ("0.5b", 1024, ("learner.optimizer.state_dtype=bfloat16",)),
     "1.5B, lora": ("1.5b", 1024, ("learner.lora={}", "model.dtype=bfloat16", "learner.gradient_checkpointing=true")),
+    "two ranks": ("0.5b", 1024, ("learner.num_ranks=2",)),
+    "two ranks, untied": ("0.5b untied", 1024, ("learner.num_ranks=2",)),
+    "two ranks, short rows": ("0.5b untied", 256, ("learner.num_ranks=2", "learner.gradient_checkpointing=true")),
+    "two ranks, bfloat16": ("0.5b untied", 256, ("learner.num_ranks=2", "model.dtype=bfloat16")),
 }
+_RANKS_TIMEOUT_S = 3600.0
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # glibc returns freed tensors at once
 
 
@@ -88,19 +98,21 @@ def measure(
     config = load_config(
         "quickstart.yaml", [f"learner.microbatch_tokens={num_tokens}", "learner.num_minibatches=1", *options]
     )
-    train_step = TrainStep(Team(build_rank(config, model_path=str(path), device=device)), config)
-    for version in range(num_steps):
-        peak.restart()
-        groups = [_group(group_id, num_tokens, sizes.vocab_size) for group_id in range(2)]
-        result = train_step.step(groups, policy_version=version)
-    measured = peak.num_bytes
+    num_ranks = config.learner.num_ranks
+    with _other_ranks(config, path=path, device=device) as ranks:
+        train_step = TrainStep(Team(build_rank(config, model_path=str(path), device=device, ranks=ranks)), config)
+        for version in range(num_steps):
+            peak.restart()
+            groups = [_group(group_id, num_tokens, sizes.vocab_size) for group_id in range(2 * num_ranks)]
+            result = train_step.step(groups, policy_version=version)
+        measured = peak.num_bytes
+        train_step.team.stop()
     own = train_step.team.own.policy
     expected = sum(
         estimate(
-            sizes,
+            replace(sizes, counted=sum(parameter.numel() for parameter in own.parameters())),
             config,
             on_gpu=device.type == "cuda",
-            num_parameters=sum(parameter.numel() for parameter in own.parameters()),
             num_trained=sum(parameter.numel() for parameter in own.parameters() if parameter.requires_grad),
         ).values()
     )
@@ -114,6 +126,34 @@ def measure(
         **{name: result.measured[name] for name in ("learner_tokens_per_s", "model_flops_share")},
         "gradient_norm": result.numbers["gradient_norm"],
     }
+
+
+@contextmanager
+def _other_ranks(config: Config, *, path: Path, device: torch.device) -> Iterator[Ranks]:
+    """Start the other ranks of the learner, each with its part of the model; yields rank 0."""
+    num = config.learner.num_ranks
+    if num == 1:
+        yield Ranks()
+        return
+    with ReservedPorts(1) as reserved:
+        address = f"127.0.0.1:{reserved.ports[0]}"
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=_follow, args=(rank, config, address, path)) for rank in range(1, num)]
+        for process in processes:
+            process.start()
+        ranks = Ranks.meet(address, rank=0, num=num, device=device, timeout_s=_RANKS_TIMEOUT_S)
+        yield ranks
+        for process in processes:
+            process.join()
+        ranks.close()
+
+
+def _follow(rank: int, config: Config, address: str, path: Path) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    ranks = Ranks.meet(address, rank=rank, num=config.learner.num_ranks, device=device, timeout_s=_RANKS_TIMEOUT_S)
+    follow(build_rank(config, model_path=str(path), device=device, ranks=ranks))
+    ranks.close()
 
 
 def _group(group_id: int, num_tokens: int, vocab_size: int) -> Group:

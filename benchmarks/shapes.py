@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from areal_rloo.models.sizes import SHIPPED, Sizes
 SHAPES = {
     "0.5b": SHIPPED["Qwen/Qwen2.5-0.5B-Instruct"],
     "1.5b": SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"],
+    "0.5b untied": replace(SHIPPED["Qwen/Qwen2.5-0.5B-Instruct"], tied=False),
     "small": Sizes(1024, 64, 192, 2, 4, 2, 16, tied=True, gated=True),  # to try a benchmark out
 }
 

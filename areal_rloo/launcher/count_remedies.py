@@ -42,7 +42,10 @@ def count_advice(config: Config, model: Sizes | None, hosts: Sequence[Host], pla
     advice = [f"set {' or '.join(found)}"] if found else []
     if not found and model is not None:
         advice = list(itertools.islice(_with_memory(config, large, model, hosts, plan), 1))
-    return ", or ".join([*advice, *_more_gpus(config, hosts, plan)]) or "take a smaller model, or more GPUs"
+    return (
+        ", or ".join([*advice, *more_gpus(config, hosts, plan, most=_MOST_HOSTS)])
+        or "take a smaller model, or more GPUs"
+    )
 
 
 def _changes(config: Config) -> Iterator[Changes]:
@@ -90,10 +93,10 @@ def _with_memory(
                         yield f"combine {_words(together)}"
 
 
-def _more_gpus(config: Config, hosts: Sequence[Host], plan: Plan) -> Iterator[str]:
-    """Name the least number of GPUs on a single host, or of hosts like the first, with an accepted plan."""
+def more_gpus(config: Config, hosts: Sequence[Host], plan: Plan, *, most: int) -> Iterator[str]:
+    """Name the least number of GPUs on a host, or of hosts like the first, with an accepted plan, up to `most`."""
     first, several = hosts[0], len(hosts) > 1
-    for num in range(len(hosts) + 1 if several else len(first.gpu_ids) + 1, _MOST_HOSTS + 1):
+    for num in range(len(hosts) + 1 if several else len(first.gpu_ids) + 1, most + 1):
         ids = first.gpu_ids if several else tuple(map(str, range(num)))
         like = [dataclasses.replace(first, name=f"host-{index}", gpu_ids=ids) for index in range(num if several else 1)]
         with contextlib.suppress(UserError):

@@ -17,6 +17,7 @@ from areal_rloo.models.sizes import Sizes
 _PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tokens
 _MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
+_FEW_CACHED = 0.25  # of the slots
 _FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}  # size the cache by the free memory
 _SIZES = {"sglang": "max-total-tokens", "vllm": "kv-cache-memory-bytes"}
 _WITHOUT_EFFECT = {  # fractions above the size in every case
@@ -202,12 +203,24 @@ def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
 
 def cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
     """Name the memory for an engine's cache on each GPU, and how many completions of full length fit."""
-    room = cache_bytes(config, model, gpu_bytes)
-    num_tokens = int(room // token_bytes(config, model))
+    room, num = cache_bytes(config, model, gpu_bytes), _num_cached(config, model, gpu_bytes)
+    words = f"an engine has about {room / GIB:.1f} GiB for a cache, {num} completions of {config.context_tokens} tokens"
+    return f"{words}; {few}" if (few := few_cached(config, model, gpu_bytes)) else words
+
+
+def few_cached(config: Config, model: Sizes, gpu_bytes: int) -> str:
+    """Warn of a cache with room for few of the slots; empty if the room is enough."""
+    num, slots = _num_cached(config, model, gpu_bytes), config.rollout.num_slots
+    if num >= _FEW_CACHED * slots:
+        return ""
     return (
-        f"an engine has about {room / GIB:.1f} GiB for a cache, {num_tokens // config.context_tokens} completions of "
-        f"{config.context_tokens} tokens"
+        f"generation is slow if completions are long: the cache holds {num} of full length, and rollout.num_slots is "
+        f"{slots}; lower rollout.sampling.max_new_tokens, or take more or larger GPUs"
     )
+
+
+def _num_cached(config: Config, model: Sizes, gpu_bytes: int) -> int:
+    return int(cache_bytes(config, model, gpu_bytes) // token_bytes(config, model)) // config.context_tokens
 
 
 def with_rollout(config: Config, **rollout: object) -> Config:

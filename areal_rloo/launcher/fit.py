@@ -10,33 +10,41 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from areal_rloo.config import Config, validate
-from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError, PreflightError, UserError
-from areal_rloo.files import read_regular
-from areal_rloo.launcher.count_remedies import Plan, count_advice, unused_gpus
-from areal_rloo.launcher.engine_memory import cache_words, has_no_cache, least_bytes, reserved, with_rollout, with_share
+from areal_rloo.errors import ModelError, PreflightError, UserError
+from areal_rloo.launcher.count_remedies import Plan, count_advice, more_gpus, unused_gpus
+from areal_rloo.launcher.engine_memory import (
+    cache_words,
+    few_cached,
+    has_no_cache,
+    least_bytes,
+    reserved,
+    with_rollout,
+    with_share,
+)
 from areal_rloo.launcher.placement import Host, Placement, TooFewError, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
-from areal_rloo.models.folder import cached_folder
+from areal_rloo.models.folder import cached_folder, num_parameters, read_config
 from areal_rloo.models.sizes import SHIPPED, Sizes
 
 _MOST_ROW = 32_768  # tokens; longer rows make a GPU no faster
 _GOOD_ROW = 8_192  # shorter rows leave a GPU waiting for memory
 _UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
+_ON_A_HOST = 8  # GPUs, in advice
 _MARGIN = 1.1  # of the estimate, for the choices of `auto`
 
 
 def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
     """Read the sizes of the policy; None if the model was never downloaded, or config.json lacks a size.
 
-    The models of the shipped configs need no download.
+    Parameters are counted in the headers of the weights, if they are here. The models of the shipped configs need no
+    download.
     """
     path = config.model.path
     if path == "tiny":
@@ -45,9 +53,13 @@ def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
     if folder is None:
         return SHIPPED.get(path)
     try:
-        return Sizes.of(from_json(read_regular(folder / "config.json"), dict[str, Any]))
-    except (OSError, DecodeError):
+        sizes = Sizes.of(read_config("model.path", folder))
+    except ModelError:
         return None  # the doctor's check of the model reports the error
+    if sizes is not None:
+        with contextlib.suppress(ModelError):  # without weights, or with damaged ones
+            return replace(sizes, counted=num_parameters(folder))
+    return sizes
 
 
 def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
@@ -67,7 +79,12 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             num_ranks = planned(changed, hosts, model).learner.num_ranks
             return _least_needs(_with(changed, num_ranks=num_ranks), model)
 
-        raise PreflightError(f"{error}; {advice(error, config, model, num_gpus, needs)}") from error
+        options = [
+            advice(error, config, model, num_gpus, needs),
+            *more_gpus(config, hosts, _plan_for(model), most=_ON_A_HOST),
+        ]
+        remedies = ", or ".join(filter(None, options)) or "take a smaller model, or GPUs with more memory"
+        raise PreflightError(f"{error}; {remedies}") from error
     except TooFewError as error:
         raise PreflightError(f"{error}; {count_advice(config, model, hosts, _plan_for(model))}") from error
 
@@ -237,6 +254,13 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
     if config.rollout.shares:
         words += f"; learner and engine share the devices {config.rollout.share_devices.replace('_', ' ')}"
     return f"{words}; {cache_words(config, model, gpu_bytes)}" if worker_gpus and gpu_bytes else words
+
+
+def few_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
+    """Warn of a cache of the engine with room for few of the slots; empty if there is enough, or it is unknown."""
+    gpu_bytes = _gpu_bytes(hosts)
+    known = model is not None and gpu_bytes and gpus_each(config, hosts)[1]
+    return few_cached(config, model, gpu_bytes) if known and model is not None else ""
 
 
 def _fitted(config: Config, model: Sizes, device_bytes: float, *, on_gpu: bool = True) -> Config:

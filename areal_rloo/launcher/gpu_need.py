@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.fit import planned
-from areal_rloo.launcher.placement import Host
+from areal_rloo.launcher.host_memory import host_parts
+from areal_rloo.launcher.placement import Host, place
+from areal_rloo.launcher.remedies import Remedy, assign
 from areal_rloo.models.sizes import Sizes
 
 _COUNTS = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -35,12 +37,29 @@ def gpu_need(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
     if not because:
         return ""
     where = hosts[0].name if len(hosts) == 1 else f"the {len(hosts)} hosts"
-    changes = ["rollout.engine=embedded"] if runs_server else []
-    changes += [word.replace("cuda", "auto") for word in because if word.endswith("cuda")]
+    changes = [assign("rollout.engine", "embedded", "embedded")] if runs_server else []
+    keys = [word.removesuffix("=cuda") for word in because if word.endswith("=cuda")]
+    changes += [assign(key, "auto", "auto") for key in keys]
+    here = f"set {' '.join(change.words for change in changes)} (slow on a CPU), or "
     return (
         f"no GPU on {where}: {' with '.join(because)} needs {_least_gpus(config, model)}; start where GPUs are, or "
-        f"set {' '.join(changes)} (slow on a CPU), or begin with --config quickstart.yaml"
+        f"{here if _fits_here(config, changes, hosts, model) else ''}begin with --config quickstart.yaml"
     )
+
+
+def _fits_here(config: Config, changes: Sequence[Remedy], hosts: Sequence[Host], model: Sizes | None) -> bool:
+    """Return True unless the hosts have too little memory for all processes of the changed config, on CPUs."""
+    for change in changes:
+        config = change.change(config)
+    least = min(host.memory_bytes for host in hosts)
+    if model is None or not least:  # unknown
+        return True
+    try:
+        found = planned(config, hosts, model)
+        parts = host_parts(found, place(found, hosts), model, model.num_parameters)
+    except UserError:
+        return False
+    return sum(parts.values()) <= least
 
 
 def _least_gpus(config: Config, model: Sizes | None) -> str:

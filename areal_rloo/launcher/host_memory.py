@@ -70,7 +70,7 @@ class _Learner:
         """Return the bytes of ranks: on CPUs of everything, on GPUs of the parts that an option keeps in CPU memory."""
         learner, reference = self.config.learner, self.config.model.reference
         if not self.on_gpus and self.model is not None:
-            parts = estimate(self.model, self.config, on_gpu=False, num_parameters=self.num_parameters)
+            parts = estimate(self.model, self.config, on_gpu=False)
             return num_ranks * sum(parts.values())
         whole = not self.on_gpus or learner.offload == "parameters"
         held = self.moments_bytes if whole or learner.offload == "optimizer" else 0

@@ -149,7 +149,7 @@ class Job:
         if trained and (made := self._made()) is not None:  # else the recipe may be another
             return made
         if not tiny_model_folder(self._config, self._request.models).is_dir():
-            self._progress.say("preparing the tiny model (the first time that takes a minute)")
+            self._progress.say("preparing the tiny model (once; it takes one to four minutes)")
         if not self._config.warm_starts:
             self._progress.say(
                 "the tiny model has random weights: it is shown sums before the training, and nothing else"

@@ -51,7 +51,7 @@ class Remedy:
 def advice(
     refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], Needs]
 ) -> str:
-    """Name each sufficient option, with the saving, or else a list of options sufficient together.
+    """Name each sufficient option, with the saving, or else a list of options sufficient together, or else nothing.
 
     `needs` plans a config and gives the bytes, or raises a UserError.
     """
@@ -76,7 +76,7 @@ def advice(
         for chosen in itertools.combinations(usable.values(), size):
             if _fits_together(config, [remedy for remedy, _ in chosen], needs):
                 return _in_words(list(chosen), "combine", " ")
-    return "take a smaller model, or GPUs with more memory"
+    return ""
 
 
 def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[Config], Needs]) -> bool:

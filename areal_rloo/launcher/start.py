@@ -147,7 +147,7 @@ def say_first(config: Config, hosts: Sequence[Host], described: str = "", *, sta
         raise PreflightError(words)
     for finding in check_server(Situation(config)) if words and starts else ():
         if finding.error is not None:
-            raise ConfigError(f"{words}; besides, {finding.error}")
+            raise ConfigError(f"{words}; besides, {finding.name}: {finding.what}")
     for line in filter(None, (described, words)):
         _say(line)
 

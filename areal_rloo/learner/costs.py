@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -87,10 +88,10 @@ def memory_explained(policy: Policy, config: Config, device: torch.device) -> It
 def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
     learner, sizes = config.learner, Sizes.of(policy.causal.config.to_dict())
     assert sizes is not None, "the model has been loaded"
-    num_parameters = sum(p.numel() for p in policy.parameters())
+    sizes = replace(sizes, counted=sum(p.numel() for p in policy.parameters()))
     num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     on_gpu = device.type == "cuda"
-    parts = estimate(sizes, config, on_gpu=on_gpu, num_parameters=num_parameters, num_trained=num_trained)
+    parts = estimate(sizes, config, on_gpu=on_gpu, num_trained=num_trained)
     of_token = activation_bytes(sizes, config, on_gpu=on_gpu)
     free, total = memory_of(device)
     remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]

@@ -32,21 +32,18 @@ def activation_bytes(model: Sizes, config: Config, *, on_gpu: bool) -> float:
     return float(model.num_layers * layer * copies + top)
 
 
-def estimate(
-    model: Sizes, config: Config, *, on_gpu: bool, num_parameters: int | None = None, num_trained: int | None = None
-) -> dict[str, float]:
+def estimate(model: Sizes, config: Config, *, on_gpu: bool, num_trained: int | None = None) -> dict[str, float]:
     """Estimate the bytes of a rank by part, with full microbatches.
 
-    The optimizer step works on a parameter at a time, which is no larger than the head or a layer. `num_parameters`
-    counts the policy over all ranks, `num_trained` the parameters with a gradient; None: as the sizes of the model say.
+    The optimizer step works on a parameter at a time, which is no larger than the head or a layer. `num_trained` counts
+    the parameters with a gradient over all ranks; None: as the sizes of the model say.
     """
-    learner = config.learner
-    if num_parameters is None:
-        num_parameters = model.num_parameters
+    learner, num_parameters = config.learner, model.num_parameters
     if num_trained is None:
         lora = learner.lora
         num_trained = num_parameters if lora is None else model.num_adapted(lora.rank, lora.targets)
     ranks = learner.num_ranks // learner.num_replicas
+    sharded = learner.num_ranks > 1 or learner.offload == "parameters"
     low = number_bytes(config)
     moments = 2 * (4 if learner.optimizer.state_dtype == "float32" else 2)
     reference = config.algorithm.kl.coefficient > 0 and config.model.reference is not None
@@ -59,20 +56,37 @@ def estimate(
         "gradients": 0 if away else 4 * num_trained / ranks,
         "optimizer": 0 if apart else moments * num_trained / ranks,
         "reference": 4 * num_parameters / ranks if reference and not at_home and not away else 0,
-        "weights in bfloat16": _copies_bytes(model, config, num_parameters, logits) if ranks == 1 else 0,
-        "whole layers": low * ((num_parameters - model.head) / model.num_layers * 2 + model.head) if ranks > 1 else 0,
+        "weights in bfloat16": 0 if sharded else _copies_bytes(model, config, logits),
+        "whole layers": low * (2 * model.of_layer + model.outside) if sharded else 0,
         "activations": activation_bytes(model, config, on_gpu=on_gpu) * learner.microbatch_tokens,
         "logits": logits,
     }
+    of_a_step = sum(parts[part] for part in ("weights in bfloat16", "whole layers", "activations", "logits"))
+    if sharded and learner.lora is None:
+        parts["gradients to reduce"] = max(0, _reduced(model, config, parts["activations"], on_gpu=on_gpu) - of_a_step)
     if not away:
-        freed = sum(parts[part] for part in ("weights in bfloat16", "whole layers", "activations", "logits"))
-        largest = min(num_trained, max(model.head, (num_parameters - model.head) / model.num_layers)) / ranks
+        freed = of_a_step + parts.get("gradients to reduce", 0)
+        largest = min(num_trained, max(model.head, model.of_layer)) / ranks
         copies = 8 if moments == 4 else 0  # float32, of moments in bfloat16
         parts["optimizer step"] = max(0, ((moments if apart else 0) + copies) * largest - freed)
     return {part: float(size) for part, size in parts.items() if size}
 
 
-def _copies_bytes(model: Sizes, config: Config, num_parameters: int, logits: float) -> float:
+def _reduced(model: Sizes, config: Config, activations: float, *, on_gpu: bool) -> float:
+    """Return the bytes beside a rank's shards while the gradients of a whole group of parameters are reduced.
+
+    FSDP2 holds the group outside the layers to the end of the backward pass, and copies gradients into a float32
+    buffer. Gloo copies the buffer again. Autograd still holds the last gradient, that of the embedding, if not tied.
+    """
+    low, ranks = number_bytes(config), config.learner.num_ranks // config.learner.num_replicas
+    copies = 4 * (1 + 1 / ranks) + (4 if ranks > 1 and not on_gpu else 0)
+    to_the_end = max(low + 4, copies) * model.outside + (0 if model.tied else low * model.head)
+    before = low * (model.outside + 2 * model.head)  # weights, and gradients of embedding and head, also if tied
+    layer = low * (model.outside + model.head) + (3 * low + copies) * model.of_layer + activations
+    return max(to_the_end, before, layer)
+
+
+def _copies_bytes(model: Sizes, config: Config, logits: float) -> float:
     """Return the bytes of the weights in bfloat16 at the peak, beside the logits.
 
     The backward pass needs the copies of all layers. With checkpointing, they are there until the logits come; of
@@ -81,10 +95,10 @@ def _copies_bytes(model: Sizes, config: Config, num_parameters: int, logits: flo
     if number_bytes(config) != 2:
         return 0.0
     if not config.learner.gradient_checkpointing:
-        return 2.0 * num_parameters
+        return 2.0 * model.num_parameters
     if config.learner.lora is not None:
-        return 2 * ((num_parameters - model.head) / model.num_layers + model.head)
-    return max(0.0, 2 * num_parameters - logits)
+        return 2 * (model.of_layer + model.head)
+    return max(0.0, 2 * model.num_parameters - logits)
 
 
 def in_words(parts: dict[str, float]) -> str:

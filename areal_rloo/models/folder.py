@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
 from areal_rloo.files import open_regular, read_regular
+from areal_rloo.models.sizes import DERIVED_HEADS, Sizes
 
 ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
 
@@ -28,8 +29,10 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
 _OF_LAYER = re.compile(r"(.*\.layers\.)(\d{1,4})(\..*\.(?:weight|bias))")  # a parameter of a decoder layer
 _MOST_LAYERS = 10_000
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
+_HEAD = "lm_head.weight"  # some files have a tied head, too
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
@@ -129,9 +132,15 @@ def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_layers(key: str, folder: Path, stored: Iterable[str]) -> None:
-    """Raise ModelError if a decoder layer of config.json lacks a stored parameter that another layer has, by name."""
-    number = read_config(key, folder).get("num_hidden_layers")
+def check_layers(key: str, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Compare the decoder layers of config.json with the files, by names and shapes.
+
+    Raises:
+        ModelError: a layer lacks a parameter that another layer has, or a matrix has another shape.
+    """
+    config = read_config(key, folder)
+    _check_shapes(key, folder, config, stored)
+    number = config.get("num_hidden_layers")
     found = [match for name in stored if (match := _OF_LAYER.fullmatch(name))]
     prefixes, ends = {match[1] for match in found}, {match[3] for match in found}
     if not isinstance(number, int) or len(prefixes) != 1 or number > _MOST_LAYERS:
@@ -146,6 +155,23 @@ def check_layers(key: str, folder: Path, stored: Iterable[str]) -> None:
         )
 
 
+def _check_shapes(key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse other shapes than config.json gives; of a config.json without a size, transformers knows the default."""
+    sizes = Sizes.of(config)
+    named = [size for size in _SIZES if config.get(size) is not None]
+    derived = ["head_dim"] if config.get("model_type") in DERIVED_HEADS else []
+    if sizes is None or not {*_SIZES} <= {*named, *derived}:
+        return
+    for name, tensor in stored.items():
+        expected = sizes.matrices.get(name.split(".")[-2]) if _IN_LAYER.search(name) else None
+        if expected is not None and len(tensor.shape) == 2 and tensor.shape != expected:
+            given = ", ".join(f"{size}={shown(config[size])}" for size in named)
+            raise ModelError(
+                f"{key}: {folder} has {name} of shape {list(tensor.shape)}, expected {list(expected)} by {given} in "
+                "config.json; download the model again"
+            )
+
+
 def check_tokenizer(key: str, folder: Path) -> None:
     """Raise ModelError if the folder has no tokenizer file."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -153,8 +179,10 @@ def check_tokenizer(key: str, folder: Path) -> None:
 
 
 def num_parameters(folder: Path) -> int:
-    """Count the parameters in the weight files of a folder; raises ModelError as `check_weights`."""
-    return sum(math.prod(tensor.shape) for tensor in stored_tensors("model", folder).values())
+    """Count the parameters in the weight files of a folder, a tied head once; raises ModelError as `check_weights`."""
+    stored, sizes = stored_tensors("model", folder), Sizes.of(read_config("model", folder))
+    counted = sum(math.prod(tensor.shape) for tensor in stored.values())
+    return counted - sizes.head if sizes is not None and sizes.tied and _HEAD in stored else counted
 
 
 @dataclass(frozen=True, slots=True)

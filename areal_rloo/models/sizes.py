@@ -19,6 +19,7 @@ _TIED = (  # unless config.json says otherwise
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "smollm3", "cohere", "cohere2", "starcoder2", "ernie4_5"),
 )
 _UNGATED = ("arcee", "gpt_neox", "nanochat", "phi", "starcoder2")  # their MLP is two matrices
+DERIVED_HEADS = ("llama", "mistral", "qwen2")  # head_dim is hidden_size / heads if config.json has none
 
 Numbers = tuple[int, int, int]
 """Numbers kept: float32 and bfloat16 with products in bfloat16, and float32 without."""
@@ -106,6 +107,7 @@ class Sizes:
     gated: bool  # the MLP
     kept: Kept = Kept()
     logits_capped: bool = False
+    counted: int | None = None  # parameters of the files
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
@@ -178,10 +180,22 @@ class Sizes:
         return self.vocab_size * self.hidden_size
 
     @property
+    def outside(self) -> int:
+        """Parameters outside the layers: of the embedding, and of a head of its own."""
+        return self.head * (1 if self.tied else 2)
+
+    @property
+    def of_layer(self) -> float:
+        """Parameters of a decoder layer."""
+        return (self.num_parameters - self.outside) / self.num_layers
+
+    @property
     def num_parameters(self) -> int:
-        """Parameters without norms and biases, which are under a thousandth."""
+        """The parameters counted in files; else without norms and biases, which are under a thousandth."""
+        if self.counted is not None:
+            return self.counted
         layer = sum(rows * columns for rows, columns in self.matrices.values())
-        return self.num_layers * layer + self.head * (1 if self.tied else 2)
+        return self.num_layers * layer + self.outside
 
     def num_adapted(self, rank: int, targets: tuple[str, ...] | None) -> int:
         """Parameters of adapters of a rank on these layers, which may be fused in the checkpoint; None: on all."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_rloo.errors import ModelError, shown
 from areal_rloo.models.folder import check_precision, read_config
-from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.sizes import DERIVED_HEADS, Sizes
 
 SERVED_FAMILIES = (  # by the embedded engine; engines/embedded/families.py has the differences
     *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma", "gemma2", "gemma3_text", "phi3"),
@@ -35,7 +35,7 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
     config = read_config(key, folder)
     check_policy(key, str(folder), config, context_tokens=context_tokens)
     size, num_heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    derived = head_dim is None and config["model_type"] in ("qwen2", "llama", "mistral")  # others have a default
+    derived = head_dim is None and config["model_type"] in DERIVED_HEADS
     if derived and isinstance(size, int) and isinstance(num_heads, int):
         head_dim = size // num_heads if num_heads > 0 else 0
     if isinstance(head_dim, int) and (head_dim < 2 or head_dim % 2):

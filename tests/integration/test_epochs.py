@@ -78,4 +78,7 @@ def test_a_run_stopped_twice_trains_on_every_prompt_of_the_mixture_once(tmp_path
         for index in range(size)
         for sample in (0, 1)
     )
-    assert summary["ledger"]["trained"] == summary["ledger"]["admitted"] == 2 * sum(SIZES.values())
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 2 * sum(SIZES.values())
+    dropped = sum(ledger["dropped"].values())  # on a slow machine, a group may be late: its prompt comes again
+    assert ledger["admitted"] == ledger["trained"] + dropped

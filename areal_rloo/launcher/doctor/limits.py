@@ -13,7 +13,7 @@ from areal_rloo.container_limits import cgroup_value, cpu_quota, memory
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, refused, size, unsure, wrong, wrong_or_unsure
 from areal_rloo.launcher.doctor.inputs import policy_parameters
-from areal_rloo.launcher.fit import memory_words, model_sizes, planned, resolved
+from areal_rloo.launcher.fit import few_words, memory_words, model_sizes, planned, resolved
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.host_memory import host_parts
 from areal_rloo.launcher.hosts import num_cores
@@ -107,6 +107,8 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
         yield ok("memory", what)
     else:
         fix = "take a larger host or a smaller model, raise learner.num_ranks over more hosts, or see docs/learner.md"
+        if gpu_need(situation.config, situation.hosts, model_sizes(situation.config, situation.environment)):
+            fix = f"start where GPUs are, or {fix}"
         yield wrong_or_unsure("memory", what, fix, is_wrong=needed > total)
 
 
@@ -120,9 +122,15 @@ def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
             yield wrong_or_unsure("gpu memory", what, fix, is_wrong=refuses)
         return
     try:
-        yield ok("gpu memory", memory_words(resolved(situation.config, hosts, model), hosts, model))
+        config = resolved(situation.config, hosts, model)
     except UserError as error:
         yield refused("gpu memory", error, fix="take GPUs with more memory")
+        return
+    what, semicolon, fix = few_words(config, hosts, model).partition("; ")
+    if semicolon:
+        yield unsure("gpu memory", what, fix)
+    else:
+        yield ok("gpu memory", memory_words(config, hosts, model))
 
 
 def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:

@@ -1,14 +1,11 @@
 """The learner's memory against that of the GPUs: what `auto` chooses, what is refused, and shared GPUs."""
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
-from support.families import FAMILIES, save_family
-from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError, PreflightError
@@ -18,7 +15,6 @@ from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.plan import JobRequest, as_table, plan_run
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate
 from areal_rloo.models.sizes import SHIPPED, Sizes
-from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = SHIPPED["Qwen/Qwen2.5-1.5B-Instruct"]
@@ -299,42 +295,6 @@ def test_turns_that_are_not_possible_are_refused() -> None:
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_the_sizes_count_the_parameters_of_a_model(tiny_folders: dict[str, Path], name: str) -> None:
-    sizes = model_sizes(_config(f"model.path={tiny_folders[name]}"), {})
-    assert sizes is not None
-    model = AutoModelForCausalLM.from_pretrained(tiny_folders[name])
-    matrices = [p.numel() for p in model.parameters() if p.ndim == 2]
-    assert sizes.num_parameters == sum(matrices)
-    weights = {name.rsplit(".", 2)[1]: tuple(p.shape) for name, p in model.named_parameters() if "proj.weight" in name}
-    assert sizes.matrices == weights
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name]["model_type"] in TRAINED_FAMILIES])
-def test_the_sizes_count_the_parameters_of_a_family(name: str, tmp_path: Path) -> None:
-    """Read config.json as transformers writes it, and as older versions write it, without the default of ties."""
-    model = save_family(name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    targets = {name.rsplit(".", 2)[1] for name in matrices if name.endswith("proj.weight")}
-    sides = sum(sum(p.shape) for name, p in matrices.items() if name.endswith("proj.weight"))
-    del config["tie_word_embeddings"]
-    for read in (config | {"tie_word_embeddings": model.config.tie_word_embeddings}, config):
-        sizes = Sizes.of(read)
-        assert sizes is not None
-        assert sizes.num_parameters == sum(p.numel() for p in matrices.values())
-        if sizes.gated:  # the others have names of their own
-            assert sizes.num_adapted(3, tuple(targets)) == 3 * sides
-            assert sizes.num_adapted(3, None) >= 3 * sides  # more where the family fuses layers
-    assert Sizes.of(config | {"tie_word_embeddings": not model.config.tie_word_embeddings}).tied != sizes.tied
-
-
-def test_the_tiny_model_has_the_sizes_of_its_recipe() -> None:
-    sizes = model_sizes(load_config("quickstart.yaml"), {})
-    assert sizes is not None
-    assert (sizes.hidden_size, sizes.num_layers, sizes.vocab_size) == (96, 3, 258)
 
 
 def test_every_model_of_a_shipped_config_is_known_before_the_download() -> None:

@@ -105,6 +105,15 @@ def _advised(text: str) -> tuple[str, list[list[str]]]:
     return words, []
 
 
+def _with_more_gpus(text: str, hosts: list[Host]) -> tuple[str, list[Host]]:
+    """Cut the advice to take more GPUs off, and return the hosts with them."""
+    found = re.search(r"(?:, or )?(?:start where (\d+) GPUs are|set launcher\.num_hosts=(\d+))$", text)
+    if found is None:
+        return text, []
+    gpus = int(found[1]) if found[1] else len(hosts[0].gpu_ids)
+    return text[: found.start()], _hosts(gpus, hosts[0].gpu_bytes, int(found[2] or 1))
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(CONFIGS), OPTIONS, HOSTS)
 def test_an_accepted_plan_fits_and_every_advice_leads_to_one(
@@ -119,8 +128,11 @@ def test_an_accepted_plan_fits_and_every_advice_leads_to_one(
         return
     if not text.startswith(("learner: ", "rollout: a GPU's")):
         return  # a mistake of the config, or too few GPUs: judged before memory
+    text, more = _with_more_gpus(text, hosts)
+    if more:
+        _assert_fits(*_plan(name, options, more), more)
     verb, lists = _advised(text)
-    assert lists or verb == "take a smaller model, or GPUs with more memory", text
+    assert lists or more or verb == "take a smaller model, or GPUs with more memory", text
     for words in lists:
         changed = dict(options)
         for word in words:
@@ -142,7 +154,9 @@ def _text(*overrides: str, gpus: int = 1, gigabytes: float = 24, model: Sizes = 
 def test_adapters_are_among_the_remedies_with_their_saving() -> None:
     text = _text(gigabytes=20)
     assert re.search(
-        r"; set learner\.offload=parameters \(\S+ GiB less\) or learner\.lora\.rank=16 \(\S+ GiB less\)$", text
+        r"; set learner\.offload=parameters \(\S+ GiB less\) or learner\.lora\.rank=16 \(\S+ GiB less\), "
+        "or start where 3 GPUs are$",
+        text,
     )
 
 
@@ -278,6 +292,15 @@ def test_a_config_for_gpus_names_the_least_gpu(name: str) -> None:
     _plan(name, {}, _hosts(count, int(needs[2]) * 10**9))
     with pytest.raises(UserError):
         _plan(name, {}, _hosts(count, int(needs[2]) * 10**9 * 2 // 3))
+
+
+@pytest.mark.parametrize(("memory", "offered"), [(0, True), (30 * GIB, False), (64 * GIB, True)])
+def test_the_embedded_engine_is_offered_only_to_hosts_with_its_memory(memory: int, offered: bool) -> None:
+    """Learner, engine, versions and the copy for a checkpoint of a 1.5B model take 38 GiB on CPUs."""
+    config = load_config("gsm8k_rloo.yaml")
+    words = gpu_need(config, [Host("laptop", "127.0.0.1", 8, (), memory)], SMALL)
+    assert ("rollout.engine=embedded" in words) == offered
+    assert words.endswith("begin with --config quickstart.yaml")
 
 
 @pytest.mark.parametrize(

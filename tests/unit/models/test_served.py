@@ -76,6 +76,25 @@ def test_every_family_passes_the_checks_before_a_start(name: str, tmp_path: Path
     assert states == ["ok"]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text", "llama"])
+@pytest.mark.parametrize(
+    ("option", "name"), [("num_key_value_heads", "k_proj"), ("intermediate_size", "mlp"), ("hidden_size", "proj")]
+)
+def test_other_shapes_than_those_of_the_config_are_refused_before_a_start(
+    family: str, option: str, name: str, tmp_path: Path
+) -> None:
+    named = _saved(family, tmp_path, {})
+    path = tmp_path / "config.json"
+    changed = json.loads(path.read_text())
+    changed[option] *= 2
+    path.write_text(json.dumps(changed))
+    finding = only(check_models, "wrong", named)
+    assert f"{option}={changed[option]}" in finding.what
+    assert name in finding.what
+    assert "of shape [" in finding.what
+    assert "download the model again" in finding.fix
+
+
 @pytest.mark.parametrize("lost", [".layers.2.", ".layers.3.mlp.down_proj.weight", ".layers.0.self_attn.q_proj.bias"])
 def test_a_layer_without_weights_is_refused_before_a_start(lost: str, tmp_path: Path) -> None:
     named = _saved("qwen2", tmp_path, {})

@@ -114,6 +114,7 @@ def test_the_parts_of_a_run_on_a_cpu_are_counted(model: Path, monkeypatch: pytes
     sizes = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    (model / "model.safetensors.index.json").unlink()  # the files of a small model would be counted
     monkeypatch.setattr("areal_rloo.launcher.doctor.limits.policy_parameters", lambda _: 494_000_000)
     monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**35, 2**35))
     options = (f"model.path={model}", "model.dtype=float32")
@@ -134,6 +135,8 @@ def test_a_model_is_counted_before_the_download(monkeypatch: pytest.MonkeyPatch)
     options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "model.dtype=bfloat16")
     what = only(check_memory, "wrong", *options, HF_HUB_CACHE="/nonexistent").what
     assert re.search(r"learner 33\.\d+ GiB, loads and checkpoints 2\.875 GiB, engines 5\.75\d? GiB", what), what
+    on_gpus = only(check_memory, "wrong", *options, "rollout.engine=sglang", HF_HUB_CACHE="/nonexistent")
+    assert on_gpus.fix.startswith("start where GPUs are, or take a larger host"), "this host is not the one of the run"
 
 
 def test_the_hosts_of_a_job_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +170,10 @@ def test_a_learner_too_large_for_the_gpu_is_wrong(monkeypatch: pytest.MonkeyPatc
     hosts = {size: Host("n", "127.0.0.1", 8, ("0",), 2**38, size * 10**9) for size in (24, 80)}
     monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[80], ""))
     assert "learner: a rank needs about" in only(check_gpu_memory, "ok", *options).what
+    long = ("rollout.engine=sglang", "rollout.sampling.max_new_tokens=8000", "rollout.num_slots=4000")
+    few = only(check_gpu_memory, "unsure", *options, *long, "learner.microbatch_tokens=auto")
+    assert re.search(r"the cache holds \d+ of full length, and rollout\.num_slots is 4000$", few.what)
+    assert few.fix.startswith("lower rollout.sampling.max_new_tokens")
     monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[24], ""))
     wrong = only(check_gpu_memory, "wrong", *options)
     assert "and a GPU has 22.4" in wrong.what
