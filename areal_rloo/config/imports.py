@@ -6,6 +6,7 @@ environment variable, which also reaches processes without the config (rewards).
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -64,14 +65,18 @@ def import_named(key: str, path: str, *, kind: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        raise ConfigError(f"{key}: {module_name} has no {kind} '{name}'") from error
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        fix = f"did you mean '{close[0]}'?" if close else "correct the name"
+        raise ConfigError(f"{key}: {module_name} has no {kind} '{name}'; {fix}") from error
 
 
 def _imported(key: str, path: str) -> Any:
     try:
         return _from_file(Path(path)) if path.endswith(".py") else _from_path(path)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}: {path} cannot be imported: {raised(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError)
+        fix = "correct the name, or install it, or name a file.py" if absent else "correct the file"
+        raise ConfigError(f"{key}: {path} cannot be imported: {raised(error)}; {fix}") from error
 
 
 def _from_file(path: Path) -> Any:

@@ -109,7 +109,7 @@ def _check_dense(key: str, path: str, config: Mapping[str, Any], context_tokens:
 def _check_forward(key: str, path: str, config: Mapping[str, Any]) -> None:
     """Refuse options that make the learner's forward another than that of transformers, or not causal."""
     for option, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if bool(config.get(option, causal)) != causal:
+        if config.get(option) not in (None, causal):
             raise ModelError(
                 f"{key}: {path} has {option}={shown(config[option])} in config.json; expected causal attention, "
                 "because tokens are sampled one after the other; take another model"

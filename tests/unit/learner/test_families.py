@@ -126,6 +126,8 @@ def test_an_attention_named_in_config_json_changes_nothing(tmp_path: Path) -> No
 def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
     save_family("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": None}))
+    check_trainable("model.path", tmp_path, context_tokens=64)
     (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     with pytest.raises(ModelError, match=r"has is_causal=False in config\.json; expected causal attention"):
         check_trainable("model.path", tmp_path, context_tokens=64)
