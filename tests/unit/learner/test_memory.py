@@ -139,3 +139,26 @@ def test_out_of_memory_names_the_estimate_and_the_remedies(tiny_folders: dict[st
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("out of memory: a step with learner.microbatch_tokens=100000 needs about ")
     assert "lower learner.microbatch_tokens=100000, set learner.gradient_checkpointing=true" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "tied", "beside"),
+    [
+        ((), False, False, 2 * 8 + 4 + 2 * 2),  # gradients in float32, a copy by Gloo, the last gradient, and the sum
+        ((), False, True, 4 + 2 * 4),  # weights, and the gradients of embedding and head before they are one
+        ((), True, False, 2 * 8 + 4),
+        (("model.dtype=bfloat16",), True, False, 2 * 6 + 2),
+        (("model.dtype=bfloat16", "learner.num_ranks=8"), True, False, 2 * 6 + 2),
+        (("learner.lora={}",), True, False, 0),
+    ],
+)
+def test_gradients_outside_layers_are_whole_until_ranks_sum_them(
+    overrides: tuple[str, ...], on_gpu: bool, tied: bool, beside: int
+) -> None:
+    model = Sizes(151_936, 16_384, 8, 1, 2, 2, 8, tied=tied, gated=True)
+    config = load_config("quickstart.yaml", ["learner.num_ranks=2", *overrides])
+    parts = estimate(model, config, on_gpu=on_gpu)
+    of_a_step = sum(parts.get(name, 0) for name in ("whole layers", "activations", "logits", "gradients to reduce"))
+    assert ("gradients to reduce" in parts) == (beside > 0)
+    if beside:
+        assert of_a_step == pytest.approx(beside * model.head, rel=0.01)
