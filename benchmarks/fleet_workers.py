@@ -180,7 +180,7 @@ async def _run(load: Load, pipe: Connection) -> None:
         pipe.send(Window(len(measured.latencies_s), measured.latencies_s, now_s - busy_s, measured.deaths))
         busy_s, measured.latencies_s, measured.deaths = now_s, [], 0
         for task in tasks.values():
-            if task.done():
+            if task.done() and not task.cancelled():  # a dead worker may not be replaced yet
                 task.result()
     await cancel([dying, *tasks.values()])
 

@@ -103,6 +103,33 @@ def test_the_tables_of_scaling_equal_the_result_files() -> None:
     ]
 
 
+def test_the_table_of_the_fleet_equals_the_result_file() -> None:
+    cases = {case.case: case for case in _result("fleet").cases}
+    expected = []
+    for name, case in cases.items():
+        if name.startswith("rate_"):
+            full = case.facts["full"]
+            expected.append(
+                [
+                    name.removeprefix("rate_"),
+                    f"{case.measured['intake'].median:,.0f}",
+                    f"{case.ratios[0].median:.2f}",
+                    f"{full['intake_busy']:.2f} / {full['workers_busy']:.2f}",
+                    f"{full['p50_ms']:.0f} / {full['p99_ms']:.0f}",
+                    f"{full['learner_gib']:.2f}",
+                ]
+            )
+    assert _table("A fleet on the wire", SCALING) == expected
+    half, faults = (cases["latency_64"].facts[name] for name in ("half", "faults"))
+    words = " ".join(SCALING.split())
+    cost = 1e6 * half["intake_busy"] / half["samples_per_s"]
+    assert f"the intake needs {cost:.0f} us a sample there ({half['intake_busy']:.2f} of a core" in words
+    assert f"14,000 samples/s ({cost:.0f} us)" in words
+    for load in (half, faults):
+        assert f"{load['p50_ms']:.0f} ms" in words
+        assert f"(p99 {load['p99_ms']:.0f} ms)" in words
+
+
 def test_the_words_about_refused_numbers_name_the_limit_of_the_harness() -> None:
     assert f"further apart than {100 * harness.WIDEST_SPREAD:.0f} % of the median" in " ".join(MEASURED.split())
 
