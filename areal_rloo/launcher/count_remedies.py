@@ -42,10 +42,8 @@ def count_advice(config: Config, model: Sizes | None, hosts: Sequence[Host], pla
     advice = [f"set {' or '.join(found)}"] if found else []
     if not found and model is not None:
         advice = list(itertools.islice(_with_memory(config, large, model, hosts, plan), 1))
-    return (
-        ", or ".join([*advice, *more_gpus(config, hosts, plan, most=_MOST_HOSTS)])
-        or "take a smaller model, or more GPUs"
-    )
+    advice += more_gpus(config, hosts, plan, most=_MOST_HOSTS)
+    return ", or ".join(advice) or "take a smaller model, or more GPUs"
 
 
 def _changes(config: Config) -> Iterator[Changes]:

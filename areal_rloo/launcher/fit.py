@@ -79,11 +79,9 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
             num_ranks = planned(changed, hosts, model).learner.num_ranks
             return _least_needs(_with(changed, num_ranks=num_ranks), model)
 
-        options = [
-            advice(error, config, model, num_gpus, needs),
-            *more_gpus(config, hosts, _plan_for(model), most=_ON_A_HOST),
-        ]
-        remedies = ", or ".join(filter(None, options)) or "take a smaller model, or GPUs with more memory"
+        more = more_gpus(config, hosts, _plan_for(model), most=_ON_A_HOST)
+        options = filter(None, [advice(error, config, model, num_gpus, needs), *more])
+        remedies = ", or ".join(options) or "take a smaller model, or GPUs with more memory"
         raise PreflightError(f"{error}; {remedies}") from error
     except TooFewError as error:
         raise PreflightError(f"{error}; {count_advice(config, model, hosts, _plan_for(model))}") from error
@@ -259,8 +257,9 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
 def few_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
     """Warn of a cache of the engine with room for few of the slots; empty if there is enough, or it is unknown."""
     gpu_bytes = _gpu_bytes(hosts)
-    known = model is not None and gpu_bytes and gpus_each(config, hosts)[1]
-    return few_cached(config, model, gpu_bytes) if known and model is not None else ""
+    if model is None or not gpu_bytes or not gpus_each(config, hosts)[1]:
+        return ""
+    return few_cached(config, model, gpu_bytes)
 
 
 def _fitted(config: Config, model: Sizes, device_bytes: float, *, on_gpu: bool = True) -> Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,16 +20,15 @@ from areal_rloo.config import LoraConfig
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, ModelError, shown
 from areal_rloo.files import open_regular, read_regular
-from areal_rloo.models.sizes import DERIVED_HEADS, Sizes
+from areal_rloo.models.sizes import Sizes
 
 ADAPTER_DOWN, ADAPTER_UP = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's tensors
 
 _QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
+IN_LAYER = re.compile(r"\.\d+\..*\.weight$")  # the weight of a linear layer of a decoder layer, if it is a matrix
 _OF_LAYER = re.compile(r"(.*\.layers\.)(\d{1,4})(\..*\.(?:weight|bias))")  # a parameter of a decoder layer
 _MOST_LAYERS = 10_000
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 _HEAD = "lm_head.weight"  # some files have a tied head, too
@@ -118,7 +117,7 @@ def linear_layers(folder: Path) -> set[str]:
     return {
         name.rsplit(".", 2)[-2]
         for name, tensor in stored_tensors("model.path", folder).items()
-        if len(tensor.shape) == 2 and _IN_LAYER.search(name)
+        if len(tensor.shape) == 2 and IN_LAYER.search(name)
     }
 
 
@@ -132,15 +131,9 @@ def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_layers(key: str, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Compare the decoder layers of config.json with the files, by names and shapes.
-
-    Raises:
-        ModelError: a layer lacks a parameter that another layer has, or a matrix has another shape.
-    """
-    config = read_config(key, folder)
-    _check_shapes(key, folder, config, stored)
-    number = config.get("num_hidden_layers")
+def check_layers(key: str, folder: Path, stored: Iterable[str]) -> None:
+    """Raise ModelError if a decoder layer of config.json lacks a stored parameter that another layer has, by name."""
+    number = read_config(key, folder).get("num_hidden_layers")
     found = [match for name in stored if (match := _OF_LAYER.fullmatch(name))]
     prefixes, ends = {match[1] for match in found}, {match[3] for match in found}
     if not isinstance(number, int) or len(prefixes) != 1 or number > _MOST_LAYERS:
@@ -153,23 +146,6 @@ def check_layers(key: str, folder: Path, stored: Mapping[str, StoredTensor]) -> 
             f"{key}: {folder} has no weights for {name}, expected num_hidden_layers={number} equal layers; "
             "download the model again"
         )
-
-
-def _check_shapes(key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse other shapes than config.json gives; of a config.json without a size, transformers knows the default."""
-    sizes = Sizes.of(config)
-    named = [size for size in _SIZES if config.get(size) is not None]
-    derived = ["head_dim"] if config.get("model_type") in DERIVED_HEADS else []
-    if sizes is None or not {*_SIZES} <= {*named, *derived}:
-        return
-    for name, tensor in stored.items():
-        expected = sizes.matrices.get(name.split(".")[-2]) if _IN_LAYER.search(name) else None
-        if expected is not None and len(tensor.shape) == 2 and tensor.shape != expected:
-            given = ", ".join(f"{size}={shown(config[size])}" for size in named)
-            raise ModelError(
-                f"{key}: {folder} has {name} of shape {list(tensor.shape)}, expected {list(expected)} by {given} in "
-                "config.json; download the model again"
-            )
 
 
 def check_tokenizer(key: str, folder: Path) -> None:

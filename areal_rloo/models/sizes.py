@@ -181,7 +181,7 @@ class Sizes:
 
     @property
     def outside(self) -> int:
-        """Parameters outside the layers: of the embedding, and of a head of its own."""
+        """Parameters outside the layers: of the embedding, and of a separate head."""
         return self.head * (1 if self.tied else 2)
 
     @property

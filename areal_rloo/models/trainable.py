@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_rloo.errors import ModelError, shown
-from areal_rloo.models.folder import check_precision, read_config
+from areal_rloo.models.folder import IN_LAYER, StoredTensor, check_precision, read_config
 from areal_rloo.models.sizes import DERIVED_HEADS, Sizes
 
 SERVED_FAMILIES = (  # by the embedded engine; engines/embedded/families.py has the differences
@@ -21,6 +21,7 @@ TRAINED_FAMILIES = (  # tests/unit/learner/test_families.py compares each with t
 )
 TESTED_ONES = f"one of the families tested with the learner: {', '.join(TRAINED_FAMILIES)}"
 _CAPPED = ("gemma2", "gemma3_text", "nanochat", "vaultgemma")  # transformers caps their logits
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # positions alone decide the angles, not the rest of the row
 
 
@@ -73,6 +74,27 @@ def check_policy(key: str, path: str, config: Mapping[str, Any], *, context_toke
                 f"{key}: {path} has rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in "
                 f"config.json); expected {', '.join(ROTARY_TYPES)}: with the others, a token's logprob depends on the "
                 "length of the row; take another model"
+            )
+
+
+def check_shapes(key: str, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelError if a matrix in the files has another shape than config.json gives, for the families listed here.
+
+    Not checked without every size in config.json: transformers knows the defaults.
+    """
+    config = read_config(key, folder)
+    sizes = Sizes.of(config)
+    named = [size for size in _SIZES if config.get(size) is not None]
+    derived = ["head_dim"] if config["model_type"] in DERIVED_HEADS else []
+    if sizes is None or not tested(config) or not {*_SIZES} <= {*named, *derived}:
+        return
+    for name, tensor in stored.items():
+        expected = sizes.matrices.get(name.split(".")[-2]) if IN_LAYER.search(name) else None
+        if expected is not None and len(tensor.shape) == 2 and tensor.shape != expected:
+            given = ", ".join(f"{size}={shown(config[size])}" for size in named)
+            raise ModelError(
+                f"{key}: {folder} has {name} of shape {list(tensor.shape)}, expected {list(expected)} by {given} in "
+                "config.json; download the model again"
             )
 
 

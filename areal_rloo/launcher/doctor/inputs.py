@@ -32,7 +32,7 @@ from areal_rloo.models.folder import (
 from areal_rloo.models.hub import missing_files
 from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
-from areal_rloo.models.trainable import check_trainable, tested
+from areal_rloo.models.trainable import check_shapes, check_trainable, tested
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
@@ -100,7 +100,7 @@ def check_models(situation: Situation) -> Iterator[Finding]:
                 _check_downloaded(key, path, situation)
             else:
                 _check_family(key, folder, situation.config)
-                check_layers(key, folder, check_policy_weights(key, folder))
+                _check_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
@@ -116,7 +116,14 @@ def _check_downloaded(key: str, name: str, situation: Situation) -> None:
     whole = not missing_files(folder)
     _check_family(key, folder, situation.config, with_weights=whole)
     if whole:
-        check_layers(key, folder, check_policy_weights(key, folder))
+        _check_weights(key, folder)
+
+
+def _check_weights(key: str, folder: Path) -> None:
+    """Raise ModelError if the weights of a folder are not whole, or do not fit config.json."""
+    stored = check_policy_weights(key, folder)
+    check_shapes(key, folder, stored)
+    check_layers(key, folder, stored)
 
 
 def _check_tiny(key: str, config: Config) -> Iterator[Finding]:
