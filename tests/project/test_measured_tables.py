@@ -302,6 +302,15 @@ def test_the_numbers_of_a_gpu_equal_the_result_file() -> None:
     assert f"| {outcomes.count('passed')} passed; {len(outcomes) - outcomes.count('passed')} of NCCL" in GPU
 
 
+def test_the_table_against_trl_equals_the_result_file() -> None:
+    speed = _result("trl_peer.json")["speed"]
+    rates, ranges = speed["samples_per_s"], speed["range"]
+    names = ("asynchronous", "synchronous", "trl")
+    cells = [f"{rates[name]:.1f} ({ranges[name][0]:.1f} to {ranges[name][1]:.1f})" for name in names]
+    assert speed["asynchronous_over_trl"] == pytest.approx(rates["asynchronous"] / rates["trl"], abs=0.006)
+    assert [row[1:] for row in _table("Samples a second")] == [[*cells, f"{speed['asynchronous_over_trl']:.2f}"]]
+
+
 def test_the_table_of_the_depth_equals_the_result_file() -> None:
     rows = _result("pipeline_depth.json")["depths"]
     first = rows[0]["trained_tokens_per_s"]
