@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
         (["--config", "quickstart.yaml", "learner.lora.targets=[qkv_proj]"], "down_proj, gate_proj, k_proj"),
         (
             ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"],
-            "rollout.sglang.python: expected a Python that has sglang, found none at /nowhere/python; run make sglang",
+            "rollout.sglang.python: expected a Python that has sglang, found none at /nowhere/python",
         ),
         (
             ["--config", "quickstart.yaml", "rollout.engine=sglang", "rollout.sglang.urls=[http://a:1, http://b:1]"],
