@@ -338,8 +338,9 @@ def _sent(
         logger.error("a message of %d bytes is lost: wire.max_message_bytes=%d", num_bytes, limits.max_message_bytes)
         counts["unroutable"] += 1
         return False
-    # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll.
-    done = cast(asyncio.Future[object], socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=False))
+    # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll. Copies, so
+    # that no frame depends on when another thread of pyzmq frees the memory.
+    done = cast(asyncio.Future[object], socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=True))
     if done.exception() is not None:
         counts["unroutable"] += 1
         return False
