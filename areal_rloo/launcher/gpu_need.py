@@ -26,11 +26,9 @@ def gpu_need(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
     rollout = config.rollout
     if any(host.gpu_ids for host in hosts):
         return ""
-    because = [
-        f"{key}=cuda"
-        for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device))
-        if device == "cuda"
-    ]
+    devices = {"learner.device": config.learner.device, "rollout.device": rollout.device}
+    on_cuda = [key for key, device in devices.items() if device == "cuda"]
+    because = [f"{key}=cuda" for key in on_cuda]
     runs_server = rollout.server is not None and not rollout.server_urls and rollout.device != "cpu"
     if runs_server and config.model.path != "tiny":
         because.append(f"rollout.engine={rollout.engine}")
@@ -38,8 +36,7 @@ def gpu_need(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
         return ""
     where = hosts[0].name if len(hosts) == 1 else f"the {len(hosts)} hosts"
     changes = [assign("rollout.engine", "embedded", "embedded")] if runs_server else []
-    keys = [word.removesuffix("=cuda") for word in because if word.endswith("=cuda")]
-    changes += [assign(key, "auto", "auto") for key in keys]
+    changes += [assign(key, "auto", "auto") for key in on_cuda]
     here = f"set {' '.join(change.words for change in changes)} (slow on a CPU), or "
     return (
         f"no GPU on {where}: {' with '.join(because)} needs {_least_gpus(config, model)}; start where GPUs are, or "

@@ -51,6 +51,7 @@ from areal_rloo.launcher.run_folder import (
 )
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_path, lock_run_folder, wait_for_learner
+from areal_rloo.models.sizes import Sizes
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.telemetry.progress import stop_printing
@@ -210,15 +211,16 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     Raises:
         UserError: the hosts have too few GPUs, GPUs with too little memory, or two versions of NCCL.
     """
-    counted = resolved(config, hosts, model_sizes(config, os.environ))
+    model = model_sizes(config, os.environ)
+    counted = resolved(config, hosts, model)
     placement = place(counted, hosts)
-    say_unused(config, placement)
+    say_unused(config, placement, model)
     return on_network(transported(counted, placement), placement), placement
 
 
-def say_unused(config: Config, placement: Placement) -> None:
+def say_unused(config: Config, placement: Placement, model: Sizes | None) -> None:
     """Say how many GPUs a plan leaves unused; the config is as the user wrote it."""
-    if words := unused_words(config, placement, model_sizes(config, os.environ)):
+    if words := unused_words(config, placement, model):
         _say(words)
 
 

@@ -109,10 +109,10 @@ class RayCluster:
         Raises:
             PreflightError: the cluster has too little room; the message says how much is missing.
         """
-        hosts = self.hosts()
-        written, config = config, resolved(config, hosts, model_sizes(config, os.environ))
+        hosts, model = self.hosts(), model_sizes(config, os.environ)
+        written, config = config, resolved(config, hosts, model)
         wanted = place(config, hosts)
-        say_unused(written, wanted)
+        say_unused(written, wanted, model)
         bundles = [_bundle(seat, wanted, config.learner.num_threads) for seat in wanted.learner]
         learner = self._reserve(wanted.learner, bundles, "PACK", f"{name}/learner")
         bundles = [_bundle(seat, wanted, config.rollout.num_threads) for seat in wanted.workers]
