@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ _POLL_S = 0.001
 PATIENCE_S = 60.0  # far more than a decode step, and a prefill between two steps
 _SHORT_PATIENCE_S = 5.0  # after an engine kept the turn: until the learner gets a turn again
 _SAY_EVERY_S = 30.0
+_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of Linux: type, whence, start, length, process
 
 
 class TurnStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,19 +87,16 @@ class LearnerTurn:
         began_s = time.monotonic()
         self._tell(True)
         timeout_s = self._patience_s if self._is_patient else min(_SHORT_PATIENCE_S, self._patience_s)
-        wanted = turn = False  # engines hold `wanted` for moments only, to look
 
-        def has_both() -> bool:
-            nonlocal wanted, turn
-            wanted = wanted or self._files.wanted.lock(fcntl.LOCK_EX)
-            turn = turn or self._files.turn.lock(fcntl.LOCK_EX)
-            return wanted and turn
+        def has_turn() -> bool:
+            self._files.wanted.lock(fcntl.LOCK_EX)  # again and again: the learner before may not be quite dead
+            return self._files.turn.lock(fcntl.LOCK_EX)
 
-        self._is_patient = wait_until(has_both, timeout_s=timeout_s, look_every_s=_POLL_S)
+        self._is_patient = wait_until(has_turn, timeout_s=timeout_s, look_every_s=_POLL_S)
         self._waited_s += time.monotonic() - began_s
-        self._num_taken += turn
-        self._num_missed += not turn
-        if not turn:
+        self._num_taken += self._is_patient
+        self._num_missed += not self._is_patient
+        if not self._is_patient:
             logger.error(
                 "an engine has not given the device for %.0f s (rollout.share_devices=in_turns): the step computes "
                 "beside the engine; see the logs of the workers",
@@ -188,11 +187,10 @@ class _Lock:
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     def is_locked(self) -> bool:
-        """Return True if another process has the lock alone."""
-        if not self.lock(fcntl.LOCK_SH):
-            return True
-        self.unlock()
-        return False
+        """Return True if another process has the lock alone. A look locks nothing, wherever the process is stopped."""
+        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # could this process share the lock?
+        answer, *_ = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        return bool(answer != fcntl.F_UNLCK)
 
 
 class _Files:

@@ -1,6 +1,7 @@
-"""Check the tests themselves: every test asserts, directly or through a helper."""
+"""Check the tests themselves: every test asserts, directly or through a helper; and each file can be collected."""
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def _asserting(*paths: Path) -> set[str]:
 def test_every_test_asserts(path: Path) -> None:
     tests = {name for name in _functions(path) if name.startswith("test_")}
     assert tests - _asserting(path, *SUPPORT) == set()
+
+
+def test_no_two_files_have_the_same_name() -> None:
+    """Pytest refuses the second, but only where one run collects both."""
+    assert [name for name, num in Counter(path.name for path in FILES).items() if num > 1] == []
 
 
 def test_a_test_without_an_assertion_is_found(tmp_path: Path) -> None:

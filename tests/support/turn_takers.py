@@ -1,8 +1,8 @@
-"""Processes that take turns: `turn_takers.py learner|engine|forking|told RUN_FOLDER [LOG]`, and how tests drive them.
+"""Processes that take turns: `turn_takers.py KIND RUN_FOLDER [LOG]`, and how tests drive them.
 
 `learner` and `engine` take turns without end, and log each: `begin` after the lock, `end` before the release, with
-seconds of the monotonic clock. `forking` is an engine with a child. `told` is a learner that a test tells to take and
-to give the turn.
+seconds of the monotonic clock. `forking` is an engine with a child; `looking` looks for the learner's wish without
+end. `told` is a learner that a test tells to take and to give the turn.
 """
 
 import os
@@ -117,6 +117,13 @@ def _generate(run_folder: Path, log: int, *, forks: bool = False) -> None:
         time.sleep(0.001)
 
 
+def _look(run_folder: Path, log: int) -> None:
+    turn = EngineTurn(run_folder)
+    _say(log, "begin")
+    while True:
+        turn._files.wanted.is_locked()
+
+
 def _write(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -140,4 +147,6 @@ if __name__ == "__main__":
     descriptor = os.open(last, os.O_WRONLY | os.O_APPEND)
     if kind == "learner":
         _learn(folder, descriptor)
+    if kind == "looking":
+        _look(folder, descriptor)
     _generate(folder, descriptor, forks=kind == "forking")
