@@ -1,6 +1,6 @@
 """Messages to frames and back. Bytes from outside are checked here, once; the rest of the code trusts messages.
 
-A message is a list of frames: a header (wire version, message), and for Results four columns of raw little-endian
+A message is a list of frames: a header in an envelope (`envelope`), and for Results four columns of raw little-endian
 numbers (`columns`).
 """
 
@@ -14,12 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import DecodeError, WireVersionError, shown
+from areal_rloo.errors import DecodeError, shown
 from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.columns import MOST_TRAJECTORIES, Frame, Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.envelope import opened, sealed
 from areal_rloo.wire.messages import (
     MOST_DUTIES,
-    WIRE_VERSION,
     Count,
     Failed,
     Finished,
@@ -48,11 +48,11 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
     """Encode a message as frames."""
     if not isinstance(message, Results):
-        return [_encoder.encode((WIRE_VERSION, message))]
+        return [sealed(_encoder.encode(message))]
     headers, columns = encode_columns([*chain.from_iterable(each.trajectories for each in message.finished)])
     leases = tuple((each.lease_id, len(each.trajectories)) for each in message.finished)
     header = _ResultsHeader(message.learner_id, message.number, leases, headers, message.failed)
-    return [_encoder.encode((WIRE_VERSION, header)), *columns]
+    return [sealed(_encoder.encode(header), columns), *columns]
 
 
 def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
@@ -102,13 +102,7 @@ def _header(frames: Sequence[Frame], limits: Limits, kind: Any) -> Any:
         raise DecodeError(f"message: expected at most {limits.max_message_bytes} bytes, got {size}")
     if not frames:
         raise DecodeError("message: no frame")
-    version, body = from_msgpack(frames[0], tuple[int, msgspec.Raw], name="header")
-    if version != WIRE_VERSION:
-        raise WireVersionError(
-            f"peer speaks wire version {version}, this process speaks {WIRE_VERSION}; "
-            "run the same areal_rloo version on every node"
-        )
-    header: Any = from_msgpack(body, kind, name="message")
+    header: Any = from_msgpack(opened(frames), kind, name="message")
     if len(frames) > 1 and not isinstance(header, _ResultsHeader):
         raise DecodeError(f"message: expected 1 frame, got {len(frames)}")
     return header

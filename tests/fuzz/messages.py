@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from fuzz.targets import Target
 
@@ -12,16 +13,18 @@ from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.envelope import sealed
 from areal_rloo.wire.turns import RecordedTurn, decode_turns, encode_turns
 
 _LIMITS = Limits(max_message_bytes=2**20, max_trajectories=64, max_tokens=2**16)
 _MOST_FRAMES = 8
-_TODAY, _ANY = bytes([0x92, wire.WIRE_VERSION]), b"\x92\x00"  # how a first frame begins; version 0 stands for today's
+_ANY = b"\x92\x00"  # before a message that `_frames` gives today's version and the right checksum
 
 
 def joined(frames: Sequence[bytes]) -> bytes:
     """Join frames as `_frames` cuts them: the lengths of all but the last, then the frames."""
-    frames = [_ANY + frames[0].removeprefix(_TODAY), *frames[1:]]
+    _, (_, message) = msgspec.msgpack.decode(frames[0], type=tuple[int, tuple[int, msgspec.Raw]])
+    frames = [_ANY + bytes(message), *frames[1:]]
     lengths = b"".join(len(frame).to_bytes(2, "little") for frame in frames[:-1])
     return bytes([len(frames) - 1]) + lengths + b"".join(frames)
 
@@ -34,7 +37,7 @@ def _frames(content: bytes) -> list[bytes]:
         frames.append(content[at : at + length])
         at += length
     first, *rest = *frames, content[at:]
-    return [_TODAY + first[2:] if first.startswith(_ANY) else first, *rest]
+    return [sealed(first[2:], rest) if first.startswith(_ANY) else first, *rest]
 
 
 def _try_worker_message(content: bytes) -> None:

@@ -12,7 +12,7 @@ NOT_RUN = {"learner/loop.py"}
 BESIDE = (
     *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
     "rollout/partial.py",
-    *("wire/turns.py", "wire/token_rules.py", "wire/peers.py", "wire/address.py"),
+    *("wire/turns.py", "wire/token_rules.py", "wire/peers.py", "wire/address.py", "wire/envelope.py"),
     *(
         "intake/evaluation.py",
         "intake/fleet.py",

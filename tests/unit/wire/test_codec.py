@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.trajectory import Completion, Item, Message, Trajectory
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
-from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns
+from areal_rloo.wire.columns import Frame, Limits, TrajectoryHeader, decode_columns
+from areal_rloo.wire.envelope import sealed
 from areal_rloo.wire.messages import (
-    WIRE_VERSION,
     Abort,
     Ack,
     Drain,
@@ -176,7 +176,7 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
             decode(frames, LIMITS)
 
 
-@pytest.mark.parametrize("header", [b"\x92\x09" + b"\x91" * 100_000, b"\x92\x09\xa1\xff"])
+@pytest.mark.parametrize("header", [sealed(b"\x91" * 100_000), sealed(b"\xa1\xff")])
 def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> None:
     for decode in (decode_worker, decode_learner):
         with pytest.raises(DecodeError):
@@ -185,12 +185,13 @@ def test_deep_nesting_and_broken_text_raise_only_wire_errors(header: bytes) -> N
 
 @given(st.lists(trajectories(), min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_damaged_batch_raises_only_wire_errors(batch: list[Trajectory], number: int, place: int, flip: int) -> None:
-    frames = [bytearray(frame) for frame in encode(Results("learner", 1, _finished(batch), FAILED))]
+    header, *columns = [bytes(frame) for frame in encode(Results("learner", 1, _finished(batch), FAILED))]
+    frames = [bytearray(msgspec.msgpack.encode(_fields(header))), *map(bytearray, columns)]
     assume(len(frames[number]) > 0)
     frames[number][place % len(frames[number])] ^= flip
     try:
-        message = decode_worker([bytes(frame) for frame in frames], LIMITS)
-    except (DecodeError, WireVersionError):
+        message = decode_worker([sealed(bytes(frames[0]), frames[1:]), *map(bytes, frames[1:])], LIMITS)
+    except DecodeError:
         return
     assert isinstance(message, Results)  # the damage is in a value; the message is well-formed
 
@@ -327,18 +328,14 @@ def test_a_duty_without_trajectories_or_of_two_samples_is_refused(leases: tuple[
     arrays = (np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32))
     batch = [Trajectory(1, index, np.ones(1, np.int32), Completion(*arrays, "stop"), 1.0) for index in (0, 1)]
     header, *columns = encode(Results("learner", 1, _finished(batch)))
-    version, (*before, _, headers, failed) = _fields(header)
-    changed = msgspec.msgpack.encode((version, dict(zip(RESULTS, (*before, leases, headers, failed), strict=True))))
+    changed = msgspec.msgpack.encode(_fields(header) | {"leases": leases})
     with pytest.raises(DecodeError, match="results: expected"):
-        decode_worker([changed, *columns], LIMITS)
+        decode_worker([sealed(changed, columns), *columns], LIMITS)
 
 
-RESULTS = ("type", "learner_id", "number", "leases", "trajectories", "failed")
-
-
-def _fields(header: bytes) -> tuple[int, list[object]]:
-    version, fields = msgspec.msgpack.decode(header)
-    return version, [fields[name] for name in RESULTS]
+def _fields(header: Frame) -> dict[str, object]:
+    _, (_, fields) = msgspec.msgpack.decode(header)
+    return dict(fields)
 
 
 def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
@@ -347,7 +344,7 @@ def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 9; run the same"):
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 10; run the same"):
         decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 
@@ -381,16 +378,16 @@ FAILURE = [1, 0, 0, "reward_error", "no", "", 3]
 )
 def test_numbers_without_sense_are_refused(message: dict[str, object], field: str, value: object) -> None:
     """A sum of them overflowed in a checkpoint once."""
-    assert decode_worker([msgspec.msgpack.encode((WIRE_VERSION, message))], LIMITS)
+    assert decode_worker([sealed(msgspec.msgpack.encode(message))], LIMITS)
     with pytest.raises(DecodeError, match=rf"message: Expected .* at `\$\[?.*{field}"):
-        decode_worker([msgspec.msgpack.encode((WIRE_VERSION, {**message, field: value}))], LIMITS)
+        decode_worker([sealed(msgspec.msgpack.encode({**message, field: value}))], LIMITS)
 
 
 @pytest.mark.parametrize("reason", ["", "Reward Error", "a" * 41, "reward\nerror"])
 def test_the_reason_of_a_failure_is_a_label(reason: str) -> None:
     def message(failure: list[object]) -> list[bytes]:
         header = {"type": "results", "learner_id": "l", "number": 1, "leases": [], "trajectories": []}
-        return [msgspec.msgpack.encode((WIRE_VERSION, {**header, "failed": [failure]})), b"", b"", b"", b""]
+        return [sealed(msgspec.msgpack.encode({**header, "failed": [failure]})), b"", b"", b"", b""]
 
     assert decode_worker(message(FAILURE), LIMITS)
     with pytest.raises(DecodeError, match="Expected `str` matching regex"):

@@ -14,7 +14,8 @@ from areal_rloo.errors import DecodeError, shortened
 from areal_rloo.trajectory import Completion, Item
 from areal_rloo.wire.codec import WorkerHeader, decode_worker, encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import WIRE_VERSION, Failed, LearnerMessage, Results
+from areal_rloo.wire.envelope import sealed
+from areal_rloo.wire.messages import Failed, LearnerMessage, Results
 from areal_rloo.wire.turns import EncodedTurns, RecordedTurn, decode_turns, encode_turns
 
 OF_DATA = Item  # the learner's rows, of any size: a worker trusts the learner
@@ -99,7 +100,7 @@ NUM = 300_000
     ids=["duties", "trajectories", "spans", "leases", "failed"],
 )
 def test_a_message_beyond_a_bound_takes_no_memory(message: dict[str, object]) -> None:
-    frames = [msgspec.msgpack.encode((WIRE_VERSION, message)), *([b""] * 4 if message["type"] == "results" else [])]
+    frames = [sealed(msgspec.msgpack.encode(message)), *([b""] * 4 if message["type"] == "results" else [])]
     tracemalloc.start()
     try:
         with pytest.raises(DecodeError, match="of length <=") as refused:
