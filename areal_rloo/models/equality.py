@@ -83,7 +83,7 @@ def check_equality(path: str, *, context_tokens: int) -> None:
     if not listed:
         logger.warning(
             "%s is a %s model, which no test compares with transformers; a small copy with random weights has the "
-            "logprobs of transformers; estimates of memory are those of a Llama",
+            "logprobs of transformers; the memory for activations is estimated as that of a Llama",
             *(path, config.model_type),
         )
 

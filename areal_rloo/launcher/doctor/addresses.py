@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from areal_rloo.config import Config, is_loopback
@@ -24,6 +25,7 @@ from areal_rloo.waiting import call_within
 _ANSWER_S = 5.0
 _MOST_ANSWER_BYTES = 2**20
 _HUB = "https://huggingface.co"
+_REFUSALS = (401, 403, 404)  # HTTP: no such name, or none for this user
 
 
 def check_ports(situation: Situation) -> Iterator[Finding]:
@@ -112,7 +114,7 @@ def check_servers(situation: Situation) -> Iterator[Finding]:
         if trouble := _no_answer(f"{url.rstrip('/')}/health"):
             yield wrong(
                 f"rollout.{config.rollout.engine}.urls",
-                f"{url}: {trouble}",
+                f"{url}: {trouble.words}",
                 "start the server, or correct the url",
                 ConfigError,
             )
@@ -142,16 +144,22 @@ def check_hub(situation: Situation) -> Iterator[Finding]:
         if path == "tiny" or Path(path).exists() or not is_hub_name(path) or cached:
             continue
         if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, of_hub=True):
-            mend = f"correct {key}, log in with `hf auth login`" if trouble.startswith("HTTP") else "mend the network"
-            fix = f"{mend}, or download it elsewhere and set {key} to its folder"
-            yield wrong(key, f"{path}: {base}: {trouble}", fix)
+            fix = f"{_mend(key, trouble)}, or download it elsewhere and set {key} to its folder"
+            yield wrong(key, f"{path}: {base}: {trouble.words}", fix)
         else:
             yield ok(key, f"{path}: {base} has it")
     for key, path in missing_datasets(situation):
         if trouble := _no_answer(f"{base}/api/datasets/{path}", token=token, of_hub=True):
-            yield wrong(key, f"{path}: {base}: {trouble}", f"correct it, or set {key} to a local file", DataError)
+            fix = f"{_mend(key, trouble)}, or set {key} to a local file"
+            yield wrong(key, f"{path}: {base}: {trouble.words}", fix, DataError)
         else:
             yield ok(key, f"{path}: {base} has it")
+
+
+def _mend(key: str, trouble: _Trouble) -> str:
+    if trouble.status is None:
+        return "mend the network"
+    return f"correct {key}, log in with `hf auth login`" if trouble.status in _REFUSALS else "try again later"
 
 
 def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
@@ -163,18 +171,26 @@ def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
         return  # `check_data_files` reports the error
 
 
-def _no_answer(url: str, *, token: str | None = None, of_hub: bool = False) -> str:
-    """Send a GET; give the reason of a failure, or an empty string. The hub is asked through proxies, for JSON."""
+class _Trouble(NamedTuple):
+    """Why a server gave no answer; `status` of HTTP, if it gave one."""
+
+    words: str
+    status: int | None = None
+
+
+def _no_answer(url: str, *, token: str | None = None, of_hub: bool = False) -> _Trouble | None:
+    """Send a GET; give the reason of a failure, or None. The hub is asked through proxies, for JSON."""
     handlers = [] if of_hub else [urllib.request.ProxyHandler({})]
     try:
         asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
         with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S) as answer:
-            return _no_json(answer) if of_hub else ""
+            words = _no_json(answer) if of_hub else ""
+            return _Trouble(words) if words else None
     except urllib.error.HTTPError as error:
         with error:
-            return f"HTTP {error.code}"
+            return _Trouble(f"HTTP {error.code}", error.code)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return first_line(error)
+        return _Trouble(first_line(error))
 
 
 def _no_json(answer: http.client.HTTPResponse) -> str:

@@ -87,16 +87,26 @@ def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch
     assert "cannot be resolved" in only(check_host_name, "unsure").what
 
 
+LATER = "try again later"
+
+
 @pytest.mark.parametrize(
-    ("body", "says"),
-    [(b"<html>please log in</html>", "wrong"), (b'{"model_type": "llama"}', "ok"), (b" " * 2**21, "wrong")],
+    ("status", "body", "says", "mend"),
+    [
+        (200, b"<html>please log in</html>", "wrong", "mend the network"),
+        (200, b'{"model_type": "llama"}', "ok", ""),
+        (200, b" " * 2**21, "wrong", "mend the network"),
+        (404, b"", "wrong", "correct model.path, log in with `hf auth login`"),
+        (503, b"", "wrong", LATER),
+        (429, b"", "wrong", LATER),
+    ],
 )
-def test_an_answer_of_the_hub_that_is_no_json_is_wrong(body: bytes, says: str) -> None:
+def test_an_answer_of_the_hub_that_is_no_json_is_wrong(status: int, body: bytes, says: str, mend: str) -> None:
     """A network with a login page answers every address with a page."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             with contextlib.suppress(OSError):
                 self.wfile.write(body)
@@ -108,4 +118,4 @@ def test_an_answer_of_the_hub_that_is_no_json_is_wrong(body: bytes, says: str) -
         endpoint = f"http://127.0.0.1:{server.server_port}"
         finding = only(check_hub, says, "model.path=org/name", HF_ENDPOINT=endpoint, HF_HOME="/nowhere")
         server.shutdown()
-    assert says == "ok" or finding.fix == "mend the network, or download it elsewhere and set model.path to its folder"
+    assert says == "ok" or finding.fix == f"{mend}, or download it elsewhere and set model.path to its folder"

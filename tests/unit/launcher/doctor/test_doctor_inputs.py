@@ -16,6 +16,7 @@ from support.situations import config, found, only
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher import start
 from areal_rloo.launcher.doctor import Situation
+from areal_rloo.launcher.doctor.__main__ import main
 from areal_rloo.launcher.doctor.addresses import (
     check_hub,
 )
@@ -51,7 +52,9 @@ def test_a_family_must_be_trained_and_served(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "passes"), [("persimmon", True), ("stablelm", False)])
-def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bool, tmp_path: Path) -> None:
+def test_an_unlisted_family_is_compared_before_the_start(
+    family: str, passes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_family(family, tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)
     named = (f"model.path={tmp_path}", "rollout.engine=sglang", "rollout.sglang.urls=[http://127.0.0.1:9]")
@@ -62,6 +65,11 @@ def test_an_unlisted_family_is_compared_before_the_start(family: str, passes: bo
         f"model.path: {tmp_path} is a stablelm model, and the check whether the learner computes its logprobs fails"
     )
     assert passes or str(finding.error).startswith(refusal)
+    main(["--config", "quickstart.yaml", "--quick", *named, f"run.folder={tmp_path / 'run'}"])
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if "small copy" in line or "the check whether" in line
+    ]
+    assert [line.split()[0] for line in said] == ["ok" if passes else "wrong"], "the quick doctor makes this check, too"
 
 
 def test_the_doctor_loads_names_and_shapes_as_the_learner_does(tmp_path: Path) -> None:
