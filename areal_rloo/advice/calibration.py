@@ -104,6 +104,7 @@ def setup_of(config: Config, evaluations: Sequence[EvalRecord] = ()) -> Setup:
         stale_tokens=config.algorithm.stale_tokens,
         num_eval=sum(samples.values()),
         eval_every=config.evaluation.every_n_versions,
+        publish_every=config.weights.publish_every_n_steps,
     )
 
 

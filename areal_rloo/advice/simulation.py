@@ -54,6 +54,7 @@ class Setup:
     kept_share: float = 1.0
     num_eval: int = 0  # samples of an evaluation
     eval_every: int = 0  # versions; 0: only at the start
+    publish_every: int = 1  # steps
 
 
 class Step(NamedTuple):
@@ -179,7 +180,7 @@ class _Simulation:
         self._batch: list[_Group] = []  # in training; empty: the learner waits
         self._since_s = 0.0  # the learner waits or trains
         self._kept = 0.0  # the share of a group, summed over complete groups
-        self._version, self._num_admitted, self._now_s = 0, 0, 0.0
+        self._version, self._published, self._num_admitted, self._now_s = 0, 0, 0, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._steps: list[Step] = []
@@ -206,6 +207,7 @@ class _Simulation:
         setup, given = self._setup, dict[_Engine, None]()  # a set has no fixed order
         while (engine := min(self._engines, key=lambda e: e.num_held)).num_held < self._capacity and num_admissible(
             policy_version=self._version,
+            published_version=self._published,
             max_staleness=setup.max_staleness,
             pipeline_depth=setup.pipeline_depth,
             groups_per_step=setup.groups_per_step,
@@ -213,8 +215,8 @@ class _Simulation:
             num_live=len(self._live),
         ):
             lengths = next(self._lengths)
-            due = deadline(admission_version=self._version, max_staleness=setup.max_staleness)
-            group = _Group(self._num_admitted, self._version, due, len(lengths))
+            due = deadline(admission_version=self._published, max_staleness=setup.max_staleness)
+            group = _Group(self._num_admitted, self._published, due, len(lengths))
             self._live[group.group_id] = group
             self._num_admitted += 1
             engine.num_held += len(lengths)
@@ -303,8 +305,11 @@ class _Simulation:
             del self._live[group.group_id]
         self._batch, self._since_s = [], self._now_s
         self._version = version = self._version + 1
-        self._at(self._now_s + self._speeds.broadcast_s, lambda: self._publish(version))
-        if self._setup.eval_every and version % self._setup.eval_every == 0:
+        evaluates = self._setup.eval_every and version % self._setup.eval_every == 0
+        if evaluates or version % self._setup.publish_every == 0:
+            self._published = version
+            self._at(self._now_s + self._speeds.broadcast_s, lambda: self._publish(version))
+        if evaluates:
             self._evaluate()  # starts at the next event of each engine
         self._take()
         self._lease()

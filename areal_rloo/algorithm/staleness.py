@@ -1,4 +1,4 @@
-"""The staleness bound in integers: learner version v, `max_staleness` eta, `groups_per_step` B.
+"""The staleness bound in integers: learner version v, published version p, `max_staleness` eta, `groups_per_step` B.
 
 `num_admissible` limits how many groups may start. `deadline` says how long a group stays within the bound. `must_wait`
 decides whether a batch may be consumed with `stale_tokens: wait`. `within_bound` says which tokens may have a gradient.
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 def num_admissible(
     *,
     policy_version: int,
+    published_version: int,
     max_staleness: int,
     pipeline_depth: int,
     groups_per_step: int,
     num_train_steps: int,
     num_live: int,
 ) -> int:
-    """Count the groups that may be leased now and keep the live groups to those of the next min(eta, depth) + 1 steps.
+    """Count the groups that may be leased now and keep the live groups to those of the next steps, p + eta at most.
 
-    Live groups are admitted, and neither trained nor dropped. No group is admitted for a step after the last. More than
-    eta + 1 steps would break the bound. A smaller depth keeps tokens fresher, and late samples within the bound.
+    Live groups are admitted, and neither trained nor dropped. No group is admitted for a step after the last. A smaller
+    depth keeps tokens fresher, and late samples within the bound.
     """
-    num_steps = min(max_staleness + 1, pipeline_depth + 1, num_train_steps - policy_version)
-    return max(0, num_steps * groups_per_step - num_live)
+    num_left = min(published_version + max_staleness + 1, num_train_steps) - policy_version
+    return max(0, min(num_left, pipeline_depth + 1) * groups_per_step - num_live)
 
 
 def deadline(*, admission_version: int, max_staleness: int) -> int:
-    """Return the last learner version at which a group admitted at `admission_version` has no token past the bound.
+    """Return the last learner version at which a group admitted at published version p has no token past the bound.
 
-    The lease forbids weights older than the admission version. So every token that is trained on by the deadline has
+    The lease forbids weights older than this admission version. So every token that is trained on by the deadline has
     staleness at most deadline - admission_version = eta.
     """
     return admission_version + max_staleness

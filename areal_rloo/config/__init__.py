@@ -37,7 +37,15 @@ from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
-from areal_rloo.config.schema import Config, ModelConfig, TinyModelConfig, WarmStartConfig, WireConfig, validate
+from areal_rloo.config.schema import (
+    Config,
+    ModelConfig,
+    TinyModelConfig,
+    WarmStartConfig,
+    WeightsConfig,
+    WireConfig,
+    validate,
+)
 from areal_rloo.config.section import argument_name, is_loopback
 from areal_rloo.config.server import ServerConfig
 
@@ -71,6 +79,7 @@ __all__ = [
     "SourceConfig",
     "TinyModelConfig",
     "WarmStartConfig",
+    "WeightsConfig",
     "WireConfig",
     "argument_name",
     "check_unique",

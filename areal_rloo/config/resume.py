@@ -189,6 +189,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("learner.optimizer", "schedule warmup_steps final_share", "the schedule goes on at the same step"),
     **_refused("learner.optimizer", "state_dtype", "the moments in the checkpoint have this type"),
     **_exact("weights", "transport bucket_bytes timeout_s"),
+    **_allowed("weights", "publish_every_n_steps", "groups under way keep their deadline"),
     **_exact("wire", "transport host port heartbeat_s record"),
     **_allowed("wire", "heartbeat_timeout_s stall_timeout_s", _LEASED_AGAIN),
     **_allowed("wire", "max_message_bytes", "samples that need more are dropped"),

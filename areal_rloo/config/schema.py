@@ -94,6 +94,8 @@ class WeightsConfig(Section, frozen=True):
     transport: Literal["auto", "collective", "shared_memory"] = "auto"
     bucket_bytes: Annotated[int, msgspec.Meta(ge=2**16, le=2**40)] = 64 * 2**20
     timeout_s: Seconds = 60.0  # a worker that has not received a version after this time is left out
+    # Publish the version after every so many train steps, and every evaluated version: less to send, staler tokens.
+    publish_every_n_steps: PositiveInt = 1
 
 
 class WireConfig(Section, frozen=True):
@@ -263,6 +265,12 @@ def _mistakes(config: Config) -> Iterator[str]:
         yield (
             f"learner.microbatch_tokens: expected at least data.max_prompt_tokens + rollout.sampling.max_new_tokens "
             f"= {longest}, got {config.learner.microbatch_tokens}; a microbatch must hold the longest trajectory"
+        )
+    every, most = config.weights.publish_every_n_steps, config.algorithm.max_staleness + 1
+    if every > most:
+        yield (
+            f"weights.publish_every_n_steps: expected at most algorithm.max_staleness + 1 = {most}, got {every}; the "
+            f"last step before a new version trains tokens of the one before; set algorithm.max_staleness={every - 1}"
         )
     yield from _wire_host_mistakes(config)
     yield from _wire_mistakes(config)

@@ -82,7 +82,7 @@ class Worker:
     capacity_samples: int
     last_heard_s: float  # monotonic time of the last Hello or heartbeat
     policy_version: int | None
-    joined_version: int  # of the learner at the Hello; the worker starts no sample with older weights
+    joined_version: int  # the newest at the Hello; the worker starts no sample with older weights
     progress_s: float  # monotonic time of the last result, lease or generated token
     standing: Standing
     duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included

@@ -69,7 +69,7 @@ class Intake:
         Args:
             ledger: empty, or restored from a checkpoint.
             offers: told of every worker that joins, leaves, receives weights or fails to.
-            policy_version: the learner's version at the start.
+            policy_version: the learner's version at the start, published before the first lease.
             history: the learners up to this one; the last learner id is of this start alone.
             lies: the rules for answers.
             group_filter: returns False for a group to drop (user code).
@@ -79,7 +79,7 @@ class Intake:
         self.draining = self._stopping = False
         self.history, (self.learner_id, _) = history, history[-1]
         self._offers, self._num_truncated = offers, num_truncated
-        self._policy_version = policy_version
+        self._policy_version = self._published = policy_version
         self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s
         self._num_partials_calls = 0
         self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
@@ -134,7 +134,7 @@ class Intake:
         """Grant all leases possible now."""
         if self.draining:
             return []
-        granted = self._leasing.grants(self._policy_version)
+        granted = self._leasing.grants(self._policy_version, self._published)
         return [Outgoing(worker.peer, wire.Leases(self.learner_id, tuple(leases))) for worker, leases in granted]
 
     # -- decisions of the training thread ------------------------------------------------------------------------------
@@ -153,10 +153,11 @@ class Intake:
         """True if no batch will ever come: a drain has begun, or all prompts are used up."""
         return self.draining or (self.stream.exhausted and not self.ledger.groups)
 
-    def commit(self, policy_version: int, *, evaluate: bool) -> list[Outgoing]:
+    def commit(self, policy_version: int, *, evaluate: bool, published: bool = True) -> list[Outgoing]:
         """Make a version current: count the batch taken last as trained, move admission on."""
         self._buffer.trained()
         self._policy_version = policy_version
+        self._published = policy_version if published else self._published
         return self.evaluate() if evaluate else self.grants()
 
     def refuse_batch(self, reason: str) -> list[Outgoing]:
@@ -219,7 +220,7 @@ class Intake:
         match message:
             case wire.Results():
                 num_duties, num_train = (0, 0) if worker is None else (len(worker.duties), worker.num_train)
-                in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._policy_version)
+                in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._published)
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:
@@ -232,7 +233,7 @@ class Intake:
                         replies.append(self._take_duties(worker, is_attempt=False))
                 return replies
             case wire.Partials():
-                self._answers.take_partials(Sender(peer, name, worker), message, self._policy_version)
+                self._answers.take_partials(Sender(peer, name, worker), message, self._published)
                 return self._cut_off(peer)
             case wire.Goodbye():
                 self.fleet.record_work(peer, message.work)
@@ -274,7 +275,7 @@ class Intake:
             return [Outgoing(peer, wire.Refusal(refusal))]
         if before is not None and is_another:
             self._remove(before)
-        worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._policy_version)
+        worker = self.fleet.welcome(hello, peer, now_s=now_s, policy_version=self._published)
         self._offers.join(worker.worker_id, hello.policy_version, number=hello.number, now_s=now_s)
         has_met = hello.learner_id == self.learner_id  # else all leases of this learner are still on their way
         told = set(hello.duties) if has_met else set()

@@ -70,9 +70,9 @@ class Leasing:
             return self.evaluation.has_begun(duty.group_id)
         return duty.group_id < self.ledger.admitted_groups
 
-    def grants(self, policy_version: int) -> list[tuple[Worker, list[Lease]]]:
+    def grants(self, policy_version: int, published: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
-        leases = [*self._evaluation_leases(), *self._train_leases(policy_version)]
+        leases = [*self._evaluation_leases(), *self._train_leases(policy_version, published)]
         granted: dict[str, tuple[Worker, list[Lease]]] = {}
         for worker, lease in leases:
             granted.setdefault(worker.worker_id, (worker, []))[1].append(lease)
@@ -91,16 +91,16 @@ class Leasing:
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             yield worker, self._lease(worker, group_id, indices, prompt, version, seed)
 
-    def _train_leases(self, policy_version: int) -> Iterator[tuple[Worker, Lease]]:
+    def _train_leases(self, policy_version: int, published: int) -> Iterator[tuple[Worker, Lease]]:
         """Lease whole groups to the worker with the most room, liars last, while any worker has room.
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        if not self._queue and not self._num_admissible(policy_version):
+        if not self._queue and not self._num_admissible(policy_version, published):
             return
         room = Room(self.fleet)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
-        while room and (group := self._next_group(policy_version)) is not None:
+        while room and (group := self._next_group(policy_version, published)) is not None:
             indices = group.waiting
             worker = room.take(self._last_holders(group.samples[index] for index in indices))
             if worker is None:
@@ -117,13 +117,13 @@ class Leasing:
         for group in passed_over:
             self._queue.push(group)
 
-    def _next_group(self, policy_version: int) -> LedgerGroup | None:
+    def _next_group(self, policy_version: int, published: int) -> LedgerGroup | None:
         """Return the group with waiting samples and the earliest deadline, else a new group; None if there is none."""
         while self._queue:
             group = self._queue.pop()
             if group.waiting and group.group_id in self.ledger.groups:
                 return group
-        return self._admit(policy_version)
+        return self._admit(policy_version, published)
 
     def _last_holders(self, samples: Iterable[Sample | None]) -> set[str]:
         """Name the last holder of each sample that has a single attempt left: no worker alone uses up a sample."""
@@ -171,22 +171,23 @@ class Leasing:
         worker.take(lease)
         return lease
 
-    def _admit(self, policy_version: int) -> LedgerGroup | None:
+    def _admit(self, policy_version: int, published: int) -> LedgerGroup | None:
         """Admit a group if the bound and the end of the run allow another, and there is a prompt."""
-        prompt = self.stream.take() if self._num_admissible(policy_version) else None
+        prompt = self.stream.take() if self._num_admissible(policy_version, published) else None
         if prompt is None:
             return None
         algorithm = self.config.algorithm
         return self.ledger.admit(
             prompt,
             group_size=algorithm.group_size,
-            admission_version=policy_version,
-            deadline=deadline(admission_version=policy_version, max_staleness=algorithm.max_staleness),
+            admission_version=published,
+            deadline=deadline(admission_version=published, max_staleness=algorithm.max_staleness),
         )
 
-    def _num_admissible(self, policy_version: int) -> int:
+    def _num_admissible(self, policy_version: int, published: int) -> int:
         return num_admissible(
             policy_version=policy_version,
+            published_version=published,
             max_staleness=self.config.algorithm.max_staleness,
             pipeline_depth=self.config.algorithm.pipeline_depth,
             groups_per_step=self.config.learner.groups_per_step,

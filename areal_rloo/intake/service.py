@@ -81,37 +81,38 @@ class IntakeService:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
         return self._run(self._take_batch())
 
-    def commit(self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool) -> None:
+    def commit(
+        self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool, publish: bool = True
+    ) -> None:
         """Publish a version, count the batch taken last as trained, and move admission on, all at one moment.
 
-        `fill` gathers the weights into buckets, on the calling thread. A drain ends the wait for memory.
+        `fill` gathers the weights into buckets, on the calling thread. A drain ends the wait for memory. `publish`:
+        False leaves the version out; nothing can evaluate it.
 
         Raises:
             WeightsError: there is no memory for the weights. The version is not published, but the batch counts as
                 trained, so that a checkpoint has the step.
         """
         try:
-            buckets = self._run(self._broadcaster.stage(gives_up=lambda: self._intake.draining))
+            buckets = self._run(self._broadcaster.stage(gives_up=lambda: self._intake.draining)) if publish else None
         except WeightsError:
-            self._act(lambda: self._intake.commit(policy_version, evaluate=False))
+            self._act(lambda: self._intake.commit(policy_version, evaluate=False, published=False))
             if self._intake.draining:
                 return
             raise
-        fill(buckets)
+        if buckets is not None:
+            fill(buckets)
 
         def commit() -> list[Outgoing]:
-            self._broadcaster.publish(policy_version, buckets)
-            return self._intake.commit(policy_version, evaluate=evaluate)
+            if buckets is not None:
+                self._broadcaster.publish(policy_version, buckets)
+            return self._intake.commit(policy_version, evaluate=evaluate, published=publish)
 
         self._act(commit)
 
     def refuse_batch(self, reason: str) -> None:
         """Drop the batch taken last, for this reason."""
         self._act(lambda: self._intake.refuse_batch(reason))
-
-    def evaluate(self) -> None:
-        """Evaluate the current version."""
-        self._act(self._intake.evaluate)
 
     def wait_for_evaluation(self) -> None:
         """Wait until no evaluation is due or running, or until a drain."""

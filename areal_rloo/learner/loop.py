@@ -66,11 +66,12 @@ class Learner:
             with self.turn:
                 self._train(batch, wait_s)
             self.doing = None
-        completed = self.policy_version >= self.config.learner.num_train_steps
+        completed, unpublished = self.policy_version >= self.config.learner.num_train_steps, None
         if completed or not self.intake.draining:
             if not completed:
-                self.intake.evaluate()
-            self.intake.wait_for_evaluation()
+                unpublished = self._commit(evaluate=True)
+            if unpublished is None:
+                self.intake.wait_for_evaluation()
         reason = "drained" if self.intake.draining else "completed" if completed else "end_of_data"
         self.reporter.update_totals(self.intake.statistics())
         self._gather_partials()
@@ -80,6 +81,8 @@ class Learner:
                 f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
                 "whole checkpoint are lost; free some disk, then --resume"
             )
+        if unpublished is not None:
+            raise unpublished
         return reason
 
     def close(self) -> None:
@@ -128,11 +131,7 @@ class Learner:
         if saves and not self.intake.draining:  # else the last checkpoint follows at once
             self._gather_partials()  # before the engines are busy with this version
         started_s = time.perf_counter()
-        unpublished: WeightsError | None = None
-        try:
-            self.intake.commit(self.policy_version, self.train_step.team.gather_weights, evaluate=evaluate)
-        except WeightsError as error:
-            unpublished = error  # after the records and a checkpoint of this step
+        unpublished = self._commit(evaluate=evaluate)
         times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
         # Mostly of the version before: the broadcast of this version has just begun.
         times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
@@ -145,6 +144,18 @@ class Learner:
             self.save_checkpoint()
         if unpublished is not None:
             raise unpublished
+
+    def _commit(self, *, evaluate: bool) -> WeightsError | None:
+        """Make the version current, and publish it if due. Return an error to raise after records and a checkpoint."""
+        due, gather = (
+            self.policy_version % self.config.weights.publish_every_n_steps == 0,
+            self.train_step.team.gather_weights,
+        )
+        try:
+            self.intake.commit(self.policy_version, gather, evaluate=evaluate, publish=evaluate or due)
+        except WeightsError as error:
+            return error
+        return None
 
     def _gather_partials(self) -> None:
         if self.config.checkpoint.partial_rollouts:

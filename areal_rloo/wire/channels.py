@@ -30,7 +30,7 @@ from areal_rloo.wire.address import Address, Admission, Connection, bind, make_s
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, Welcome, WorkerMessage
-from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, shut
+from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, descriptor_of, shut
 
 logger = get_logger(__name__)
 
@@ -203,7 +203,7 @@ class LearnerChannel:
         began_s = time.thread_time()
         try:
             message = decode_worker(body, self._limits)
-            if isinstance(message, Hello | Heartbeat) and (descriptor := _descriptor_of(frames[-1])) is not None:
+            if isinstance(message, Hello | Heartbeat) and (descriptor := descriptor_of(frames[-1])) is not None:
                 if self._peers.get(descriptor) != peer:
                     self._read_events()  # first: the descriptor may have been another peer's until now
                 self._peers[descriptor] = peer
@@ -314,14 +314,6 @@ class WorkerChannel:
     def _connect(self) -> Connection:
         socket = _socket(zmq.asyncio.Context.instance(), zmq.DEALER, self._address, self._limits)
         return Connection(socket, self._address, self._identity)
-
-
-def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Return the descriptor of the connection of a frame; None for a peer of an early ZMTP."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return None
 
 
 def _sent(

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import zmq
+
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -148,6 +150,14 @@ class Newcomers:
         """Forget a connection; return True if it was no welcomed worker's."""
         self._open.discard(descriptor)
         return descriptor in self._waiting and self._waiting.pop(descriptor) is None
+
+
+def descriptor_of(frame: zmq.Frame) -> int | None:
+    """Return the descriptor of the connection of a frame; None for a peer of an early ZMTP."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def shut(descriptor: int, endpoint: str) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from areal_rloo.algorithm.staleness import num_admissible
 from areal_rloo.intake.answers import Answers, Sender
 from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.intake import Intake
@@ -232,6 +233,15 @@ def _groups_are_not_fitted_to_other_options() -> Any:
 def _admission_counts_a_group_too_few() -> Any:
     def mutated(*, max_staleness: int, pipeline_depth: int, groups_per_step: int, num_live: int, **values: int) -> int:
         return max(0, (min(max_staleness, pipeline_depth) + 1) * groups_per_step - num_live + 1)
+
+    return patch("areal_rloo.intake.leasing.num_admissible", mutated)
+
+
+def _every_version_counts_as_published() -> Any:
+    """Admission runs ahead of what the workers can have: `weights.publish_every_n_steps` leaves versions out."""
+
+    def mutated(*, policy_version: int, published_version: int, **values: int) -> int:
+        return num_admissible(policy_version=policy_version, published_version=policy_version, **values)
 
     return patch("areal_rloo.intake.leasing.num_admissible", mutated)
 

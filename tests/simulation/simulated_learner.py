@@ -107,7 +107,7 @@ class SimulatedLearner:
             return
         outgoing = self.intake.handle(peer, message, self.simulation.clock.now_s)
         grants = not isinstance(message, wire.Heartbeat) and not self.intake.draining  # else not before the next tick
-        if grants and (missed := missed_leases(self.intake._leasing, self.version)):
+        if grants and (missed := missed_leases(self.intake._leasing, self.version, self.offers.newest_version)):
             raise ViolationError(f"after {type(message).__name__}: {'; '.join(missed)}")
         self._after(outgoing)
 
@@ -222,9 +222,14 @@ class SimulatedLearner:
         self._commit()
 
     def _commit(self) -> None:
-        self.offers.publish(self.version)
-        outgoing = self.intake.commit(self.version, evaluate=self.version % 2 == 0)
-        if self.version and self.version < self.config.learner.num_train_steps:
+        is_last = self.version == self.config.learner.num_train_steps
+        evaluate = self.version % 2 == 0
+        due = evaluate or self.version % self.config.weights.publish_every_n_steps == 0
+        publish = due or self.offers.newest_version < 0  # at the start
+        if publish:
+            self.offers.publish(self.version)
+        outgoing = self.intake.commit(self.version, evaluate=evaluate, published=publish)
+        if self.version and not is_last:
             self._save()
         self._after(outgoing)
 

@@ -16,7 +16,15 @@ from simulation.simulated_learner import Checkpoint, SimulatedLearner
 from simulation.simulated_worker import SimulatedWorker
 from simulation.world import FAULTS_END_S, HEARTBEAT_S, Clock, Fault, Network, Schedule, Story, ViolationError
 
-from areal_rloo.config import AlgorithmConfig, Config, EpisodeConfig, LearnerConfig, RolloutConfig, WireConfig
+from areal_rloo.config import (
+    AlgorithmConfig,
+    Config,
+    EpisodeConfig,
+    LearnerConfig,
+    RolloutConfig,
+    WeightsConfig,
+    WireConfig,
+)
 from areal_rloo.errors import UserError
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
@@ -29,12 +37,13 @@ _NUM_STEPS = 6
 _LAST_OUTCOMES, _SET_ASIDE_S = 6, 2.0  # far below those of real runs, which complete thousands of samples
 
 
-def _config(eta: int, policy: Any, groups: int, max_attempts: int, depth: int = 2) -> Config:
+def _config(eta: int, policy: Any, groups: int, max_attempts: int, depth: int = 2, every: int = 1) -> Config:
     algorithm = AlgorithmConfig(group_size=2, max_staleness=eta, pipeline_depth=depth, stale_tokens=policy)
     return Config(
         algorithm=algorithm,
         learner=LearnerConfig(groups_per_step=groups, num_minibatches=1, num_train_steps=_NUM_STEPS),
         rollout=RolloutConfig(max_reward_failure_share=1.0),
+        weights=WeightsConfig(publish_every_n_steps=every),
         wire=WireConfig(
             heartbeat_s=HEARTBEAT_S, heartbeat_timeout_s=4.0, stall_timeout_s=15.0, max_attempts=max_attempts
         ),
@@ -47,8 +56,9 @@ def _with(config: Config, section: str, **options: Any) -> Config:
 
 
 CONFIGS = [
-    _config(0, "mask", 2, 3), _config(1, "mask", 1, 3), _config(2, "mask", 2, 9), _config(3, "mask", 2, 3, depth=1),
-    _config(1, "drop", 2, 3), _config(1, "wait", 2, 9), _config(0, "wait", 1, 9),
+    _config(0, "mask", 2, 3), _config(1, "mask", 1, 3), _config(2, "mask", 2, 9),
+    _config(3, "mask", 2, 3, depth=1, every=4), _config(1, "drop", 2, 3), _config(1, "wait", 2, 9, every=2),
+    _config(0, "wait", 1, 9),
 ]  # fmt: skip
 PATIENT = [_with(config, "wire", stall_timeout_s=1000.0) for config in CONFIGS]
 _SOURCE = Source("all", [Item(str(index)) for index in range(200)])

@@ -26,7 +26,7 @@ def differences(ledger: Ledger, buffer: Buffer, leasing: Leasing) -> list[str]:
     return found
 
 
-def missed_leases(leasing: Leasing, policy_version: int) -> list[str]:
+def missed_leases(leasing: Leasing, policy_version: int, published: int) -> list[str]:
     """Name what could be leased after `grants`, by a look at all groups and all workers."""
     missed = []
     workers = leasing.fleet.alive
@@ -39,7 +39,7 @@ def missed_leases(leasing: Leasing, policy_version: int) -> list[str]:
         if samples and room & (others or room):
             missed.append(f"group {group.group_id} waits, and {sorted(room & (others or room))} have room")
     algorithm, learner = leasing.config.algorithm, leasing.config.learner
-    ahead = min(algorithm.max_staleness, algorithm.pipeline_depth)
+    ahead = min(published + algorithm.max_staleness - policy_version, algorithm.pipeline_depth)
     num_steps = min(ahead + 1, learner.num_train_steps - policy_version)
     if room and len(leasing.ledger.groups) < num_steps * learner.groups_per_step and not leasing.stream.exhausted:
         missed.append(f"another group could be admitted, and {sorted(room)} have room")

@@ -14,7 +14,15 @@ import numpy as np
 from support.slow_intake import differences, missed_leases
 
 from areal_rloo.algorithm.staleness import within_bound
-from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, RolloutConfig, SamplingConfig, WireConfig
+from areal_rloo.config import (
+    AlgorithmConfig,
+    Config,
+    LearnerConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightsConfig,
+    WireConfig,
+)
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
@@ -41,6 +49,7 @@ def make_config(
     num_train_steps: int = NUM_STEPS,
     max_new_tokens: int = 40,
     microbatch_tokens: int = 40,
+    publish_every: int = 1,
 ) -> Config:
     algorithm = AlgorithmConfig(
         group_size=group_size,
@@ -52,7 +61,8 @@ def make_config(
         groups_per_step=groups_per_step, num_train_steps=num_train_steps, microbatch_tokens=microbatch_tokens
     )
     rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    return Config(algorithm=algorithm, learner=learner, rollout=rollout, wire=WireConfig(max_attempts=3))
+    weights, wire = WeightsConfig(publish_every_n_steps=publish_every), WireConfig(max_attempts=3)
+    return Config(algorithm=algorithm, learner=learner, rollout=rollout, weights=weights, wire=wire)
 
 
 class Simulation:
@@ -70,7 +80,7 @@ class Simulation:
 
     def _start(self, config: Config, ledger: Ledger, stream: PromptStream) -> None:
         """Start the learner, and workers with nothing in hand."""
-        self.config, self.ledger, self.stream = config, ledger, stream
+        self.config, self.ledger, self.stream, self.published = config, ledger, stream, self.version
         self.workers = Fleet(most_samples=1000)
         self.buffer = Buffer(self.ledger, config=self.config, give_back=self.stream.give_back)
         self.leasing = Leasing(
@@ -107,21 +117,21 @@ class Simulation:
             self.leasing.lose(before.duties, is_attempt=True)
         incarnation = str(self.incarnation)
         hello = Hello(worker_id, incarnation, 8, 0, None, 1, 0, (), Work())
-        self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.version)
+        self.workers.welcome(hello, incarnation, now_s=0.0, policy_version=self.published)
         self.engine_version[worker_id] = 0
         self.held[worker_id] = {}
         self.grant()
 
     def grant(self) -> None:
         admitted, algorithm = self.ledger.counts().admitted, self.config.algorithm
-        for worker, leases in self.leasing.grants(self.version):
+        for worker, leases in self.leasing.grants(self.version, self.published):
             for lease in leases:
                 for duty in lease.duties:
                     self.held[worker.worker_id][duty] = []
                     self.min_version[duty] = lease.min_version
-        assert missed_leases(self.leasing, self.version) == []
+        assert missed_leases(self.leasing, self.version, self.published) == []
         if self.ledger.counts().admitted > admitted:  # those of before a resume may be more
-            ahead = min(algorithm.max_staleness, algorithm.pipeline_depth)
+            ahead = min(self.published + algorithm.max_staleness - self.version, algorithm.pipeline_depth)
             assert len(self.ledger.groups) <= (ahead + 1) * self.config.learner.groups_per_step
 
     def decode(self, worker_id: str) -> None:
@@ -166,6 +176,8 @@ class Simulation:
         self.check_batch(batch)
         self.buffer.trained()
         self.version += 1
+        if self.version % self.config.weights.publish_every_n_steps == 0:
+            self.published = self.version
         self.grant()
 
     def check_batch(self, batch: Sequence[Group]) -> None:
@@ -207,7 +219,7 @@ class Simulation:
             case 5 | 6:
                 self.train()
             case 7:
-                self.engine_version[worker_id] = self.version
+                self.engine_version[worker_id] = self.published
             case 8 if pick % 4 == 0:
                 self.join(worker_id)
             case 9 if pick % 4 == 0:
@@ -220,7 +232,7 @@ class Simulation:
             if self.version == self.config.learner.num_train_steps:
                 return
             for worker_id in self.held:
-                self.engine_version[worker_id] = self.version
+                self.engine_version[worker_id] = self.published
                 self.decode(worker_id)
                 self.finish(worker_id, 0)
             self.train()

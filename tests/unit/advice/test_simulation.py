@@ -74,6 +74,12 @@ def test_synchronous_steps_take_generation_training_and_broadcast() -> None:
     assert staleness(steps, first=1) == 0
 
 
+@pytest.mark.parametrize("every", [1, 3, 5])
+def test_rarely_published_versions_add_half_of_the_steps_between_them(every: int) -> None:
+    steps = run(EQUAL, {"train_fixed_s": 10.0}, max_staleness=8, publish_every=every, num_train_steps=40)
+    assert staleness(steps) == pytest.approx(1 + (every - 1) / 2, abs=0.01)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_fast_rollouts_have_the_staleness_of_the_depth(depth: int) -> None:
     steps = run(EQUAL, {"train_fixed_s": 10.0}, max_staleness=6, pipeline_depth=depth)

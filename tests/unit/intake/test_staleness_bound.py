@@ -4,6 +4,7 @@ A schedule is a list of small numbers that decides what happens next: a sample f
 newest weights, a reward fails, the learner trains. Every token is tagged as an engine would tag it.
 """
 
+import contextlib
 from collections import Counter
 
 import msgspec
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.staleness_schedules import Simulation, make_config
 
-from areal_rloo.algorithm.staleness import must_wait
-from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig
+from areal_rloo.algorithm.staleness import must_wait, num_admissible
+from areal_rloo.config import AlgorithmConfig, Config, LearnerConfig, load_config
+from areal_rloo.errors import ConfigError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
@@ -32,20 +34,33 @@ GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
     st.integers(0, 3),
     st.integers(1, 3),
     st.sampled_from(["mask", "drop", "wait"]),
+    st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 11)), max_size=250),
 )
 def test_no_schedule_breaks_the_bound_or_the_ledger_and_every_run_ends(
-    max_staleness: int, pipeline_depth: int, stale_tokens: str, schedule: list[tuple[int, int, int]]
+    max_staleness: int, pipeline_depth: int, stale_tokens: str, every: int, schedule: list[tuple[int, int, int]]
 ) -> None:
-    simulation = Simulation(
-        make_config(max_staleness=max_staleness, pipeline_depth=pipeline_depth, stale_tokens=stale_tokens)
-    )
+    every = min(every, max_staleness + 1)  # `validate` refuses more
+    options = {"max_staleness": max_staleness, "pipeline_depth": pipeline_depth, "stale_tokens": stale_tokens}
+    simulation = Simulation(make_config(**options, publish_every=every))  # type: ignore[arg-type]
     for what, who, pick in schedule:
         simulation.act(what, who, pick)
     simulation.run_out()
     counts = simulation.ledger.counts()
     assert counts.buffered == counts.in_flight == 0
     assert counts.admitted == counts.trained + sum(counts.dropped.values())
+
+
+@pytest.mark.parametrize("eta", range(4))
+@pytest.mark.parametrize("every", range(1, 6))
+def test_a_config_that_would_admit_no_group_is_refused(eta: int, every: int) -> None:
+    """In the worst step, the last before a new version, no group is live."""
+    options = {"max_staleness": eta, "pipeline_depth": 1, "groups_per_step": 2, "num_train_steps": 99, "num_live": 0}
+    admits = num_admissible(policy_version=20 + every - 1, published_version=20, **options) > 0
+    overrides = [f"algorithm.max_staleness={eta}", f"weights.publish_every_n_steps={every}"]
+    expected = rf"publish_every_n_steps: expected at most .* = {eta + 1}, got {every}; .*max_staleness={every - 1}"
+    with contextlib.nullcontext() if admits else pytest.raises(ConfigError, match=expected):
+        load_config("quickstart.yaml", overrides)
 
 
 def test_under_wait_the_step_waits_for_the_group_that_would_go_stale() -> None:
@@ -164,11 +179,11 @@ def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:
     leasing = Leasing(config=config, ledger=ledger, fleet=fleet, buffer=buffer, stream=stream, evaluation=evaluation)
     hello = Hello("w", "1", 99, 0, None, 1, 0, (), Work())
     fleet.welcome(hello, "w", now_s=0.0, policy_version=0)
-    ((_, first),) = leasing.grants(5)
+    ((_, first),) = leasing.grants(5, 5)
     assert (len(first), stream.exhausted) == (2, True)
     ledger.drop_group(0, "stale")
     stream.give_back(0, 0)
-    ((_, second),) = leasing.grants(5)
+    ((_, second),) = leasing.grants(5, 5)
     assert [lease.item.text for lease in second] == [first[0].item.text]
-    assert leasing.grants(5) == []
+    assert leasing.grants(5, 5) == []
     assert stream.exhausted
