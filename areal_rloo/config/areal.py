@@ -1,7 +1,8 @@
 """Translate AReaL's `actor.adv_norm`, `actor.reward_norm` and `actor.rejection_sampling` to our keys.
 
 A whole section gets AReaL's defaults, because the author of the section meant these. An override of a single key
-changes only this key. Norms are over trajectories, as in AReaL's documents. AReaL cuts a batch into groups by
+changes only this key. As in AReaL's code, `reward_norm` is over trajectories, and `adv_norm` over tokens; but with
+`mean_leave1out`, `adv_norm` is over trajectories, as in AReaL's documents: RLOO. AReaL cuts a batch into groups by
 `group_size`, which becomes `algorithm.group_size`; our groups have ids.
 """
 
@@ -73,6 +74,8 @@ def _section(name: str, section: Any, tree: dict[str, Any]) -> Any:
     section = dict(section)
     if "norm" in name:
         _take_group_size(name, section.pop("group_size", None), tree)
+    if name == "adv_norm" and not section.get("mean_leave1out"):
+        section.setdefault("over", "tokens")
     return {_KEYS.get(key, key): _value(key, value) for key, value in (defaults | section).items()}
 
 

@@ -107,7 +107,8 @@ def _compared(path: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, flo
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"model.path: {path} is a {config.model_type} model, and the check whether the learner computes its "
-            f"logprobs fails ({type(error).__name__}: {reason}); take a model of {TESTED_ONES}"
+            f"logprobs fails: transformers' code for it does not run with the learner's attention "
+            f"({type(error).__name__}: {reason}); take a model of {TESTED_ONES}"
         ) from error
 
 

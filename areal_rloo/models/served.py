@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_rloo.errors import ModelError, shown
 from areal_rloo.models.folder import read_config
-from areal_rloo.models.trainable import ROTARY_TYPES, SERVED_FAMILIES, rotary_options
+from areal_rloo.models.trainable import ROTARY_TYPES, SERVED_FAMILIES, rotary_options, tested
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of the embedded engine
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -45,7 +45,7 @@ def check_embedded(key: str, path: str, config: Mapping[str, Any]) -> None:
     if family not in SERVED_FAMILIES:
         raise ModelError(
             f"{key}: {path} is a {shown(family)} model, which the embedded engine does not serve; expected one of "
-            f"{', '.join(SERVED_FAMILIES)}; take such a model, or a server for rollout.engine (sglang, vllm)"
+            f"{', '.join(SERVED_FAMILIES)}; take such a model{_or_a_server(config)}"
         )
     types = config.get("layer_types") or ()
     if isinstance(types, (list, tuple)) and (unknown := [kind for kind in types if kind not in LAYER_TYPES]):
@@ -62,6 +62,13 @@ def check_embedded(key: str, path: str, config: Mapping[str, Any]) -> None:
                 f"rotary positions of type {shown(kind)} (rope_parameters or rope_scaling in config.json); expected "
                 f"{', '.join(ROTARY_TYPES)}: with the others, the angles depend on the length of the row",
             )
+
+
+def _or_a_server(config: Mapping[str, Any]) -> str:
+    """Advise a server only for a family that the learner trains, as far as config.json tells."""
+    if tested(config):
+        return ", or a server for rollout.engine (sglang, vllm)"
+    return "; a server (sglang, vllm) may serve it, but no test shows that the learner trains it: a start would try"
 
 
 def _refused(key: str, path: str, has: str) -> ModelError:

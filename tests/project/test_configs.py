@@ -60,7 +60,7 @@ def test_a_config_of_another_system_has_its_settings() -> None:
     areal = load_config("gsm8k_rloo_areal.yaml").algorithm
     norm = areal.reward_norm
     assert (norm.mean_level, norm.mean_leave1out, norm.std_level) == ("group", True, "none")
-    assert (areal.adv_norm.mean_level, areal.adv_norm.std_level) == ("batch", "batch")
+    assert (areal.adv_norm.mean_level, areal.adv_norm.std_level, areal.adv_norm.over) == ("batch", "batch", "tokens")
     assert (areal.rewards.scale, areal.rewards.bias) == (10, -0.5)
     assert (areal.loss.behaviour_weight.rule, areal.loss.behaviour_weight.upper) == ("mask", 5)
 

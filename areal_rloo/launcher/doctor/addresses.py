@@ -23,6 +23,7 @@ from areal_rloo.rewards import reward_parts
 from areal_rloo.waiting import call_within
 
 _ANSWER_S = 5.0
+_HUB_S = 3.0  # a start without a network ends within 5 s
 _MOST_ANSWER_BYTES = 2**20
 _HUB = "https://huggingface.co"
 _REFUSALS = (401, 403, 404)  # HTTP: no such name, or none for this user
@@ -139,17 +140,25 @@ def check_hub(situation: Situation) -> Iterator[Finding]:
     if offline_variable(situation) is not None:
         return
     base, token = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/"), situation.environment.get("HF_TOKEN")
+    silent: _Trouble | None = None  # then nothing more is asked
+
+    def ask(path: str) -> _Trouble | None:
+        nonlocal silent
+        trouble = silent or _no_answer_of_hub(f"{base}/{path}", token)
+        silent = trouble if trouble is not None and trouble.status is None else None
+        return trouble
+
     for key, path in (*model_paths(situation.config), *_reward_models(situation.config)):
         cached = cached_folder(path, situation.environment) is not None
         if path == "tiny" or Path(path).exists() or not is_hub_name(path) or cached:
             continue
-        if trouble := _no_answer(f"{base}/{path}/resolve/main/config.json", token=token, of_hub=True):
+        if trouble := ask(f"{path}/resolve/main/config.json"):
             fix = f"{_mend(key, trouble)}, or download it elsewhere and set {key} to its folder"
             yield wrong(key, f"{path}: {base}: {trouble.words}", fix)
         else:
             yield ok(key, f"{path}: {base} has it")
     for key, path in missing_datasets(situation):
-        if trouble := _no_answer(f"{base}/api/datasets/{path}", token=token, of_hub=True):
+        if trouble := ask(f"api/datasets/{path}"):
             fix = f"{_mend(key, trouble)}, or set {key} to a local file"
             yield wrong(key, f"{path}: {base}: {trouble.words}", fix, DataError)
         else:
@@ -176,6 +185,14 @@ class _Trouble(NamedTuple):
 
     words: str
     status: int | None = None
+
+
+def _no_answer_of_hub(url: str, token: str | None) -> _Trouble | None:
+    """Ask the hub; one limit for the name, the connection and the answer."""
+    try:
+        return call_within(_HUB_S, lambda: _no_answer(url, token=token, of_hub=True))
+    except TimeoutError as error:
+        return _Trouble(str(error))
 
 
 def _no_answer(url: str, *, token: str | None = None, of_hub: bool = False) -> _Trouble | None:

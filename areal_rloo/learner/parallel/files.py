@@ -70,7 +70,7 @@ def save_shards(state: dict[str, Tensor], folder: Path, ranks: Ranks) -> Future[
     write; on another rank, when rank 0 has the news of this rank.
     """
     parts, path = dict(_parts_to_write(state, ranks.rank)), _path(folder, ranks.rank, ranks.num)
-    if not has_room(parts.values()):
+    if not has_room(parts.values(), num_copies=ranks.num):  # as if all ranks were on this host, and of equal size
         written: Future[None] = Future()
         try:
             _write(parts, path, ranks)
@@ -85,14 +85,14 @@ def save_shards(state: dict[str, Tensor], folder: Path, ranks: Ranks) -> Future[
     return written
 
 
-def has_room(tensors: Iterable[Tensor]) -> bool:
+def has_room(tensors: Iterable[Tensor], *, num_copies: int = 1) -> bool:
     """Return True if the memory of the host has room for copies, or if the tensors must be copied from a GPU."""
     sizes = [tensor.nbytes if tensor.device.type == "cpu" else math.inf for tensor in tensors]
-    needed, (_, available) = _SPARE * sum(sizes), memory()
+    needed, (_, available) = num_copies * _SPARE * sum(sizes), memory()
     if needed <= available or needed == math.inf:
         return True
     logger.warning(
-        "the host has %.1f GiB free, and a copy for the checkpoint needs %.1f: training waits for the write",
+        "the host has %.1f GiB free, and copies for the checkpoint need %.1f: training waits for the write",
         *(available / 2**30, needed / 2**30),
     )
     return False

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import torch
 from support.configs_to_load import refusal, write
 
+from areal_rloo.algorithm.normalization import normalize
 from areal_rloo.config import PRESETS, BehaviourWeightConfig, NormConfig, load_config
 
 
@@ -25,7 +27,7 @@ def test_areal_rejection_sampling_keeps_areal_defaults(tmp_path: Path) -> None:
 
 def test_areal_norms_keep_areal_defaults(tmp_path: Path) -> None:
     """In AReaL's section, absent keys get AReaL's defaults, not the values of our preset."""
-    expected = NormConfig(mean_level="group", std_level="batch", eps=1e-5)
+    expected = NormConfig(mean_level="group", std_level="batch", over="tokens", eps=1e-5)
     text = "actor: {adv_norm: {mean_level: group}, reward_norm: null}"
     algorithm = load_config(write(tmp_path, text)).algorithm
     assert algorithm.adv_norm == expected
@@ -35,6 +37,19 @@ def test_areal_norms_keep_areal_defaults(tmp_path: Path) -> None:
         assert load_config(write(tmp_path, "algorithm: {discount: 1.0}"), overrides).algorithm.adv_norm == expected
     one_key = load_config(write(tmp_path, ""), ["actor.adv_norm.std_level=batch"]).algorithm.adv_norm
     assert one_key == NormConfig(mean_level="group", mean_leave1out=True, std_level="batch")
+
+
+def test_areals_example_gives_the_advantages_of_areals_code() -> None:
+    """A mean and a deviation over tokens: samples of equal rewards get an advantage if wrong answers are longer."""
+    algorithm = load_config("gsm8k_rloo_areal.yaml").algorithm
+    rewards = torch.tensor([1.0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1], dtype=torch.float64)
+    lengths, groups = torch.where(rewards > 0, 100, 900), torch.arange(12) // 4
+    left_out = normalize(10 * (rewards - 0.5), groups, lengths, algorithm.reward_norm)
+    of_tokens = left_out.repeat_interleave(lengths)
+    expected = (left_out - of_tokens.mean()) / (of_tokens.std() + 1e-5)
+    found = normalize(left_out, groups, lengths, algorithm.adv_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert found.abs().min() > 0.1
 
 
 def test_areal_group_size_sets_ours_or_is_refused_if_different(tmp_path: Path) -> None:
@@ -53,6 +68,9 @@ def test_areal_keys_are_translated(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "actor: {adv_norm: {mean_level: batch, std_level: batch}}"))
     assert config.algorithm.adv_norm.mean_level == "batch"
     assert config.algorithm.adv_norm.std_level == "batch"
+    assert config.algorithm.adv_norm.over == "tokens", "AReaL's code norms the advantages of tokens"
+    rloo = load_config(write(tmp_path, "actor: {adv_norm: {mean_level: group, mean_leave1out: true, std_level: null}}"))
+    assert rloo.algorithm.adv_norm.over == "trajectories", "as in AReaL's documents"
     config = load_config("quickstart.yaml", ["actor.adv_norm.std_level=batch"])
     assert config.algorithm.adv_norm.std_level == "batch"
 

@@ -42,13 +42,19 @@ def test_training_waits_for_a_write_without_a_copy(
     assert (tmp_path / "shards" / "rank-0-of-1.safetensors").is_file()
     _, are_live = team.weights_to_write()
     assert are_live
-    assert "a copy for the checkpoint needs" in caplog.text
+    assert "copies for the checkpoint need" in caplog.text
 
 
 def test_tensors_of_a_gpu_are_always_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "memory", lambda: (0, 0))
     assert files.has_room([torch.empty(5, device="meta")])
     assert not files.has_room([torch.empty(5)])
+
+
+def test_ranks_of_a_host_do_not_each_take_the_last_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "memory", lambda: (0, 3000))
+    assert files.has_room([torch.empty(500)])
+    assert not files.has_room([torch.empty(500)], num_copies=2)
 
 
 _PROGRAM = """

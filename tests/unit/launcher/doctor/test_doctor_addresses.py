@@ -4,10 +4,12 @@ import contextlib
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from support.situations import found, only
 
+from areal_rloo.launcher.doctor import addresses
 from areal_rloo.launcher.doctor.addresses import (
     check_host_name,
     check_hub,
@@ -85,6 +87,29 @@ def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch
     assert "no other host can connect to" in only(check_host_name, "unsure").what
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
     assert "cannot be resolved" in only(check_host_name, "unsure").what
+
+
+@pytest.mark.parametrize("hangs", ["name", "answer"])
+def test_a_silent_hub_is_asked_once_and_for_a_limited_time(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that drops packets: no error ever comes."""
+    monkeypatch.setattr(addresses, "_HUB_S", 0.2)
+    asked, ends = [], threading.Event()
+
+    def hang(*_: object, **__: object) -> list[Any]:
+        asked.append(1)
+        ends.wait(30)
+        return []
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never answers
+        if hangs == "name":
+            monkeypatch.setattr(socket, "getaddrinfo", hang)
+        endpoint = {"name": "http://nobody.invalid", "answer": f"http://127.0.0.1:{server.getsockname()[1]}"}[hangs]
+        where = {"HF_ENDPOINT": endpoint, "HF_HOME": "/nowhere"}
+        findings = found(check_hub, "model.path=org/name", "data.train.task=gsm8k", "data.eval=null", **where)
+        ends.set()
+    assert [finding.what.partition(f"{endpoint}: ")[2] for finding in findings] == ["no answer within 0.2 s"] * 2
+    assert len(asked) == (hangs == "name")
+    assert findings[0].fix == "mend the network, or download it elsewhere and set model.path to its folder"
 
 
 LATER = "try again later"
