@@ -18,6 +18,8 @@ _PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tok
 _MOST_CACHE = 0.25  # of a shared GPU, for the cache of an engine, before the part of the learner
 _CACHE_FOR_SLOTS = 1.25  # full contexts for each slot, as the embedded engine chooses by itself
 _FEW_CACHED = 0.25  # of the slots
+_SPARE = 0.05  # of a GPU, beside a planned cache: blocks that torch keeps, and errors of the estimate
+_PREFILL_TOKENS = 8192  # of a server at the same time, on a large GPU; less on a small one
 _FRACTIONS = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}  # size the cache by the free memory
 _SIZES = {"sglang": "max-total-tokens", "vllm": "kv-cache-memory-bytes"}
 _WITHOUT_EFFECT = {  # fractions above the size in every case
@@ -91,15 +93,17 @@ def _number(value: object, otherwise: float) -> float:
 
 
 def overhead_bytes(config: Config, model: Sizes) -> float:
-    """Return the bytes of an engine besides weights and cache.
+    """Return the bytes of an engine besides weights and cache: of CUDA and recorded steps, and what is added here.
 
-    The embedded engine also needs multiples of the logits of a decode step: 4 for the recorded steps of each batch (a
-    batch has its copy of the weights), and 6 to sample.
+    All engines: 6 times the logits of a decode step, to sample. The embedded engine: 4 times the logits for the
+    recorded steps of each batch (a batch has its copy of the weights). Servers: the layer of a prefill.
     """
     rollout = config.rollout
-    if rollout.engine != "embedded":
-        return OVERHEAD_BYTES
-    return OVERHEAD_BYTES + 4 * rollout.num_slots * model.vocab_size * (6 + 4 * config.copies_of_weights)
+    logits = 4 * rollout.num_slots * model.vocab_size
+    if rollout.engine == "embedded":
+        return OVERHEAD_BYTES + logits * (6 + 4 * config.copies_of_weights)
+    widths = (3 * model.intermediate_size + 6 * model.hidden_size) / rollout.tensor_parallel
+    return OVERHEAD_BYTES + logits * 6 + _PREFILL_TOKENS * widths * number_bytes(config)
 
 
 def cache_room(config: Config, model: Sizes, gpu_bytes: int) -> float:
@@ -164,29 +168,36 @@ def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
     beside_words = " + ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
     given = ", ".join(f"{key}={value}" for key, value in given_options(config).items())
     asks = f", and {given} takes {has / GIB:.2f}" if given and (room >= least or has > room) else ""
+    left = f"about {room / GIB:.2f}" if room > 0 else "no room"
     return (
-        f"rollout: a GPU's {gpu_bytes / GIB:.1f} GiB leave an engine about {room / GIB:.2f} for a cache (beside "
+        f"rollout: a GPU's {gpu_bytes / GIB:.1f} GiB leave an engine {left} for a cache (beside "
         f"{beside_words}){asks}; a completion of {config.context_tokens} tokens needs {least / GIB:.2f}"
     )
 
 
-def with_share(config: Config, model: Sizes, gpu_bytes: int) -> Config:
-    """Give the engine of a shared GPU the rest of the memory, as the size of its cache, unless the user did."""
+def with_cache(config: Config, model: Sizes, gpu_bytes: int) -> Config:
+    """Give an engine on a GPU a cache: for full contexts in all slots, or the rest of the memory but a part to spare.
+
+    Not if the user did, nor to the embedded engine on a GPU of its own, which looks at the memory itself.
+    """
     rollout, room = config.rollout, cache_room(config, model, gpu_bytes)
+    room = max(min(room, least_cache(config, model)), room - _SPARE * gpu_bytes)
+    room = min(room, _cache_of_slots(config, model))
     if rollout.server is not None:
         return _with_cache(config, math.floor(room), math.floor(room / token_bytes(config, model)))
-    if rollout.embedded.cache_tokens is not None:
+    if rollout.embedded.cache_tokens is not None or not rollout.shares:
         return config
-    cache_tokens = int(min(room, _cache_of_slots(config, model)) / token_bytes(config, model))
+    cache_tokens = int(room / token_bytes(config, model))
     tokens = max(config.context_tokens, cache_tokens)
     return with_rollout(config, embedded=msgspec.structs.replace(rollout.embedded, cache_tokens=tokens))
 
 
 def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
-    """Give a server on a shared GPU a cache of this size, unless the user gave a fraction or a size.
+    """Give a server a cache of this size, unless the user gave a fraction or a size.
 
-    By a fraction alone, the cache would depend on the learner's memory at the start of the server. SGLang takes tokens,
-    and a layer with a sliding window holds at most as many; vLLM takes bytes.
+    By a fraction alone, the cache would depend on a learner's memory at the start of the server, and on the server's
+    own rule (by default, SGLang 0.5.23 leaves 7 of 24 GB free, and 13 of 80). SGLang takes tokens, and a layer with a
+    sliding window holds at most as many; vLLM takes bytes.
     """
     engine, server = config.rollout.engine, config.rollout.server
     assert server is not None

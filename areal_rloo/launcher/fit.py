@@ -24,8 +24,8 @@ from areal_rloo.launcher.engine_memory import (
     has_no_cache,
     least_bytes,
     reserved,
+    with_cache,
     with_rollout,
-    with_share,
 )
 from areal_rloo.launcher.placement import Host, Placement, TooFewError, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
@@ -189,7 +189,7 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
         found = _alone(config, counted, hosts, model)
     if worker_gpus and gpu_bytes and (words := has_no_cache(found, model, gpu_bytes)):
         raise TooLargeError(words, ENGINE, _least_needs(counted, model))
-    return with_share(found, model, gpu_bytes) if shared and gpu_bytes else found
+    return with_cache(found, model, gpu_bytes) if worker_gpus and gpu_bytes else found
 
 
 def _gpu_bytes(hosts: Sequence[Host]) -> int:

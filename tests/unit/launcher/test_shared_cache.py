@@ -1,4 +1,4 @@
-"""The cache of a server that shares a GPU with the learner: the planned one, whatever the learner holds meanwhile.
+"""The cache of a server on a GPU: the planned one, whatever a learner on the same GPU holds meanwhile.
 
 The servers' own formulas are written out: SGLang 0.5.23 (`KVCacheConfigurator._profile_available_bytes` and
 `_apply_token_constraints`, `HybridSWAPoolConfigurator`) and vLLM 0.32 (`request_memory` of `v1/worker/utils.py`,
@@ -18,7 +18,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, estimate
-from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.sizes import SHIPPED, Sizes
 
 CONTEXT = GIB // 2  # of CUDA, in each process
 ACTIVATIONS = GIB  # of vLLM's profile
@@ -96,13 +96,35 @@ def test_the_cache_of_a_server_is_the_planned_one_in_every_order(name: str, engi
         (before, now): SERVERS[engine](options, host.gpu_bytes, held[before], held[now], weights, token_bytes)
         for before, now in itertools.product(held, repeat=2)
     }
-    planned = int(host.gpu_bytes - sum(parts.values()) - 2 * OVERHEAD_BYTES - weights) // token_bytes
+    prefill = 2 * 8192 * (3 * model.intermediate_size + 6 * model.hidden_size)
+    logits = 6 * 4 * config.rollout.num_slots * model.vocab_size
+    beside = int(sum(parts.values()) + 2 * OVERHEAD_BYTES + weights + prefill + logits)
+    of_slots = int(1.25 * config.rollout.num_slots * config.context_tokens)
+    planned = min(int(0.95 * host.gpu_bytes - beside) // token_bytes, of_slots)
     assert set(orders.values()) == {max(planned, config.context_tokens + 128)}, orders
     tokens = orders["nothing", "nothing"]
     assert tokens >= config.context_tokens
-    assert held["training"] + weights + tokens * token_bytes + CONTEXT <= host.gpu_bytes, "a whole step fits beside"
+    server = weights + tokens * token_bytes + CONTEXT + prefill + logits
+    assert held["training"] + server <= host.gpu_bytes, "a whole step fits beside a prefill"
     if planned > config.context_tokens:
         assert f", {planned // config.context_tokens} completions of" in memory_words(config, [host], model)
+
+
+@pytest.mark.parametrize("gigabytes", [24, 80])
+@pytest.mark.parametrize("engine", SERVERS)
+def test_a_server_on_a_gpu_of_its_own_gets_the_cache_that_the_words_name(engine: str, gigabytes: int) -> None:
+    """By its own default, SGLang would have room for 134 tokens of Qwen3-8B on 24 GB."""
+    hosts = [Host("n", "10.0.0.1", 32, tuple("01234567"), 512 * GIB, gigabytes * 10**9)]
+    options = [f"rollout.engine={engine}", "model.path=Qwen/Qwen3-8B", "learner.lora.rank=16"]
+    config, model = load_config("gsm8k_rloo.yaml", options), SHIPPED["Qwen/Qwen3-8B"]
+    config = resolved(config, hosts, model)
+    assert not config.rollout.shares
+    weights, token_bytes = 2 * model.num_parameters, 2 * model.cache_numbers
+    tokens = SERVERS[engine](_options(config), hosts[0].gpu_bytes, 0, 0, weights, token_bytes)
+    assert f", {tokens // config.context_tokens} completions of" in memory_words(config, hosts, model)
+    assert config.context_tokens <= tokens <= 1.25 * config.rollout.num_slots * config.context_tokens
+    prefill = 2 * 8192 * (3 * model.intermediate_size + 6 * model.hidden_size)
+    assert weights + tokens * token_bytes + OVERHEAD_BYTES + prefill <= 0.96 * hosts[0].gpu_bytes
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.8, 1.0])
