@@ -30,14 +30,15 @@ from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.models.stored import stored_parameters
-from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, tested
+from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, rotary_options, tested
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
 _LENGTHS = [21, 5, 13]  # longer and shorter than the window
 _WINDOW = 8
-_WINDOWS = re.compile(r"window|chunk|^original_max_position")  # names of options that are numbers of tokens
+_WINDOWS = re.compile(r"window|chunk")  # names of options that are numbers of tokens
+_ORIGINAL = re.compile(r"window|chunk|^original_max_position")
 _VOCABULARY = 97
 _NUM_LAYERS, _NUM_LAYERS_UNLISTED = 4, 16
 _HEAD_DIM_UNLISTED, _MOST_HEAD_DIM = 32, 1024
@@ -176,19 +177,20 @@ def _small(config: PreTrainedConfig, most_head_dim: int) -> PreTrainedConfig:
     for name, value in vars(small).items():
         if isinstance(value, list) and len(value) == sizes.num_layers and not isinstance(value[0], (list, dict)):
             setattr(small, name, _some_of_each(value, number))  # layer_types, or no_rope_layers of smollm3: 0 or 1
-    _shrink_windows(vars(small))
+    kinds = {rotary.get("rope_type", rotary.get("type")) for rotary in rotary_options(config.to_dict())}
+    _shrink_windows(vars(small), _WINDOWS if "longrope" in kinds else _ORIGINAL)  # longrope has other angles beyond it
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(small, name, 0)
     made: PreTrainedConfig = small
     return made
 
 
-def _shrink_windows(options: dict[str, Any]) -> None:
-    """Shorten windows, chunks and original contexts, also those in a section of the config, to a few tokens."""
+def _shrink_windows(options: dict[str, Any], names: re.Pattern[str]) -> None:
+    """Shorten options with these names, also those in a section of the config, to a few tokens."""
     for name, value in options.items():
-        if isinstance(value, dict) and value.get("rope_type") != "longrope":  # whose angles depend on this length
-            _shrink_windows(value)
-        elif _WINDOWS.search(str(name)) and not name.endswith("layers") and type(value) is int and value > _WINDOW:
+        if isinstance(value, dict):
+            _shrink_windows(value, names)
+        elif names.search(str(name)) and not name.endswith("layers") and type(value) is int and value > _WINDOW:
             options[name] = _WINDOW
 
 

@@ -39,6 +39,12 @@ def check_trainable(key: str, folder: Path, *, context_tokens: int) -> None:
     derived = head_dim is None and config["model_type"] in DERIVED_HEADS
     if derived and isinstance(size, int) and isinstance(num_heads, int):
         head_dim = size // num_heads if num_heads > 0 else 0
+    kv_heads = config.get("num_key_value_heads")
+    if isinstance(num_heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or num_heads % kv_heads):
+        raise ModelError(
+            f"{key}: {folder} has num_attention_heads={num_heads} and num_key_value_heads={kv_heads} in config.json; "
+            "expected the second to divide the first, because as many queries share each key; take another model"
+        )
     if isinstance(head_dim, int) and (head_dim < 2 or head_dim % 2):
         raise ModelError(
             f"{key}: {folder} has heads of {head_dim} numbers; expected an even number, because rotary positions turn "

@@ -185,6 +185,29 @@ def test_longrope_is_trained_within_the_original_length(tmp_path: Path) -> None:
         check_equality(str(tmp_path), context_tokens=65)
 
 
+def test_longrope_as_phi3_spells_it_is_trained(tmp_path: Path) -> None:
+    """Phi-3-128k has the original length beside the section, and a config of phi3 has it always."""
+    save_family("phi3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"] // 2
+    config = {key: value for key, value in config.items() if key not in ("rope_parameters", "sliding_window")}
+    longrope = {"type": "longrope", "short_factor": [1.5] * width, "long_factor": [9.0] * width}
+    config |= {"rope_scaling": longrope, "original_max_position_embeddings": 4096, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_equality(str(tmp_path), context_tokens=4096)
+    with pytest.raises(ModelError, match="other angles beyond 4096 tokens"):
+        check_equality(str(tmp_path), context_tokens=4097)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (4, 8)])
+def test_heads_that_do_not_share_keys_evenly_are_refused(heads: int, kv_heads: int, tmp_path: Path) -> None:
+    make_model("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _assert_not_trained(tmp_path, f"num_attention_heads={heads} and num_key_value_heads={kv_heads} .*to divide the")
+
+
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao"])
 def test_a_quantized_model_is_refused_by_engine_learner_and_dry_run(method: str, tmp_path: Path) -> None:
     make_model("llama", {}).save_pretrained(tmp_path)
