@@ -29,6 +29,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_hub_datasets,
     check_hub_models,
+    check_loading,
     check_models,
     check_server,
     check_unlisted,
@@ -165,7 +166,8 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     situation = Situation(config, runs_here=runs_here)
     here: tuple[Check, ...] = (check_processes, check_server)
     inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
-    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, check_unlisted) if runs_here else inputs:
+    loading = check_unlisted if dry_run else check_loading
+    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, loading) if runs_here else inputs:
         try:
             raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
         except OSError as error:  # a folder of another user

@@ -25,11 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.attention import PackedLayout
-from areal_rloo.models.files import model_folder, reading_model
+from areal_rloo.models.files import check_tokens, model_folder, reading_model
 from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
-from areal_rloo.models.stored import stored_parameters
+from areal_rloo.models.stored import check_head, stored_parameters
 from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, rotary_options, tested
 from areal_rloo.telemetry.logs import get_logger
 
@@ -229,12 +229,14 @@ def _packed_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check a folder, with `weights` the names and shapes of its tensors too; print the error in a line."""
-    folder, context_tokens, *weights = arguments
+    """Check a folder: with `weights` its tensors too, with `tokens` its tokenizer; print the error in a line."""
+    folder, context_tokens, *more = arguments
     try:
         check_equality(folder, context_tokens=int(context_tokens))
-        if weights:
-            stored_parameters("model.path", Path(folder))
+        if "weights" in more:
+            check_head("model.path", Path(folder), stored_parameters("model.path", Path(folder)))
+        if "tokens" in more:
+            check_tokens(folder)
     except ModelError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, ModelConfig
-from areal_rloo.errors import DecodeError, ModelError
-from areal_rloo.models.folder import INDEX, SINGLE, weight_files
+from areal_rloo.errors import DecodeError, ModelError, shown
+from areal_rloo.models.folder import INDEX, SINGLE, read_config, weight_files
 from areal_rloo.models.hub import SMALL_FILES, complete_folder
 from areal_rloo.models.served import check_served
 from areal_rloo.models.trainable import check_trainable
@@ -43,15 +43,30 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a completion, from the tokenizer and from the generation config of the model."""
-    stops = {int(tokenizer.eos_token_id)}
+    """Return the tokens that end a completion, from the tokenizer and from the generation config of the model.
+
+    Raises ModelError if a file is unreadable, or names something else than tokens of the model.
+    """
+    stops: list[object] = [tokenizer.eos_token_id]
     folder = model_folder(path, weights=False)
     if (folder / "generation_config.json").is_file():
         with reading_model(path):
             eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        if eos is not None:
-            stops |= {eos} if isinstance(eos, int) else set(eos)
-    return tuple(sorted(stops))
+        stops += eos if isinstance(eos, (list, tuple)) else [eos] if eos is not None else []
+    vocab_size = read_config("model.path", folder).get("vocab_size")
+    most = vocab_size if isinstance(vocab_size, int) else 2**31
+    for stop in stops:
+        if not isinstance(stop, int) or not 0 <= stop < most:
+            raise ModelError(
+                f"model.path: {path}: a completion ends at token {shown(stop)} (eos_token_id of generation_config.json "
+                f"or of the tokenizer), expected an id below vocab_size={most}; correct the file, or take another model"
+            )
+    return tuple(sorted({int(stop) for stop in stops if isinstance(stop, int)}))
+
+
+def check_tokens(path: str) -> None:
+    """Load the tokenizer and the tokens that end a completion, as every process does; raises ModelError likewise."""
+    stop_token_ids(path, load_tokenizer(path))
 
 
 def policy_folder(path: str, config: Config) -> Path:

@@ -31,7 +31,7 @@ _OF_LAYER = re.compile(r"(.*\.layers\.)(\d{1,4})(\..*\.(?:weight|bias))")  # a p
 _MOST_LAYERS = 10_000
 _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers need scales
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
-_HEAD = "lm_head.weight"  # some files have a tied head, too
+HEAD = "lm_head.weight"  # some files have a tied head, too
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
@@ -122,12 +122,17 @@ def linear_layers(folder: Path) -> set[str]:
 
 
 def check_policy_weights(key: str, folder: Path) -> dict[str, StoredTensor]:
-    """Check the weights of a policy: like `check_weights`, and not quantized; raises ModelError likewise."""
+    """Check the weights of a policy: like `check_weights`, real numbers, not quantized; raises ModelError likewise."""
     stored = check_weights(key, folder)
     check_precision(key, str(folder), read_config(key, folder))
     for name, tensor in stored.items():
         if tensor.dtype.startswith(_NARROW):
             raise ModelError(_quantized(key, str(folder), f"{name} in {tensor.file.name}: {shown(tensor.dtype)}"))
+        if tensor.dtype.startswith("C"):
+            raise ModelError(
+                f"{key}: {folder} has {name} of complex numbers ({shown(tensor.dtype)}), expected real numbers: a load "
+                "would drop the imaginary parts; take another model"
+            )
     return stored
 
 
@@ -158,7 +163,7 @@ def num_parameters(folder: Path) -> int:
     """Count the parameters in the weight files of a folder, a tied head once; raises ModelError as `check_weights`."""
     stored, sizes = stored_tensors("model", folder), Sizes.of(read_config("model", folder))
     counted = sum(math.prod(tensor.shape) for tensor in stored.values())
-    return counted - sizes.head if sizes is not None and sizes.tied and _HEAD in stored else counted
+    return counted - sizes.head if sizes is not None and sizes.tied and HEAD in stored else counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,10 @@ def load_policy(path: str, *, device: torch.device) -> PreTrainedModel:
     missing: set[str] = set()
 
     def load() -> PreTrainedModel:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS, **_SAFE, output_loading_info=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, **_OPTIONS, **_SAFE, output_loading_info=True
+        )
         model: PreTrainedModel = loaded[0]
         missing.update(loaded[1]["missing_keys"])
         return model

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_rloo.errors import ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import StoredTensor, check_weights
+from areal_rloo.models.folder import HEAD, StoredTensor, check_weights
 
 _LOADING = threading.Lock()  # transformers keeps the state of a load in globals
 
@@ -51,7 +51,13 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
             state_dict=stand_ins,
             dtype=torch.float32,
             attn_implementation="eager",  # config.json may name one that is not installed here
+            ignore_mismatched_sizes=True,  # named below
             output_loading_info=True,
+        )
+    for name, given, expected in sorted(found["mismatched_keys"]):
+        raise ModelError(
+            f"{key}: {folder} has {name} of shape {list(given)}, expected {list(expected)} by config.json; download "
+            "the model again"
         )
     if missing := found["missing_keys"]:
         raise ModelError(f"{key}: {folder} has no weights for {min(missing)}; download the model again")
@@ -69,6 +75,30 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
             "again with save_pretrained of transformers, or take another model"
         )
     return {name: stored[names[parameter.data_ptr()]] for name, parameter in parameters.items()}
+
+
+def check_head(key: str, folder: Path, parameters: Mapping[str, StoredTensor]) -> None:
+    """Refuse another head beside an embedding that config.json ties to the head: transformers would untie them.
+
+    `parameters` are those of `stored_parameters`. Compares some rows; a copy of the embedding is no other head.
+
+    Raises:
+        ModelError: the rows differ.
+    """
+    head = check_weights(key, folder).get(HEAD)
+    embedding = next(
+        (tensor for tensor in parameters.values() if head is not None and tensor.shape == head.shape), None
+    )
+    if head is None or embedding is None or HEAD in {tensor.name for tensor in parameters.values()}:
+        return
+    rows = sorted({0, head.shape[0] // 2, head.shape[0] - 1})
+    with safe_open(head.file, framework="pt") as one, safe_open(embedding.file, framework="pt") as other:
+        if all(torch.equal(one.get_slice(HEAD)[row], other.get_slice(embedding.name)[row]) for row in rows):
+            return
+    raise ModelError(
+        f"{key}: {folder} has {HEAD} beside {embedding.name} with other values, and tie_word_embeddings=true in "
+        f"config.json; expected one of them; set tie_word_embeddings=false if the head is right, or remove {HEAD}"
+    )
 
 
 def read_parameters(parameters: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from areal_rloo.engines.base import Engine, GenerationRequest, SamplingParameters, integers
-from areal_rloo.errors import EngineError, EpisodeError, SampleError
+from areal_rloo.errors import EngineError, EpisodeError, SampleError, UserError
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.partial import Journal
 from areal_rloo.tasks.chat import ChatFormat
@@ -232,7 +232,7 @@ class Submitter:
             self._engine.abort([request.request_id])
             aborted += [made] if made is not None else []
             raise
-        except SampleError:
+        except (SampleError, UserError):
             raise
         except Exception as error:
             raise EngineError(str(error)) from error

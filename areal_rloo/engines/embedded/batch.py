@@ -25,6 +25,7 @@ from areal_rloo.engines.embedded.recorded import RecordedSteps
 from areal_rloo.engines.embedded.requests import PlacedRequest, WaitingRequest
 from areal_rloo.engines.embedded.sampling import Shaping, choose, uniforms
 from areal_rloo.engines.embedded.transformer import Rotations, Rows, decode
+from areal_rloo.errors import ModelError
 from areal_rloo.models.device import HostCopy
 from areal_rloo.trajectory import FinishReason
 
@@ -149,7 +150,11 @@ class DecodeBatch:
         return self.collect()
 
     def collect(self, num_left: int = 0) -> Ending:
-        """Wait for all launched steps but the last `num_left`; return the requests that ended."""
+        """Wait for all launched steps but the last `num_left`; return the requests that ended.
+
+        Raises:
+            ModelError: a logprob is not finite.
+        """
         ended: Ending = []
         while len(self._launched) > num_left:
             launched = self._launched.popleft()
@@ -158,7 +163,14 @@ class DecodeBatch:
             slots, tokens = launched.slots[alive], made.numpy()[alive]
             at = self._collected[slots]
             self._out_tokens[slots, at] = tokens
-            self._out_logprobs[slots, at] = logprobs.numpy()[alive]
+            self._out_logprobs[slots, at] = kept = logprobs.numpy()[alive]
+            if not np.isfinite(kept).all():
+                raise ModelError(
+                    f"model.path: the weights of version {self.policy_version} give a logprob of "
+                    f"{kept[~np.isfinite(kept)][0]}, expected a number; at version 0, the files of the model hold NaN "
+                    "or infinity: download the model again; later, the training has diverged: resume from an earlier "
+                    "checkpoint with a lower learner.optimizer.learning_rate"
+                )
             self._collected[slots] += 1
             self.num_generated += len(slots)
             stopped = self._stops[slots, tokens]

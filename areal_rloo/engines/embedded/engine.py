@@ -32,7 +32,7 @@ from areal_rloo.engines.embedded.cache import Cache, RowKind, tokens_for
 from areal_rloo.engines.embedded.parameters import Parameters, load_checkpoint
 from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, WaitingRequest
 from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
-from areal_rloo.errors import EngineError, GenerationError
+from areal_rloo.errors import EngineError, GenerationError, UserError
 from areal_rloo.models.device import avoid_plans_of_shapes
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
@@ -102,7 +102,7 @@ class EmbeddedEngine:
         self._clock = WorkClock()
         self._swap_s = 0.0
         self._closing = False
-        self._death: EngineError | None = None
+        self._death: EngineError | UserError | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -206,6 +206,8 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while self._work():
                     pass
+        except UserError as error:
+            self._die(error)
         except BaseException as error:
             logger.exception("the engine stopped")
             self._die(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
@@ -350,7 +352,7 @@ class EmbeddedEngine:
         for _, _, update in self._staged:
             update.set_exception(error)
 
-    def _die(self, error: EngineError) -> None:
+    def _die(self, error: EngineError | UserError) -> None:
         with self._changed:
             self._death = error
             unfinished, self._live = self._live, {}

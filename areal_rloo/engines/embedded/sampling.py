@@ -130,8 +130,10 @@ def place_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
     """Return the first place whose sum is above the threshold, [num_rows, 1] int64; the threshold is at least 0.
 
     Both are float64; `cumulated`, [num_rows, num], rises. A threshold that rounding took to the total is lowered: it
-    must not choose a last place of probability 0.
+    must not choose a last place of probability 0. Among NaN, the last place is as good as any: its logprob is NaN.
     """
     total = cumulated[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))
-    return torch.searchsorted(cumulated, torch.minimum(threshold, below), right=True)
+    return torch.searchsorted(cumulated, torch.minimum(threshold, below), right=True).clamp_(
+        max=cumulated.shape[-1] - 1
+    )

@@ -20,7 +20,7 @@ from areal_rloo.config import Config, check_unique, import_entry, load_config
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
-from areal_rloo.launcher.doctor.inputs import check_unlisted
+from areal_rloo.launcher.doctor.inputs import check_loading
 from areal_rloo.launcher.run_folder import has_results
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.progress import stop_printing
@@ -74,7 +74,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
         yield unsure("run.folder", f"{folder} holds a run already", "resume the run (--resume), or choose another")
     yield from findings(config, folder=folder, thorough=not options.quick)
     if config is not None and options.quick:  # a start makes this check before it looks at the rest
-        yield from guarded(check_unlisted, Situation(config, folder))
+        yield from guarded(check_loading, Situation(config, folder))
 
 
 def _show(finding: Finding) -> None:

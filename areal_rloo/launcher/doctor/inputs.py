@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -103,6 +103,8 @@ def check_models(situation: Situation) -> Iterator[Finding]:
                 _check_weights(key, folder)
                 if key == "model.path":
                     check_tokenizer(key, folder)
+                else:
+                    _check_vocabulary(folder, situation.config)
                 yield ok(key, f"{path}: {num_parameters(folder):,} parameters")
         except ModelError as error:
             yield refused(key, error, fix=f"set {key} to a Hugging Face model folder")
@@ -117,6 +119,19 @@ def _check_downloaded(key: str, name: str, situation: Situation) -> None:
     _check_family(key, folder, situation.config, with_weights=whole)
     if whole:
         _check_weights(key, folder)
+
+
+def _check_vocabulary(folder: Path, config: Config) -> None:
+    """Raise ModelError if the reference at a folder has another vocabulary than a policy on this host."""
+    policy = Path(config.model.path)
+    if not policy.is_dir():
+        return
+    own, other = (read_config("model.reference.path", path).get("vocab_size") for path in (policy, folder))
+    if isinstance(own, int) and isinstance(other, int) and own != other:
+        raise ModelError(
+            f"model.reference.path: {folder} has a vocabulary of {other}, expected the policy's {own}; both must share "
+            "a tokenizer"
+        )
 
 
 def _check_weights(key: str, folder: Path) -> None:
@@ -145,12 +160,12 @@ def _check_family(key: str, folder: Path, config: Config, *, with_weights: bool 
 
 
 def check_loading(situation: Situation) -> Iterator[Finding]:
-    """Compare names and shapes in the files of each model with transformers, and a small copy, as the learner does."""
+    """Load names, shapes, tokenizer and a small copy of each model with transformers, as the processes of a run do."""
     yield from _loaded(situation, unlisted_alone=False)
 
 
 def check_unlisted(situation: Situation) -> Iterator[Finding]:
-    """Do the same for families that no test compares. Of the others, a start leaves these seconds to the learner."""
+    """Do the same for families that no test compares; for the others, a dry run spares these seconds."""
     yield from _loaded(situation, unlisted_alone=True)
 
 
@@ -168,7 +183,8 @@ def _loaded(situation: Situation, *, unlisted_alone: bool) -> Iterator[Finding]:
         except ModelError:
             continue  # `check_models` and `check_hub_models` report the error
         try:
-            _check_copy(key, folder, situation.config.context_tokens, with_weights=has_weights)
+            more = ["weights"] * has_weights + ["tokens"] * (key == "model.path")
+            _check_copy(key, folder, situation.config.context_tokens, more)
             yield ok(
                 key, f"{path}: the files are those of the model, whose small copy has the logprobs of transformers"
             )
@@ -176,10 +192,9 @@ def _loaded(situation: Situation, *, unlisted_alone: bool) -> Iterator[Finding]:
             yield refused(key, error, fix="download the model again")
 
 
-def _check_copy(key: str, folder: Path, context_tokens: int, *, with_weights: bool) -> None:
+def _check_copy(key: str, folder: Path, context_tokens: int, more: Sequence[str]) -> None:
     """Make the checks of `models/equality.py` in a process, which imports torch; raise ModelError likewise."""
-    command = [sys.executable, "-m", "areal_rloo.models.equality", str(folder), str(context_tokens)]
-    command += ["weights"] if with_weights else []
+    command = [sys.executable, "-m", "areal_rloo.models.equality", str(folder), str(context_tokens), *more]
     same, words = last_line(command, timeout_s=_IMPORT_S)
     if not same:
         raise ModelError(f"{key}: {words.removeprefix('model.path: ')}")
