@@ -173,6 +173,8 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
         PreflightError: the hosts have too few GPUs.
     """
     validate(config)
+    if model is not None:
+        _check_parallel(config, model)
     counted = with_counts(config, hosts)
     place(counted, hosts)
     rank_gpus, worker_gpus = gpus_each(config, hosts)
@@ -190,6 +192,22 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
     if worker_gpus and gpu_bytes and (words := has_no_cache(found, model, gpu_bytes)):
         raise TooLargeError(words, ENGINE, _least_needs(counted, model))
     return with_cache(found, model, gpu_bytes) if worker_gpus and gpu_bytes else found
+
+
+def _check_parallel(config: Config, model: Sizes) -> None:
+    """Raise PreflightError if a server of this run cannot spread the model over `rollout.tensor_parallel` GPUs."""
+    rollout = config.rollout
+    if rollout.server is None or rollout.server_urls:
+        return
+    heads, kv_heads, inner = model.num_heads, model.num_kv_heads, model.intermediate_size
+    divisors = [num for num in range(1, heads + 1) if heads % num == inner % num == 0]
+    fit = [num for num in divisors if kv_heads % num == 0 or num % kv_heads == 0]
+    if rollout.tensor_parallel not in fit:
+        raise PreflightError(
+            f"rollout.tensor_parallel: expected {' or '.join(map(str, fit))}, got {rollout.tensor_parallel}; a server "
+            f"gives each GPU as many of the {heads} heads of the model, of its {kv_heads} heads of keys and of its "
+            f"{inner} inner numbers (intermediate_size)"
+        )
 
 
 def _gpu_bytes(hosts: Sequence[Host]) -> int:

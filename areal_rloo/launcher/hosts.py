@@ -66,7 +66,7 @@ def host_to_show(launcher: LauncherConfig) -> tuple[Host, str]:
     `launcher.memory_per_gpu` alone describes one GPU. The text says which GPUs are described; empty if all were found.
     """
     found = this_host(msgspec.structs.replace(launcher, gpus_per_host=None))
-    num_here, wanted = len(found.gpu_ids), launcher.gpus_per_host or int(launcher.memory_per_gpu > 0)
+    num_here, wanted = len(found.gpu_ids), _num_described(launcher)
     if wanted <= num_here:
         return capped(found, launcher), ""
     host = dataclasses.replace(
@@ -80,6 +80,12 @@ def host_to_show(launcher: LauncherConfig) -> tuple[Host, str]:
     return host, words
 
 
+def _num_described(launcher: LauncherConfig) -> int:
+    """Return the number of GPUs that a config describes for each host; their memory alone describes one."""
+    given = launcher.gpus_per_host
+    return int(launcher.memory_per_gpu > 0) if given is None else given
+
+
 def num_cores() -> int:
     """Count the usable cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -87,7 +93,7 @@ def num_cores() -> int:
 
 def described_hosts(launcher: LauncherConfig) -> list[Host]:
     """Make hosts from the numbers of the config, for a run whose real hosts are not known yet."""
-    gpu_ids = tuple(str(gpu) for gpu in range(launcher.gpus_per_host or 0))
+    gpu_ids = tuple(str(gpu) for gpu in range(_num_described(launcher)))
     names = [f"host-{index}" for index in range(launcher.num_hosts)]
     cores, memory_bytes = launcher.cores_per_host or 1, launcher.memory_per_host
     return [Host(name, name, cores, gpu_ids, memory_bytes, launcher.memory_per_gpu) for name in names]

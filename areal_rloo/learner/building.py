@@ -15,6 +15,7 @@ from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
+from areal_rloo.models.device import check_flash
 from areal_rloo.models.equality import check_equality
 from areal_rloo.models.files import computation_dtype, model_folder
 from areal_rloo.models.loading import Reference, decoder_layers, empty_policy, load_policy
@@ -26,8 +27,10 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
     """Build a rank with the weights of a model; every rank calls this at the same time.
 
     `model_path` is that of the policy, and of the reference policy if the config says `initial`. Raises ModelError if a
-    model cannot be loaded or the vocabularies differ, and ConfigError if an option does not work on this device.
+    model cannot be loaded or the vocabularies differ, and ConfigError or PreflightError if an option does not work on
+    this device.
     """
+    check_flash(device, computation_dtype(config.model))
     ranks, learner, settings = ranks or Ranks(), config.learner, config.model.reference
     offload = learner.offload == "parameters"
     sharding = Sharding.over(ranks, device, replicas=learner.num_replicas, offload=offload)

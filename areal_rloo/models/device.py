@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from areal_rloo import container_limits
-from areal_rloo.errors import first_line
+from areal_rloo.errors import PreflightError, first_line
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
+FLASH_GENERATION = 8  # of GPUs: the first with flash attention
 _ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
@@ -36,6 +37,19 @@ def memory_of(device: torch.device) -> DeviceMemory:
         return DeviceMemory(*torch.cuda.mem_get_info(device))
     total, available = container_limits.memory()
     return DeviceMemory(available, total)
+
+
+def check_flash(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise PreflightError if packed rows of this dtype need flash attention, which this GPU does not compute."""
+    if device.type != "cuda" or dtype == torch.float32 or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] < FLASH_GENERATION:
+        raise PreflightError(
+            f"model.dtype: {str(dtype).removeprefix('torch.')} needs flash attention, which GPUs compute from compute "
+            f"capability {FLASH_GENERATION}.0 on (A100, RTX 30), and this one has {capability[0]}.{capability[1]}; set "
+            "model.dtype=float32"
+        )
 
 
 def grow_segments(device: torch.device) -> None:

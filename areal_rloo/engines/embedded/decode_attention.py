@@ -17,8 +17,8 @@ from areal_rloo.engines.embedded.cache import Block, Cache
 from areal_rloo.engines.embedded.families import Architecture
 from areal_rloo.engines.embedded.transformer import Rows
 from areal_rloo.models.capped_attention import attend_capped
+from areal_rloo.models.device import FLASH_GENERATION
 
-_FLASH_GENERATION = 8  # of the GPU, at least: Ampere
 _FLASH_HEAD = 256  # numbers of a head, at most
 _MOST_SEQUENCES = 65_535  # of a call: a dimension of CUDA's grid
 
@@ -98,7 +98,7 @@ class RowAttention:
             device.type == "cuda"
             and torch.version.hip is None
             and num_rows * a.num_kv_heads <= _MOST_SEQUENCES
-            and torch.cuda.get_device_capability(device)[0] >= _FLASH_GENERATION
+            and torch.cuda.get_device_capability(device)[0] >= FLASH_GENERATION
             and dtype != torch.float32
             and a.attention_cap is None
             and a.head_dim % 8 == 0

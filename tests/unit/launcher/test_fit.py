@@ -1,5 +1,6 @@
 """The learner's memory against that of the GPUs: what `auto` chooses, what is refused, and shared GPUs."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -357,3 +358,14 @@ def test_an_eval_set_alone_gives_the_embedded_engine_a_second_copy(
     batches, prefill = (6, layer) if engine == "sglang" else (6 + 4 * copies, 0)
     logits = 4 * config.rollout.num_slots * SMALL.vocab_size
     assert overhead_bytes(config, SMALL) == OVERHEAD_BYTES + logits * batches + prefill
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize(("parallel", "fits"), [(1, True), (2, True), (4, True), (3, False), (5, False), (64, False)])
+def test_a_server_spreads_heads_evenly_over_gpus(engine: str, parallel: int, fits: bool) -> None:
+    """32 heads, 8 of keys and values: 16 GPUs would share each of the 8, 3 GPUs share nothing evenly."""
+    large = SHIPPED["Qwen/Qwen3-8B"]
+    options = (f"rollout.engine={engine}", f"rollout.tensor_parallel={parallel}", "model.path=Qwen/Qwen3-8B")
+    words = rf"^rollout\.tensor_parallel: expected 1 or 2 or 4 or 8 or 16 or 32, got {parallel}; "
+    with contextlib.nullcontext() if fits else pytest.raises(PreflightError, match=words):
+        resolved(_config(*options, "learner.num_ranks=2"), _hosts(8, 141), large)

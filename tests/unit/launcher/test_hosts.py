@@ -160,6 +160,13 @@ def test_described_hosts_follow_the_config() -> None:
     assert len(hosts) == 16
     assert sum(len(host.gpu_ids) for host in hosts) == 128
     assert {host.num_cores for host in hosts} == {96}
+    memory_alone = described_hosts(LauncherConfig(num_hosts=2, memory_per_gpu=80 * 2**30))
+    assert [len(host.gpu_ids) for host in memory_alone] == [1, 1]
+
+
+def test_no_gpu_is_described_if_the_config_says_none() -> None:
+    none = LauncherConfig(gpus_per_host=0, memory_per_gpu=80 * 2**30)
+    assert host_to_show(none)[0].gpu_ids == described_hosts(none)[0].gpu_ids == ()
 
 
 @pytest.mark.parametrize(

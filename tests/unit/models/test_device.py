@@ -14,11 +14,13 @@ from torch import Tensor
 from areal_rloo import container_limits
 from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.embedded import batch
+from areal_rloo.errors import PreflightError
 from areal_rloo.models.device import (
     GraphRecorder,
     HostCopy,
     SideStream,
     avoid_plans_of_shapes,
+    check_flash,
     finish_stream,
     grow_segments,
     memory_of,
@@ -227,3 +229,17 @@ def test_a_recording_has_the_effect_of_the_function_at_each_call(monkeypatch: py
     refused = True
     GraphRecorder(CUDA).record(lambda: happened.append("call"))()
     assert happened == ["call", "record", "stream of cuda", "call"], "without a recording, each kernel is launched"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "works"),
+    [((8, 0), torch.bfloat16, True), ((7, 5), torch.bfloat16, False), ((7, 0), torch.float32, True)],
+)
+def test_a_gpu_without_flash_attention_is_refused(
+    capability: tuple[int, int], dtype: torch.dtype, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    words = r"model\.dtype: bfloat16 needs flash attention, .* has 7\.5; set model\.dtype=float32"
+    with nullcontext() if works else pytest.raises(PreflightError, match=words):
+        check_flash(torch.device("cuda"), dtype)
+    check_flash(torch.device("cpu"), torch.bfloat16)
