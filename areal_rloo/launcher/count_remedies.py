@@ -57,10 +57,15 @@ def _changes(config: Config) -> Iterator[Changes]:
         for given in dict.fromkeys(((), both)):
             yield (*given, assign("rollout.tensor_parallel", str(num), num))
         num //= 2
+    others: list[Remedy] = [assign("rollout.tensor_parallel", "1", 1)] if rollout.tensor_parallel > 1 else []
     if rollout.share_devices == "never":
         yield (assign("rollout.share_devices", "auto", "auto"),)
+        others.append(assign("rollout.share_devices", "auto", "auto"))
     if learner.num_replicas > 1:
         yield (*both, assign("learner.num_replicas", "1", 1))
+        others.append(assign("learner.num_replicas", "1", 1))
+    if (both or len(others) > 1) and others and not rollout.server_urls:
+        yield (*both, *others)
     if config.model.path == "tiny" and rollout.engine == "embedded":  # others are too slow there
         yield (assign("rollout.device", "cpu", "cpu"),)
         yield (assign("learner.device", "cpu", "cpu"), assign("rollout.device", "cpu", "cpu"))
@@ -122,7 +127,8 @@ def unused_gpus(config: Config, placement: Placement, plan: Plan) -> str:
     if used in (0, there):
         return ""
     most, best = used, ""
-    for changes in _count_changes(config):
+    ranks = [(assign("learner.num_ranks", str(num), num),) for num in range(1, min(there, _MOST_HOSTS))]
+    for changes in [*_count_changes(config), *ranks]:
         with contextlib.suppress(UserError):
             num = _num_used(plan(_changed(config, changes), placement.hosts))
             if num > most:

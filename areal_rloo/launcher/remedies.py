@@ -22,6 +22,7 @@ from areal_rloo.models.sizes import Sizes
 
 _MOST_TOGETHER = 4  # options of a list; longer lists change more than a user asked for
 _LORA_RANK = 16
+_FEWEST_SLOTS = 64  # of advice
 RANK, ENGINE = "a rank", "an engine"
 _LEAST_SHOWN_BYTES = 0.05 * GIB  # of a saving
 
@@ -126,6 +127,10 @@ def _in_time(config: Config) -> Iterator[Remedy]:
         yield assign("model.reference.offload", "true", True)
     if config.rollout.share_devices == "side_by_side" and config.rollout.engine == "embedded":
         yield assign("rollout.share_devices", "in_turns", "in_turns")
+    slots = config.rollout.num_slots // 2
+    while slots >= _FEWEST_SLOTS:  # each has the logits of a token
+        yield assign("rollout.num_slots", str(slots), slots)
+        slots //= 2
     if learner.offload == "none":
         yield assign("learner.offload", "optimizer", "optimizer")
     if learner.offload != "parameters":

@@ -114,4 +114,15 @@ def test_a_plan_of_all_gpus_or_of_cpus_has_nothing_to_tell() -> None:
 
 
 def test_unused_gpus_without_a_better_count_are_told_alone() -> None:
-    assert _unused("gsm8k_rloo.yaml", ["rollout.tensor_parallel=2"], _hosts(4, 80)) == "3 of 4 GPUs are used"
+    pairs = ["rollout.tensor_parallel=2", "learner.num_replicas=2"]
+    assert _unused("gsm8k_rloo.yaml", pairs, _hosts(5, 80)) == "4 of 5 GPUs are used"
+
+
+def test_more_ranks_than_auto_are_advised_if_they_use_more_gpus() -> None:
+    words = "3 of 4 GPUs are used; set learner.num_ranks=2 to use 4"
+    assert _unused("gsm8k_rloo.yaml", ["rollout.tensor_parallel=2"], _hosts(4, 80)) == words
+
+
+def test_a_plan_is_found_by_changes_of_all_counts_and_devices_together() -> None:
+    (advised,) = _follow("gsm8k_rloo_verl.yaml", ["rollout.share_devices=never"], _hosts(1, 48))
+    assert {"rollout.tensor_parallel=1", "rollout.share_devices=auto"} <= {*advised.split()}
