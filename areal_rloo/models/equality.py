@@ -5,8 +5,8 @@ random weights in float64, which keeps rounding apart from real differences, and
 takes less than three seconds; rank 0 makes it before weights are loaded.
 
 Of a family that `models/trainable.py` does not list, the copy has more layers, for options such as "each 8th layer has
-full attention". A launcher makes this check too, in a process: `python -m areal_rloo.models.equality FOLDER TOKENS`,
-and the doctor for each folder.
+full attention". Before a start, a launcher makes this check too, in a process, and the doctor:
+`python -m areal_rloo.models.equality FOLDER TOKENS`.
 """
 
 from __future__ import annotations
