@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +41,7 @@ class Weights:
     model_runner: Any
     vllm_config: Any
     _areal_group: Any = None
+    _areal_timeout_s = 0.0
 
     def areal_describe(self) -> dict[str, Any]:
         """Return the facts of this rank."""
@@ -58,7 +60,7 @@ class Weights:
         self, host: str, port: int, name: str, rank_offset: int, world_size: int, backend: str, timeout_s: float
     ) -> None:
         """Join a sender's group; blocks until all members are there. A former group ends."""
-        self._areal_group = None
+        self._areal_group, self._areal_timeout_s = None, timeout_s
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         device = "cuda" if backend == "nccl" else "cpu"
@@ -73,7 +75,10 @@ class Weights:
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            self._areal_group.broadcast([flat], options).wait()
+            work = self._areal_group.broadcast([flat], options)
+            if self.device.type == "cuda":
+                _await(work, self._areal_group, self._areal_timeout_s)
+            work.wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:  # noqa: BLE001 - whatever the reason, this rank has loaded nothing of the bucket
@@ -100,13 +105,27 @@ class Weights:
             torch.cuda.synchronize(self.device)
 
 
+def _await(work: Any, group: Any, timeout_s: float) -> None:
+    """Wait for a broadcast by polling: NCCL's own wait only orders streams, and its timeout ends the process.
+
+    Raises:
+        RuntimeError: the sender did not send in time; the group is gone.
+    """
+    ends_s = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > ends_s:
+            group.abort()
+            raise RuntimeError(f"no weights within {timeout_s:g} s")
+        time.sleep(0.001)
+
+
 def _group(store: Any, rank: int, size: int, backend: str, host: str, timeout: timedelta) -> Any:
     """Meet the other ranks, as areal_rloo/weights/collective.py does."""
     if backend == "nccl":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from CPU builds of torch
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 2 * timeout  # ours ends the broadcast first; NCCL's ends the process
         return ProcessGroupNCCL(store, rank, size, options)
     gloo_options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo_options._timeout = timeout
