@@ -23,6 +23,9 @@ from areal_rloo.models.served import check_served
 from areal_rloo.models.trainable import check_trainable
 
 
+_MOST_BEYOND = 0.01  # of the vocabulary
+
+
 def computation_dtype(model: ModelConfig) -> torch.dtype:
     """Convert `model.dtype` to a torch dtype of the same name."""
     dtype: torch.dtype = getattr(torch, model.dtype)
@@ -65,8 +68,21 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def check_tokens(path: str) -> None:
-    """Load the tokenizer and the tokens that end a completion, as every process does; raises ModelError likewise."""
-    stop_token_ids(path, load_tokenizer(path))
+    """Load the tokenizer and the tokens that end a completion, as every process does; raises ModelError likewise.
+
+    Also refuses the tokenizer of another model. A few tokens beyond the vocabulary are usual, such as padding.
+    """
+    tokenizer = load_tokenizer(path)
+    stop_token_ids(path, tokenizer)
+    vocab_size = read_config("model.path", model_folder(path, weights=False)).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        return
+    num_beyond = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
+    if num_beyond > _MOST_BEYOND * vocab_size:
+        raise ModelError(
+            f"model.path: {path}: {num_beyond} tokens of the tokenizer have ids beyond vocab_size={vocab_size} of "
+            "config.json; it is the tokenizer of another model; download the model again"
+        )
 
 
 def policy_folder(path: str, config: Config) -> Path:

@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer.json").write_text("{"),
         "cannot load",
     ),
+    "tokenizer of another model": (
+        lambda folder: save_family("qwen2", folder, tie_word_embeddings=True, vocab_size=200),
+        "58 tokens of the tokenizer have ids beyond vocab_size=200",
+    ),
     "another head": (
         lambda folder: _rewritten(folder, _other_head),
         r"has lm_head\.weight beside model\.embed_tokens\.weight with other values, and tie_word_embeddings=true",
