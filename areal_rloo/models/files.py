@@ -22,7 +22,6 @@ from areal_rloo.models.hub import SMALL_FILES, complete_folder
 from areal_rloo.models.served import check_served
 from areal_rloo.models.trainable import check_trainable
 
-
 _MOST_BEYOND = 0.01  # of the vocabulary
 
 
