@@ -11,7 +11,7 @@ from areal_rloo.advice.calibration import LEAST_RECORDS, Load, calibrated, setup
 from areal_rloo.advice.simulation import Setup, simulate
 from areal_rloo.config import Config
 from areal_rloo.errors import DataError
-from areal_rloo.telemetry.bound import WINDOW, bound_by
+from areal_rloo.telemetry.bound import WINDOW, bound_by, shares_of
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 FIRST, LAST = 6, 25  # the steps that a forecast counts: the first are of a pipeline that fills
@@ -54,6 +54,9 @@ def forecast(load: Load, setup: Setup) -> Forecast:
     )
 
 
+_NOTHING = "by about 0 %"
+
+
 def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float) -> str:
     """Say in a sentence which half is the bottleneck, and the gain from more of this half; shares are of the time."""
     before = forecast(load, setup).tokens_per_s
@@ -70,7 +73,8 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
         deeper = replace(setup, pipeline_depth=depth, max_staleness=max(depth, setup.max_staleness))
         changed = {"max_staleness": setup.max_staleness < depth, "pipeline_depth": setup.pipeline_depth < depth}
         options = " ".join(f"algorithm.{key}={depth}" for key, changes in changed.items() if changes)
-        return f"{name}: {waits}; {options} would raise throughput {gain(deeper)}"
+        advice = f"{options} would raise throughput {gain(deeper)}"
+        return f"{name}: {waits}; " + (advice if gain(deeper) != _NOTHING else "a deeper pipeline would bring nothing")
     if name == "balanced":
         gains = f"{gain(worker)}, {a_rank} {gain(rank)}"
         return f"{name}: {waits}; {a_worker} on free cores or GPUs would raise throughput {gains}"
@@ -87,18 +91,12 @@ def bottleneck_of_run(records: Sequence[Record], config: Config) -> str | None:
     recent = [record for record in records if isinstance(record, TrainRecord)][-WINDOW - 1 :]
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
     in_turns, is_large = config.rollout.share_devices == "in_turns", config.samples_per_step > _MOST_SAMPLES
-    if len(recent) < LEAST_RECORDS or in_turns or is_large:
+    if len(recent) < LEAST_RECORDS or in_turns or is_large or not recent[-1].wall_s > recent[0].wall_s:
         return None
-    first, last = recent[0], recent[-1]
-    seconds = last.wall_s - first.wall_s
-    setup = replace(setup_of(config, evaluations), num_workers=max(1, last.num_workers))
+    setup = replace(setup_of(config, evaluations), num_workers=max(1, recent[-1].num_workers))
+    wait_share, idle_share = shares_of(recent)
     try:
-        return bottleneck(
-            calibrated(recent, config),
-            setup,
-            wait_share=(last.learner_idle_s - first.learner_idle_s) / seconds,
-            idle_share=min(1.0, max(0.0, (last.rollout_idle_s - first.rollout_idle_s) / seconds)),
-        )
+        return bottleneck(calibrated(recent, config), setup, wait_share=wait_share, idle_share=idle_share)
     except (DataError, ArithmeticError, ValueError):  # numbers of a damaged file, or nothing trained
         return None
 

@@ -143,7 +143,7 @@ def _values_of(hint: Any, container: type) -> Any:
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
     close = difflib.get_close_matches(key, hints, n=1, cutoff=0.7)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{parent}.{close[0]}'?" if parent else f"did you mean '{close[0]}'?"
     elsewhere = [path for path in hints_of(Config) if path.rpartition(".")[2] == key]
     if elsewhere:
         likely = sorted(elsewhere, key=lambda path: path.startswith("model.tiny."))  # last: no model of a user

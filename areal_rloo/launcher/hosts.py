@@ -73,7 +73,7 @@ def host_to_show(launcher: LauncherConfig) -> tuple[Host, str]:
         found,
         num_cores=launcher.cores_per_host or found.num_cores,
         gpu_ids=tuple(map(str, range(wanted))),
-        memory_bytes=launcher.memory_per_host or found.memory_bytes,
+        memory_bytes=launcher.memory_per_host,  # 0: that of the other host is unknown
     )
     memory = f"{host.gpu_bytes / 2**30:.1f} GiB" if host.gpu_bytes else "unknown memory (launcher.memory_per_gpu)"
     words = f"GPUs described, not found: {wanted} of {memory}; {host.name} has {num_here}, so a start here is refused"

