@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
     ("arguments", "words"),
     [
         (["--config", "nope.yaml"], "nope.yaml: no such config file"),
-        (["--config", "quickstart.yaml", "algorithm.group_sise=3"], "did you mean 'group_size'?"),
+        (["--config", "quickstart.yaml", "algorithm.group_sise=3"], "did you mean 'algorithm.group_size'?"),
         (["--config", "quickstart.yaml", "rollout.num_workers=many"], "rollout.num_workers: expected int, got str"),
         (["--config", "quickstart.yaml", "algorithm.group_size=1"], "algorithm.group_size: expected at least 2"),
         (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
