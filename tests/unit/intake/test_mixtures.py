@@ -109,7 +109,7 @@ def test_a_checkpoint_of_other_data_is_refused() -> None:
         ("[]", "data.train: expected at least one source, got an empty list"),
         ("[{weight: 1}, {name: b}]", "data.train: expected a weight for every source or for none, got [1.0, None]"),
         ("[{}, {}]", "data.train.1.name: two sources are called 'arithmetic'; give one of them another name"),
-        ("[{}, {tsk: gsm8k}]", "unknown key 'data.train.1.tsk'; did you mean 'task'?"),
+        ("[{}, {tsk: gsm8k}]", "unknown key 'data.train.1.tsk'; did you mean 'data.train.1.task'?"),
         ("[{}, {name: b, weight: -1}]", "data.train.1.weight: expected float > 0.0; the value is -1"),
         ("{path: a, hub: b}", "data.train.hub: expected a path or a hub dataset, got both (a, b)"),
         ("{rewards: [{}]}", "data.train.rewards.0: expected exactly one of task, function, url, model, got none"),

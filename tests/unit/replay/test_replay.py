@@ -185,7 +185,7 @@ def test_a_resume_with_another_option_splits_the_replay(run_folder: Path, capsys
         (("--to", "9"), "step 7: no batch; the batches of steps 1 to 6 are recorded in "),
         (("--from", "soon"), "argument --from: invalid int value: 'soon'"),
         (("--from", "-1"), "--from -1: expected a version of at least 0"),
-        (("--set", "learner.num_rank=1"), "did you mean 'num_ranks'?"),
+        (("--set", "learner.num_rank=1"), "did you mean 'learner.num_ranks'?"),
         (
             ("--set", "learner.num_ranks=2"),
             "learner.num_ranks: expected 1, because a replay is a single process, got 2",
