@@ -73,8 +73,10 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
         deeper = replace(setup, pipeline_depth=depth, max_staleness=max(depth, setup.max_staleness))
         changed = {"max_staleness": setup.max_staleness < depth, "pipeline_depth": setup.pipeline_depth < depth}
         options = " ".join(f"algorithm.{key}={depth}" for key, changes in changed.items() if changes)
-        advice = f"{options} would raise throughput {gain(deeper)}"
-        return f"{name}: {waits}; " + (advice if gain(deeper) != _NOTHING else "a deeper pipeline would bring nothing")
+        gained = gain(deeper)
+        if gained == _NOTHING:
+            return f"{name}: {waits}; a deeper pipeline would bring nothing"
+        return f"{name}: {waits}; {options} would raise throughput {gained}"
     if name == "balanced":
         gains = f"{gain(worker)}, {a_rank} {gain(rank)}"
         return f"{name}: {waits}; {a_worker} on free cores or GPUs would raise throughput {gains}"

@@ -147,12 +147,10 @@ class Learner:
 
     def _commit(self, *, evaluate: bool) -> WeightsError | None:
         """Make the version current, and publish it if due. Return an error to raise after records and a checkpoint."""
-        due, gather = (
-            self.policy_version % self.config.weights.publish_every_n_steps == 0,
-            self.train_step.team.gather_weights,
-        )
+        publish = evaluate or self.policy_version % self.config.weights.publish_every_n_steps == 0
+        gather = self.train_step.team.gather_weights
         try:
-            self.intake.commit(self.policy_version, gather, evaluate=evaluate, publish=evaluate or due)
+            self.intake.commit(self.policy_version, gather, evaluate=evaluate, publish=publish)
         except WeightsError as error:
             return error
         return None

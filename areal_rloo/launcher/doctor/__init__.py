@@ -1,8 +1,9 @@
 """Checks before a run: everything that would end the run or slow it down, each with a fix.
 
 The quick checks take well under a second together, or a few seconds if the hub must be asked for a model or a dataset;
-every launcher makes them. None imports torch, but a model of a family that no test compares is tried in a process.
-The thorough checks start processes and open connections; `__main__` makes both kinds.
+every launcher makes them. None imports torch. `inputs.check_loading` tries models in a process, for some seconds: a
+start on this host makes this check before its plan, and `__main__` after all others. The thorough checks start
+processes and open connections; `__main__` makes them, too.
 
 - `base`: a finding, and the input of a check.
 - `software`: Python, packages, environment variables.
@@ -61,12 +62,10 @@ NEED_A_CONFIG: tuple[Check, ...] = (
     inputs.check_data_files,
     disk.check_free_disk,
     limits.check_gpu_memory,
-    inputs.check_loading,
 )
 THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
 THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (
     devices.check_torch,
-    inputs.check_loading,
     inputs.check_server_imports,
     addresses.check_host_name,
 )

@@ -73,7 +73,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
     if has_results(folder):
         yield unsure("run.folder", f"{folder} holds a run already", "resume the run (--resume), or choose another")
     yield from findings(config, folder=folder, thorough=not options.quick)
-    if config is not None and options.quick:  # a start makes this check before it looks at the rest
+    if config is not None:
         yield from guarded(check_loading, Situation(config, folder))
 
 
