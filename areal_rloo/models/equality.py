@@ -29,7 +29,7 @@ from areal_rloo.models.files import check_tokens, model_folder, reading_model
 from areal_rloo.models.loading import PACKED_ATTENTION, switch_dropout_off
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
-from areal_rloo.models.stored import check_head, stored_parameters
+from areal_rloo.models.stored import stored_parameters
 from areal_rloo.models.trainable import TESTED_ONES, check_policy, check_trainable, rotary_options, tested
 from areal_rloo.telemetry.logs import get_logger
 
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         check_equality(folder, context_tokens=int(context_tokens))
         if "weights" in more:
-            check_head("model.path", Path(folder), stored_parameters("model.path", Path(folder)))
+            stored_parameters("model.path", Path(folder))
         if "tokens" in more:
             check_tokens(folder)
     except ModelError as error:

@@ -7,7 +7,7 @@ the module (`embed_out` of gpt_neox), or buffers of former versions; transformer
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
     This takes a tenth of a second and no memory, whatever the size of the model.
 
     Raises:
-        ModelError: the folder is an adapter's, a file is damaged, a parameter has no tensor or another shape, or a
-            tensor belongs to no parameter.
+        ModelError: the folder is an adapter's, a file is damaged, a parameter has no tensor or another shape, a tensor
+            belongs to no parameter, or a tied head has other values than the embedding.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - seconds, which some workers need not spend
 
@@ -74,22 +74,20 @@ def stored_parameters(key: str, folder: Path) -> dict[str, StoredTensor]:
             f"{key}: {folder} has no tensor of {unknown[0]}, which transformers computes from others; save the model "
             "again with save_pretrained of transformers, or take another model"
         )
-    return {name: stored[names[parameter.data_ptr()]] for name, parameter in parameters.items()}
+    named = {name: stored[names[parameter.data_ptr()]] for name, parameter in parameters.items()}
+    _check_head(key, folder, stored.get(HEAD), named.values())
+    return named
 
 
-def check_head(key: str, folder: Path, parameters: Mapping[str, StoredTensor]) -> None:
-    """Refuse another head beside an embedding that config.json ties to the head: transformers would untie them.
+def _check_head(key: str, folder: Path, head: StoredTensor | None, parameters: Collection[StoredTensor]) -> None:
+    """Raise ModelError for another head beside an embedding that config.json ties to the head: a load unties them.
 
-    `parameters` are those of `stored_parameters`. Compares some rows; a copy of the embedding is no other head.
-
-    Raises:
-        ModelError: the rows differ.
+    Compares some rows; a copy of the embedding is no other head.
     """
-    head = check_weights(key, folder).get(HEAD)
-    embedding = next(
-        (tensor for tensor in parameters.values() if head is not None and tensor.shape == head.shape), None
-    )
-    if head is None or embedding is None or HEAD in {tensor.name for tensor in parameters.values()}:
+    if head is None or head in parameters:
+        return
+    embedding = next((tensor for tensor in parameters if tensor.shape == head.shape), None)
+    if embedding is None:
         return
     rows = sorted({0, head.shape[0] // 2, head.shape[0] - 1})
     with safe_open(head.file, framework="pt") as one, safe_open(embedding.file, framework="pt") as other:
