@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from areal_rloo.config import Config, argument_name
-from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, estimate, number_bytes
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, broadcast_bytes, estimate, number_bytes
 from areal_rloo.models.sizes import Sizes
 
 _PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tokens
@@ -106,9 +106,23 @@ def overhead_bytes(config: Config, model: Sizes) -> float:
     return OVERHEAD_BYTES + logits * 6 + _PREFILL_TOKENS * widths * number_bytes(config)
 
 
+def arriving_bytes(config: Config, model: Sizes) -> float:
+    """Return the bytes of a broadcast version before an engine has it: all buckets, or a server's longest, on each GPU.
+
+    Through shared memory, tensors are copied from the memory of the host.
+    """
+    sent = broadcast_bytes(model, config)
+    return sent.whole if config.rollout.server is None else sent.bucket
+
+
+def _fixed_bytes(config: Config, model: Sizes) -> float:
+    """Return the bytes of an engine besides its cache."""
+    return sum(part(config, model) for part in (weight_bytes, arriving_bytes, overhead_bytes))
+
+
 def cache_room(config: Config, model: Sizes, gpu_bytes: int) -> float:
     """Return the bytes for a cache beside all else on the GPU; negative if the weights alone are too large."""
-    return gpu_bytes - learner_beside(config, model) - weight_bytes(config, model) - overhead_bytes(config, model)
+    return gpu_bytes - learner_beside(config, model) - _fixed_bytes(config, model)
 
 
 def learner_beside(config: Config, model: Sizes) -> float:
@@ -141,7 +155,7 @@ def reserved(config: Config, model: Sizes, gpu_bytes: int, *, least: bool) -> fl
     In turns, the engine then has no cache. Side by side, the cache is the user's, or the least, or for half contexts in
     all slots up to a quarter of the GPU.
     """
-    fixed = weight_bytes(config, model) + overhead_bytes(config, model)
+    fixed = _fixed_bytes(config, model)
     if config.rollout.share_devices == "in_turns":
         return fixed
     smallest = least_cache(config, model)
@@ -154,7 +168,7 @@ def reserved(config: Config, model: Sizes, gpu_bytes: int, *, least: bool) -> fl
 
 def least_bytes(config: Config, model: Sizes) -> float:
     """Return the bytes of the smallest engine, on a GPU of its own."""
-    return weight_bytes(config, model) + overhead_bytes(config, model) + least_cache(config, model)
+    return _fixed_bytes(config, model) + least_cache(config, model)
 
 
 def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
@@ -164,8 +178,8 @@ def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
     if least <= has <= room:
         return ""
     parts = {"weights": weight_bytes(config, model), "overhead": overhead_bytes(config, model)}
-    parts |= {"learner": beside} if (beside := learner_beside(config, model)) else {}
-    beside_words = " + ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+    parts |= {"arriving weights": arriving_bytes(config, model), "learner": learner_beside(config, model)}
+    beside_words = " + ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if size)
     given = ", ".join(f"{key}={value}" for key, value in given_options(config).items())
     asks = f", and {given} takes {has / GIB:.2f}" if given and (room >= least or has > room) else ""
     left = f"about {room / GIB:.2f}" if room > 0 else "no room"

@@ -17,7 +17,7 @@ import msgspec
 from areal_rloo.config import Config, LoraConfig
 from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.launcher.engine_memory import given_options, without_options
-from areal_rloo.learner.memory import GIB
+from areal_rloo.learner.memory import GIB, broadcast_bytes
 from areal_rloo.models.sizes import Sizes
 
 _MOST_TOGETHER = 4  # options of a list; longer lists change more than a user asked for
@@ -103,7 +103,7 @@ def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str)
 
 def memory_remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
     """Give the possible changes, those with the least effect first; of a key, the weakest first."""
-    yield from _in_time(config)
+    yield from _in_time(config, model)
     yield from _in_counts(config, model, num_gpus)
     yield from _in_numbers(config)
     for key in given_options(config):
@@ -114,7 +114,7 @@ def memory_remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Rem
             return
 
 
-def _in_time(config: Config) -> Iterator[Remedy]:
+def _in_time(config: Config, model: Sizes) -> Iterator[Remedy]:
     """Give changes at the cost of time alone."""
     learner, reference = config.learner, config.model.reference
     if learner.gradient_checkpointing is False:
@@ -127,6 +127,8 @@ def _in_time(config: Config) -> Iterator[Remedy]:
         yield assign("model.reference.offload", "true", True)
     if config.rollout.share_devices == "side_by_side" and config.rollout.engine == "embedded":
         yield assign("rollout.share_devices", "in_turns", "in_turns")
+    if broadcast_bytes(model, config).whole and config.launcher.num_hosts == 1 and not config.rollout.server_urls:
+        yield assign("weights.transport", "shared_memory", "shared_memory")
     slots = config.rollout.num_slots // 2
     while slots >= _FEWEST_SLOTS:  # each has the logits of a token
         yield assign("rollout.num_slots", str(slots), slots)

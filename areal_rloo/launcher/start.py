@@ -34,7 +34,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_server,
     check_unlisted,
 )
-from areal_rloo.launcher.doctor.limits import check_processes, lacking_memory
+from areal_rloo.launcher.doctor.limits import check_memory, check_processes, lacking_memory
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
@@ -169,7 +169,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     loading = check_unlisted if dry_run else check_loading
     for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, loading) if runs_here else inputs:
         try:
-            raise_first(_but_absent(check_input(situation), absent, dry_run=dry_run))
+            _raise_first(check_input, situation, absent, dry_run=dry_run)
         except OSError as error:  # a folder of another user
             raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
     return absent
@@ -194,8 +194,19 @@ def check_here(config: Config, *, dry_run: bool = False) -> list[str]:
     """
     absent: list[str] = []
     for check_part in (check_wire_host, check_metrics_host, check_extras):
-        raise_first(_but_absent(check_part(Situation(config)), absent, dry_run=dry_run))
+        _raise_first(check_part, Situation(config), absent, dry_run=dry_run)
     return absent
+
+
+def _raise_first(check_part: Check, situation: Situation, absent: list[str], *, dry_run: bool) -> None:
+    """Raise the first error of a check. Of a thing to install, also say if the host has too little memory for the run:
+    no installation helps there.
+    """
+    try:
+        raise_first(_but_absent(check_part(situation), absent, dry_run=dry_run))
+    except UserError as error:
+        lacks = [found.error for found in check_memory(situation) if found.error] if error.absent else []
+        raise (type(error)(f"{error}; besides, {lacks[0]}", absent=True) if lacks else error) from error
 
 
 def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> None:

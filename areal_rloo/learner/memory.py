@@ -7,6 +7,8 @@ Not included: memory lost by the allocator, the CUDA context, and buffers of NCC
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from areal_rloo.config import Config
 from areal_rloo.models.sizes import Sizes, chunk_logits
 
@@ -19,6 +21,28 @@ STANDING = ("weights", "optimizer", "reference", "weights in bfloat16")  # parts
 def number_bytes(config: Config) -> int:
     """Return the bytes of a number in computations, in a broadcast and in an engine."""
     return 2 if config.model.dtype == "bfloat16" else 4
+
+
+class Broadcast(NamedTuple):
+    """Bytes of the weights on their way."""
+
+    whole: float
+    bucket: float  # the longest
+    neighbours: float  # two buckets after each other, as rank 0 has on a GPU
+
+
+def broadcast_bytes(model: Sizes, config: Config) -> Broadcast:
+    """Return the bytes of a broadcast of the weights, in the buckets of `weights/manifest.py`; zeros through shared
+    memory."""
+    if config.weights_transport(same_host=config.launcher.num_hosts == 1) == "shared_memory":
+        return Broadcast(0.0, 0.0, 0.0)
+    lora, num = config.learner.lora, model.num_parameters
+    if config.publishes_adapters and lora is not None:
+        num = model.num_adapted(lora.rank, lora.targets)
+    low = number_bytes(config)
+    of_layer = max(config.weights.bucket_bytes, low * model.largest_of_layer)
+    longest = max(of_layer, low * model.head)
+    return Broadcast(*(float(min(low * num, size)) for size in (low * num, longest, longest + of_layer)))
 
 
 def activation_bytes(model: Sizes, config: Config, *, on_gpu: bool) -> float:
@@ -51,6 +75,7 @@ def estimate(model: Sizes, config: Config, *, on_gpu: bool, num_trained: int | N
     away = on_gpu and learner.offload == "parameters"
     apart = away or (on_gpu and learner.offload == "optimizer")  # on a CPU, everything is in the same memory
     logits = (4 * model.head if learner.lora is None else 0) + _logit_bytes(model, config) * chunk_logits(on_gpu=on_gpu)
+    by_nccl = on_gpu and config.rollout.device != "cpu"
     parts = {
         "weights": 0 if away else 4 * num_parameters / ranks,
         "gradients": 0 if away else 4 * num_trained / ranks,
@@ -60,6 +85,7 @@ def estimate(model: Sizes, config: Config, *, on_gpu: bool, num_trained: int | N
         "whole layers": low * (2 * model.of_layer + model.outside) if sharded else 0,
         "activations": activation_bytes(model, config, on_gpu=on_gpu) * learner.microbatch_tokens,
         "logits": logits,
+        "weights to send": broadcast_bytes(model, config).neighbours if by_nccl else 0,  # of rank 0
     }
     of_a_step = sum(parts[part] for part in ("weights in bfloat16", "whole layers", "activations", "logits"))
     if sharded and learner.lora is None:

@@ -180,6 +180,11 @@ class Sizes:
         return self.vocab_size * self.hidden_size
 
     @property
+    def largest_of_layer(self) -> int:
+        """Parameters of the largest tensor of a decoder layer in the files; some families keep gate and up as one."""
+        return self.intermediate_size * self.hidden_size * (2 if self.gated else 1)
+
+    @property
     def outside(self) -> int:
         """Parameters outside the layers: of the embedding, and of a separate head."""
         return self.head * (1 if self.tied else 2)

@@ -14,6 +14,7 @@ hold up the end of the process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import secrets
 import time
@@ -64,7 +65,7 @@ class CollectiveSender:
         self._stream = SideStream(device)
 
     async def stage(self, gives_up: Callable[[], bool] = lambda: False) -> Sequence[Tensor]:
-        """Return buckets in CPU memory: a GPU holds two of them at a time, on their way."""
+        """Return buckets in CPU memory: a GPU has two of them at a time, on their way."""
         if self._free:
             return self._free.pop()
         pinned = self._device.type == "cuda"
@@ -191,14 +192,18 @@ async def _on_daemon_thread(work: Callable[[], T]) -> T:
 
 
 def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield the buckets on a device that holds as many as are under way; each replaces the oldest."""
+    """Yield the buckets on a device that has memory for two neighbours, of which the second replaces an earlier bucket.
+
+    Every other bucket ends where the memory ends, so that a long bucket needs no second place as long.
+    """
     if device.type == "cpu":
         yield from buckets
         return
-    longest = max(map(len, buckets))
-    held = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)]
+    sizes = [*map(len, buckets), 0]
+    held = torch.empty(max(map(sum, itertools.pairwise(sizes))), dtype=torch.uint8, device=device)
     for index, bucket in enumerate(buckets):
-        yield held[index % _IN_FLIGHT][: len(bucket)].copy_(bucket, non_blocking=True)
+        first = len(held) - len(bucket) if index % _IN_FLIGHT else 0
+        yield held[first : first + len(bucket)].copy_(bucket, non_blocking=True)
 
 
 def _broadcast(

@@ -14,7 +14,9 @@ import pytest
 from support.situations import REPO, found, only
 
 from areal_rloo import container_limits
+from areal_rloo.config import load_config
 from areal_rloo.container_limits import cgroup_value, cpu_quota
+from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.limits import (
     check_cores,
     check_gpu_memory,
@@ -24,6 +26,7 @@ from areal_rloo.launcher.doctor.limits import (
     check_processes,
 )
 from areal_rloo.launcher.placement import Host
+from areal_rloo.launcher.start import check
 
 
 def _limited(limits: str) -> dict[str, dict[str, str]]:
@@ -137,6 +140,20 @@ def test_a_model_is_counted_before_the_download(monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"learner 33\.\d+ GiB, loads and checkpoints 2\.875 GiB, engines 5\.75\d? GiB", what), what
     on_gpus = only(check_memory, "wrong", *options, "rollout.engine=sglang", HF_HUB_CACHE="/nonexistent")
     assert on_gpus.fix.startswith("start where GPUs are, or take a larger host"), "this host is not the one of the run"
+
+
+@pytest.mark.parametrize("gibibytes", [8, 2**20])
+def test_too_little_memory_is_said_beside_a_thing_to_install(gibibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever installs or downloads first would be refused afterwards."""
+    monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (gibibytes * 2**30,) * 2)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    config = load_config("gsm8k_rloo.yaml", ["rollout.engine=embedded", "data.train.path=null"])
+    with pytest.raises(UserError) as refused:
+        check(config)
+    missing, _, lacks = str(refused.value).partition("; besides, ")
+    assert missing.startswith("model.path: Qwen/Qwen2.5-1.5B-Instruct: not in ")
+    assert lacks.startswith("memory: 8 GiB of 8 GiB free; a run takes about") == (gibibytes == 8)
 
 
 def test_the_hosts_of_a_job_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
