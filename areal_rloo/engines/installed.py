@@ -27,6 +27,7 @@ class ServerPackage:
         folder: where `make` puts an environment of its own, relative to the current folder.
         tested_version: of the package.
         shim: module of an environment from `make`, for machines without a GPU.
+        cpu_heads: lengths of heads for attention on a CPU; empty: all.
     """
 
     name: str
@@ -35,13 +36,20 @@ class ServerPackage:
     folder: str
     tested_version: str
     shim: str
+    cpu_heads: tuple[int, ...] = ()
 
 
 SGLANG: Final = ServerPackage(
     "SGLang", "rollout.sglang", "sglang", folder=".venv-sglang", tested_version="0.5.23", shim="areal_rloo_sglang"
 )
 VLLM: Final = ServerPackage(
-    "vLLM", "rollout.vllm", "vllm", folder=".venv-vllm", tested_version="0.32.0", shim="areal_rloo_vllm_forks"
+    "vLLM",
+    "rollout.vllm",
+    "vllm",
+    folder=".venv-vllm",
+    tested_version="0.32.0",
+    shim="areal_rloo_vllm_forks",
+    cpu_heads=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, validate
+from areal_rloo.engines.installed import package_of
 from areal_rloo.errors import ModelError, PreflightError, UserError
 from areal_rloo.launcher.count_remedies import Plan, count_advice, more_gpus, unused_gpus
 from areal_rloo.launcher.engine_memory import (
@@ -178,6 +179,8 @@ def _resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Con
     counted = with_counts(config, hosts)
     place(counted, hosts)
     rank_gpus, worker_gpus = gpus_each(config, hosts)
+    if model is not None and not worker_gpus:
+        _check_heads(config, model)
     gpu_bytes, shared = _gpu_bytes(hosts), shares_gpus(config, hosts)
     device_bytes = gpu_bytes if rank_gpus else _host_share(counted, hosts)
     if model is None:
@@ -208,6 +211,24 @@ def _check_parallel(config: Config, model: Sizes) -> None:
             f"gives each GPU as many of the {heads} heads of the model, of its {kv_heads} heads of keys and of its "
             f"{inner} inner numbers (intermediate_size)"
         )
+
+
+def _check_heads(config: Config, model: Sizes) -> None:
+    """Raise PreflightError if a server of this run on a CPU has no attention for the heads of the model."""
+    if config.rollout.engine == "embedded" or config.rollout.server_urls:
+        return
+    package = package_of(config.rollout.engine)
+    if not package.cpu_heads or model.head_dim in package.cpu_heads:
+        return
+    change = "rollout.engine=embedded"
+    nums = [num for num in range(1, model.hidden_size) if model.hidden_size / num in package.cpu_heads]
+    if config.model.path == "tiny" and nums:
+        change = f"model.tiny.num_heads={nums[-1]} model.tiny.num_kv_heads={nums[-1]}, or {change}"
+    *lengths, last = package.cpu_heads
+    raise PreflightError(
+        f"rollout.engine: expected a model with heads of {', '.join(map(str, lengths))} or {last} numbers for "
+        f"{package.name} on a CPU, got {model.head_dim}; set {change}"
+    )
 
 
 def _gpu_bytes(hosts: Sequence[Host]) -> int:
