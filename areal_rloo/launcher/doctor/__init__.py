@@ -53,7 +53,7 @@ QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     limits.check_process_limit,
     limits.check_cores,
     limits.check_memory,
-    limits.check_gpu_memory,
+    limits.check_plan,
     inputs.check_tool_sandbox,
 )
 # Left out without a config. The other checks then take the default config, and report on the machine alone.
@@ -61,7 +61,7 @@ NEED_A_CONFIG: tuple[Check, ...] = (
     inputs.check_models,
     inputs.check_data_files,
     disk.check_free_disk,
-    limits.check_gpu_memory,
+    limits.check_plan,
 )
 THOROUGH: tuple[Check, ...] = (addresses.check_servers,)
 THOROUGH_WHERE_IT_RUNS: tuple[Check, ...] = (

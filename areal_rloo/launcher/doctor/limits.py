@@ -1,4 +1,4 @@
-"""Checks of limits of the host and the container: files, processes, locked memory, cores, memory."""
+"""Checks of limits of the host and the container (files, processes, locked memory, cores, memory), and of the plan."""
 
 from __future__ import annotations
 
@@ -112,25 +112,25 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
         yield wrong_or_unsure("memory", what, fix, is_wrong=needed > total)
 
 
-def check_gpu_memory(situation: Situation) -> Iterator[Finding]:
-    """Compare the estimate of the learner, and of an engine beside the learner, with the memory of the GPUs."""
+def check_plan(situation: Situation) -> Iterator[Finding]:
+    """Plan the run as a start does: counts, and the estimate of learner and engine with the memory of the GPUs."""
     hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
-    if not hosts[0].gpu_ids:
-        what, semicolon, fix = gpu_need(situation.config, hosts, model).partition("; ")
-        if semicolon:
-            refuses = "cuda" in (situation.config.learner.device, situation.config.rollout.device)
-            yield wrong_or_unsure("gpu memory", what, fix, is_wrong=refuses)
+    what, semicolon, fix = gpu_need(situation.config, hosts, model).partition("; ")
+    if semicolon:
+        refuses = "cuda" in (situation.config.learner.device, situation.config.rollout.device)
+        yield wrong_or_unsure("plan", what, fix, is_wrong=refuses)
         return
     try:
         config = resolved(situation.config, hosts, model)
+        place(config, hosts)
     except UserError as error:
-        yield refused("gpu memory", error, fix="take GPUs with more memory")
+        yield refused("plan", error, fix="change the config, or take other hosts")
         return
     what, semicolon, fix = few_words(config, hosts, model).partition("; ")
     if semicolon:
-        yield unsure("gpu memory", what, fix)
+        yield unsure("plan", what, fix)
     else:
-        yield ok("gpu memory", memory_words(config, hosts, model))
+        yield ok("plan", memory_words(config, hosts, model))
 
 
 def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from areal_rloo.container_limits import cgroup_value, cpu_quota
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.limits import (
     check_cores,
-    check_gpu_memory,
+    check_plan,
     check_limits,
     check_memory,
     check_process_limit,
@@ -163,7 +163,7 @@ def test_the_hosts_of_a_job_are_checked_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("areal_rloo.launcher.doctor.limits.memory", lambda: (2**38, 2**38))
     options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "learner.num_ranks=3", "rollout.num_workers=1")
     job = (*options, "launcher.num_hosts=2", "weights.transport=collective", "learner.offload=optimizer")
-    assert "a rank needs about" in only(check_gpu_memory, "ok", *job, HF_HUB_CACHE="/nonexistent").what
+    assert "a rank needs about" in only(check_plan, "ok", *job, HF_HUB_CACHE="/nonexistent").what
     what = only(check_memory, "ok", *job, HF_HUB_CACHE="/nonexistent").what
     assert "learner 7.667 GiB" in what, "two of three ranks: two thirds of 11.5 GiB"
 
@@ -181,17 +181,29 @@ def test_more_threads_than_cores_are_unsure() -> None:
     assert only(check_cores, "unsure", many).name == "threads"
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("rollout.engine=vllm",), "rollout.engine: expected a model with heads of 32, "),
+        (("rollout.engine=sglang", "rollout.tensor_parallel=5"), "rollout.tensor_parallel: expected 1 or 2"),
+        (("rollout.share_devices=side_by_side",), "rollout.share_devices: expected never or in_turns without a GPU"),
+    ],
+)
+def test_what_a_plan_refuses_without_a_gpu_is_wrong(options: tuple[str, ...], what: str) -> None:
+    assert only(check_plan, "wrong", *options).what.startswith(what)
+
+
 def test_a_learner_too_large_for_the_gpu_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("model.path=Qwen/Qwen2.5-1.5B-Instruct", "learner.gradient_checkpointing=true")
-    assert found(check_gpu_memory, *options) == [], "no GPU here"
+    assert only(check_plan, "ok", *options).what.startswith("learner: a rank needs about"), "no GPU here"
     hosts = {size: Host("n", "127.0.0.1", 8, ("0",), 2**38, size * 10**9) for size in (24, 80)}
     monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[80], ""))
-    assert "learner: a rank needs about" in only(check_gpu_memory, "ok", *options).what
+    assert "learner: a rank needs about" in only(check_plan, "ok", *options).what
     long = ("rollout.engine=sglang", "rollout.sampling.max_new_tokens=8000", "rollout.num_slots=4000")
-    few = only(check_gpu_memory, "unsure", *options, *long, "learner.microbatch_tokens=auto")
+    few = only(check_plan, "unsure", *options, *long, "learner.microbatch_tokens=auto")
     assert re.search(r"the cache holds \d+ of full length, and rollout\.num_slots is 4000$", few.what)
     assert few.fix.startswith("lower rollout.sampling.max_new_tokens")
     monkeypatch.setattr("areal_rloo.launcher.doctor.base.host_to_show", lambda _: (hosts[24], ""))
-    wrong = only(check_gpu_memory, "wrong", *options)
+    wrong = only(check_plan, "wrong", *options)
     assert "and a GPU has 22.4" in wrong.what
     assert wrong.fix.startswith("set learner.offload=")
