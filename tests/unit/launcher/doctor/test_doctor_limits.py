@@ -19,9 +19,9 @@ from areal_rloo.container_limits import cgroup_value, cpu_quota
 from areal_rloo.errors import UserError
 from areal_rloo.launcher.doctor.limits import (
     check_cores,
-    check_plan,
     check_limits,
     check_memory,
+    check_plan,
     check_process_limit,
     check_processes,
 )
