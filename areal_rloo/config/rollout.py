@@ -113,8 +113,8 @@ class RolloutConfig(Section, frozen=True):
     sampling: SamplingConfig = SamplingConfig()
     tensor_parallel: Count = 1  # devices that share a copy of the model
     # Put each worker on the GPU of a learner rank. side_by_side: both compute all the time, and the estimate splits the
-    # memory. in_turns: an embedded engine frees the cache and waits during a train step; on CPUs, too, and then both
-    # use all cores. auto: if there is one GPU, side by side, or in turns if a cache of half contexts has no room.
+    # memory. in_turns: an engine frees the cache and waits during a train step; on CPUs, too, and then both use all
+    # cores. auto: if there is one GPU, side by side; an embedded engine in turns if half contexts have no room.
     share_devices: Literal["auto", "side_by_side", "in_turns", "never"] = "auto"
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: ServerConfig = ServerConfig()
@@ -173,10 +173,10 @@ def _sharing_mistakes(rollout: RolloutConfig, transport: str) -> Iterator[str]:
             f"rollout.share_devices: expected never with {' and '.join(wrong)}, got {asked}; sharing a GPU needs "
             "tensor_parallel=1, and NCCL connects no two processes on a GPU; set " + " ".join(wrong.values())
         )
-    if asked == "in_turns" and rollout.engine != "embedded":
+    if asked == "in_turns" and rollout.server_urls:
         yield (
-            f"rollout.share_devices: expected another value with rollout.engine={rollout.engine}, got in_turns; only "
-            "the embedded engine frees memory for a train step; set rollout.engine=embedded, or side_by_side"
+            f"rollout.share_devices: expected another value with rollout.{rollout.engine}.urls, got in_turns; only a "
+            "server that its worker starts sleeps during train steps; leave out the urls, or set auto"
         )
 
 

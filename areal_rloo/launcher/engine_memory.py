@@ -238,9 +238,10 @@ def few_cached(config: Config, model: Sizes, gpu_bytes: int) -> str:
     num, slots = _num_cached(config, model, gpu_bytes), config.rollout.num_slots
     if num >= _FEW_CACHED * slots:
         return ""
+    turns = "set rollout.share_devices=in_turns, " if config.rollout.share_devices == "side_by_side" else ""
     return (
         f"generation is slow if completions are long: the cache holds {num} of full length, and rollout.num_slots is "
-        f"{slots}; lower rollout.sampling.max_new_tokens, or take more or larger GPUs"
+        f"{slots}; {turns}lower rollout.sampling.max_new_tokens, or take more or larger GPUs"
     )
 
 

@@ -125,7 +125,7 @@ def _in_time(config: Config, model: Sizes) -> Iterator[Remedy]:
             yield assign("learner.microbatch_tokens", str(shorter), shorter)
     if reference is not None and not reference.offload and config.algorithm.kl.coefficient > 0:
         yield assign("model.reference.offload", "true", True)
-    if config.rollout.share_devices == "side_by_side" and config.rollout.engine == "embedded":
+    if config.rollout.share_devices == "side_by_side":
         yield assign("rollout.share_devices", "in_turns", "in_turns")
     if broadcast_bytes(model, config).whole and config.launcher.num_hosts == 1 and not config.rollout.server_urls:
         yield assign("weights.transport", "shared_memory", "shared_memory")

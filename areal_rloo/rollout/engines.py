@@ -79,6 +79,7 @@ async def running_engine(
         UserError: the server cannot start; says how to correct that.
     """
     rollout = config.rollout
+    turn = EngineTurn(run_folder) if rollout.share_devices == "in_turns" else None
     if rollout.engine == "embedded" or (server_config := rollout.server) is None:
         embedded = EmbeddedEngine(
             model_path,
@@ -88,20 +89,12 @@ async def running_engine(
             context_tokens=config.context_tokens,
             options=rollout.embedded,
             lora=config.learner.lora if config.publishes_adapters else None,
-            turn=EngineTurn(run_folder) if rollout.share_devices == "in_turns" else None,
+            turn=turn,
         )
         with closing(embedded):
             yield WorkerEngine(embedded, device)
         return
-    plan = ServerPlan(
-        model_path,
-        device=device.type,
-        dtype=config.model.dtype,
-        tensor_parallel=rollout.tensor_parallel,
-        num_slots=rollout.num_slots,
-        context_tokens=config.context_tokens,
-        num_threads=num_threads,
-    )
+    plan = _plan(config, model_path, device, num_threads)
     engine = ServerEngine(
         kind_of(rollout.engine),
         plan,
@@ -109,11 +102,26 @@ async def running_engine(
         url=server_url,
         update_timeout_s=config.weights.timeout_s,
         log=run_folder / "logs" / f"{worker_id}.{rollout.engine}.log",
+        turn=turn,
     )
     async with engine as server:
         if (key := server_config.api_key_env) is not None:
             os.environ.pop(key, None)  # the engine has read the key; the processes for rewards do not inherit it
         yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
+
+
+def _plan(config: Config, model_path: Path, device: torch.device, num_threads: int) -> ServerPlan:
+    rollout = config.rollout
+    return ServerPlan(
+        model_path,
+        device=device.type,
+        dtype=config.model.dtype,
+        tensor_parallel=rollout.tensor_parallel,
+        num_slots=rollout.num_slots,
+        context_tokens=config.context_tokens,
+        num_threads=num_threads,
+        sleeps=rollout.share_devices == "in_turns",
+    )
 
 
 def joins_group(server: ServerEngine, worker_id: str) -> Callable[[Notice, CollectiveOffer], Awaitable[int]]:

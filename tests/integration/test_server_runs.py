@@ -34,8 +34,11 @@ def test_gsm8k_trains_on_a_managed_server(
     assert server_processes(run.folder / "logs" / f"rollout-0.{kind}.log") == []
 
 
+@pytest.mark.parametrize("way", ["never", "in_turns"])
 @pytest.mark.parametrize("kind", SERVERS)
-def test_a_policy_learns_from_the_samples_of_a_server(kind: str, start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_policy_learns_from_the_samples_of_a_server(
+    kind: str, way: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
     """A random model learns to prefer half of the vocabulary. Samples of other weights than tagged teach nothing."""
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -45,7 +48,7 @@ def test_a_policy_learns_from_the_samples_of_a_server(kind: str, start: Callable
     run = start(
         *(f"rollout.engine={kind}", f"rollout.{kind}.python={SERVERS[kind].python()}"),
         *("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2"),  # vLLM needs heads of 32
-        f"data.train.rewards=[{{function: '{reward}:low'}}]",
+        *(f"data.train.rewards=[{{function: '{reward}:low'}}]", f"rollout.share_devices={way}"),
         *("data.eval=null", "evaluation.every_n_versions=0", "checkpoint.every_n_steps=0"),
         *("learner.optimizer.learning_rate=0.003", "learner.num_train_steps=25", "algorithm.group_size=8"),
     )

@@ -21,6 +21,7 @@ from areal_rloo.engines.server import ServerEngine, ServerKind, ServerPlan
 from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.vllm import VLLM
 from areal_rloo.models.fingerprint import Fingerprint, Sample
+from areal_rloo.turns import EngineTurn
 
 Fault = Literal["refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore", "wait"]
 FAULTS: tuple[Fault, ...] = ("refuse", "break", "refuse after", "reset", "reset after", "hang", "hang after", "ignore")
@@ -108,6 +109,8 @@ class FakeSGLang:
     version: int = 0  # of the weights
     label: str = "0"
     paused: bool = False
+    asleep: bool = False
+    disturbed: list[str] = field(default_factory=list)  # calls that a sleeping server does not survive
     session: bool = False
     token_s: float = 0.003
     sampled: int = 0
@@ -117,12 +120,16 @@ class FakeSGLang:
     aborted: set[str] = field(default_factory=set)
 
     async def answer(self, asked: web.Request) -> web.StreamResponse:
-        body: dict[str, Any] = await asked.json() if asked.method == "POST" else {}
+        body: dict[str, Any] = await asked.json() if asked.method == "POST" and asked.can_read_body else {}
+        self._look(asked.path)
         match asked.path:
             case "/generate":
                 return web.json_response(await self._generate(body))
             case "/abort_request":
                 self.aborted |= {rid for rid in self.running if rid.startswith(body["rid"])}
+            case "/release_memory_occupation" | "/resume_memory_occupation":
+                assert body == {"tags": ["kv_cache"]}
+                self.asleep = asked.path == "/release_memory_occupation"
             case "/pause_generation":
                 self.paused = True
             case "/continue_generation":
@@ -140,6 +147,20 @@ class FakeSGLang:
                 checksums = {_DIGESTED: f"{self.version:016x}"}
                 return web.json_response({"ranks": [{"checksums": checksums, "parallelism_info": [{"tp_rank": 0}]}]})
         return web.json_response({"success": True, "weight_version": self.label})
+
+    def _look(self, path: str) -> None:
+        """Note a call that needs the memory of a sleeping server, or a call to sleep with requests under way."""
+        harmless = (
+            "/resume_memory_occupation",
+            "/wake_up",
+            "/abort_request",
+            "/inference/v1/abort_requests",
+            "/health",
+        )
+        if self.asleep and path not in harmless:
+            self.disturbed.append(path)
+        if self.running and path in ("/release_memory_occupation", "/sleep"):
+            self.disturbed.append(f"{path} with {len(self.running)} requests")
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         rid, wanted = body["rid"], body["sampling_params"]["max_new_tokens"]
@@ -174,8 +195,11 @@ class FakeVLLM(FakeSGLang):
     num_received: int = 0
 
     async def answer(self, asked: web.Request) -> web.StreamResponse:
-        body: dict[str, Any] = await asked.json() if asked.method == "POST" else {}
+        body: dict[str, Any] = await asked.json() if asked.method == "POST" and asked.can_read_body else {}
+        self._look(asked.path)
         match asked.path:
+            case "/sleep" | "/wake_up":
+                self.paused = self.asleep = asked.path == "/sleep"
             case "/inference/v1/generate":
                 return web.json_response(await self._complete(body))
             case "/inference/v1/abort_requests":
@@ -222,7 +246,7 @@ def _kind(fake: FakeSGLang) -> ServerKind:
 
 @asynccontextmanager
 async def engine_on_faulty(
-    folder: Path, fake: FakeSGLang, *, timeout_s: float, **options: Any
+    folder: Path, fake: FakeSGLang, *, timeout_s: float, turn: EngineTurn | None = None, **options: Any
 ) -> AsyncIterator[tuple[ServerEngine, Faults]]:
     """An engine on a fake external server with faults."""
     async with faulty(fake.answer) as (url, faults):
@@ -233,6 +257,7 @@ async def engine_on_faulty(
             url=url,
             update_timeout_s=timeout_s,
             log=folder / "no.log",
+            turn=turn,
         )
         async with engine:
             yield engine, faults

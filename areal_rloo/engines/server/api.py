@@ -40,6 +40,7 @@ class ServerPlan:
         context_tokens: longest prompt and completion together.
         num_threads: CPU threads; 0 for torch's default.
         model_context_tokens: the model's longest context; None if the config does not tell.
+        sleeps: True if the server gives its memory to a learner during train steps.
         prefix_cache: False if the server cannot separate the cached prompts of two versions.
     """
 
@@ -50,6 +51,7 @@ class ServerPlan:
     num_slots: int
     context_tokens: int
     num_threads: int
+    sleeps: bool = False
     model_context_tokens: int | None = None
     prefix_cache: bool = True
 
@@ -189,6 +191,12 @@ class ServerApi(Protocol):
 
     async def resume(self, *, timeout_s: float) -> None:
         """Continue generation; no error if the server was not paused."""
+
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Discard the cache, and free its memory on a GPU (`ServerPlan.sleeps`); no request is under way."""
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Take memory for the cache again, and continue."""
 
 
 class ServerKind(Protocol):

@@ -34,6 +34,7 @@ from areal_rloo.engines.server.flights import FlightQueue
 from areal_rloo.engines.server.model_folder import WeightsFolder, check_shapes, read_model
 from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.engines.server.supervision import ExternalServer, ManagedServer, Server, Supervision
+from areal_rloo.engines.server.turns import Turns
 from areal_rloo.engines.server.updates import Load, Swapping, Update, prove
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
@@ -41,6 +42,7 @@ from areal_rloo.models.stored import stored_parameters
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
+from areal_rloo.turns import EngineTurn
 from areal_rloo.waiting import cancel, fault_of
 
 logger = get_logger(__name__)
@@ -82,6 +84,7 @@ class ServerEngine:
         url: str | None,
         update_timeout_s: float,
         log: Path,
+        turn: EngineTurn | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +93,7 @@ class ServerEngine:
             url: of an external server; None for a managed server.
             update_timeout_s: of loading weights through files.
             log: file for the output of a managed server.
+            turn: generate in turns with the learner; the engine closes the turn. None: all the time.
         """
         facts = read_model(plan.model_path)
         self._parameters = stored_parameters("model.path", plan.model_path)
@@ -111,6 +115,8 @@ class ServerEngine:
         self._sending = Sending(self._state, self._queue, vocab_size=facts.vocab_size, config=config)
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
+        self._turn = turn
+        self._turns = None if turn is None else Turns(self._state, self._sending, turn)
 
     async def __aenter__(self) -> Self:
         """Start a managed server, or connect to an external server; wait until the server answers.
@@ -119,7 +125,13 @@ class ServerEngine:
             ConfigError: the server cannot be used; the message names a remedy.
             EngineError: the server failed while answering.
         """
-        connection = await self._supervision.start()
+        try:
+            if self._turns is not None:
+                await self._turns.begin()
+            connection = await self._supervision.start()
+        except BaseException:
+            self._close_turn()
+            raise
         self._serving = asyncio.create_task(self._serve(connection), name="the engine")
         return self
 
@@ -194,13 +206,16 @@ class ServerEngine:
         return self._swapping.stage(update)
 
     def statistics(self) -> EngineStatistics:
-        state = self._state
-        return self._queue.statistics(
+        state, turn = self._state, self._turn
+        counted = self._queue.statistics(
             ready=state.connection is not None,
             policy_version=state.policy_version,
             weight_updates=state.weight_updates,
             swap_s=state.swap_s,
         )
+        if turn is None:
+            return counted
+        return msgspec.structs.replace(counted, turns_given=turn.num_given, turn_wait_s=turn.waited_s)
 
     def server_statistics(self) -> ServerStatistics:
         state = self._state
@@ -237,6 +252,8 @@ class ServerEngine:
             "updates of the server": self._swapping.run(),
             "questions for the tokens so far": self._tell_unfinished(),
         }
+        if self._turns is not None:
+            works["turns with the learner"] = self._turns.run()
         closing = asyncio.create_task(self._closing.wait(), name="the end of the engine")
         tasks = [closing, *(asyncio.create_task(work, name=name) for name, work in works.items())]
         error: BaseException | None = None
@@ -285,3 +302,8 @@ class ServerEngine:
         await asyncio.to_thread(self._server.kill)
         if self._folder is not None:
             await asyncio.to_thread(self._folder.close)
+        self._close_turn()
+
+    def _close_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.close()

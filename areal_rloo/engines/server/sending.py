@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,12 @@ _MOST_QUIET_S = 5.0
 _CALL_TIMEOUT_S = 10.0
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class ServerState:
     """The state of the server behind the engine. All parts of the engine share this object.
@@ -41,6 +47,8 @@ class ServerState:
         required_version: send no request under earlier weights: versions never decrease along a completion.
         num_discards: counts how often all output under way became useless, and is discarded.
         exclusive: held by an update, and while flights are called back; both have deadlines, so health checks pause.
+        awake: not set while the server sleeps during a train step (`turns.py`).
+        catches_up: an update waits for the end of a train step; requests then meet the new weights.
         paused: the server is paused for new weights, or is about to be, or the flights are called back.
         suspicious: a connection broke, or the server or a gateway failed, and no health check has succeeded since.
         quiet_until_s: no health check before this time of `time.monotonic`, so no request of a suspicious server.
@@ -57,6 +65,8 @@ class ServerState:
     required_version: int = 0
     num_discards: int = 0
     exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
+    awake: asyncio.Event = field(default_factory=_set_event)
+    catches_up: bool = False
     paused: bool = False
     suspicious: bool = False
     quiet_until_s: float = 0.0
@@ -80,13 +90,30 @@ class ServerState:
 
     @property
     def updating(self) -> bool:
-        return self.exclusive.locked()
+        """True while the server may answer nothing, without any fault."""
+        return self.exclusive.locked() or not self.awake.is_set()
+
+    @asynccontextmanager
+    async def exclusive_and_awake(self) -> AsyncIterator[None]:
+        """Hold `exclusive`, with a server that does not sleep. After a sleep, the gate opens only afterwards."""
+        self.catches_up = not self.awake.is_set()
+        try:
+            while True:
+                await self.awake.wait()
+                async with self.exclusive:
+                    if self.awake.is_set():
+                        yield
+                        return
+        finally:
+            self.catches_up = False
 
     @property
     def gate_is_open(self) -> bool:
         return (
             self.connection is not None
             and not self.paused
+            and self.awake.is_set()
+            and not self.catches_up
             and not self.suspicious
             and self.hung is None
             and self.policy_version >= self.required_version

@@ -306,6 +306,7 @@ class Supervision:
                     raise EngineError(f"gave up after {self._num_restarts} restarts of the server in a row: {why}")
                 await asyncio.sleep(_RESTART_BACKOFF_S[min(self._num_restarts, len(_RESTART_BACKOFF_S) - 1)])
                 self._num_restarts += 1
+                await self._state.awake.wait()  # a start takes the memory that the learner has now
             try:
                 return await self._server.open()
             except ArealRlooError as error:

@@ -141,7 +141,7 @@ class Swapping:
         if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
         started_s = time.monotonic()
-        async with state.exclusive:
+        async with state.exclusive_and_awake():
             proven = await self._exchange(connection, update, started_s)
         self._mismatches = 0
         state.proven_updates += proven

@@ -21,6 +21,8 @@ from areal_rloo.engines.sglang.command import command_line, environment
 from areal_rloo.engines.sglang.completions import body_of, read_output
 from areal_rloo.engines.sglang.weights import SGLangWeights
 
+_CACHE = {"tags": ["kv_cache"]}
+
 
 @dataclass(frozen=True, slots=True)
 class SGLang:
@@ -87,6 +89,14 @@ class SGLangApi:
 
     async def pause(self, mode: UpdateMode, *, timeout_s: float) -> None:
         await self.client.post("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def sleep(self, *, timeout_s: float) -> None:
+        await self.pause("retract", timeout_s=timeout_s)  # also of a health check, which is a request of the server
+        await self.client.post("/release_memory_occupation", _CACHE, timeout_s=timeout_s)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        await self.client.post("/resume_memory_occupation", _CACHE, timeout_s=timeout_s)
+        await self.resume(timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
         await self.client.post("/continue_generation", timeout_s=timeout_s)

@@ -33,6 +33,8 @@ def command_line(arguments: Arguments, plan: ServerPlan, *, port: int) -> list[s
     context_tokens = plan.context_tokens + 16
     if plan.model_context_tokens is None or context_tokens < plan.model_context_tokens:
         chosen["context-length"] = context_tokens
+    if plan.sleeps and plan.device != "cpu":
+        chosen["enable-memory-saver"] = True
     if plan.device == "cpu":
         chosen |= _CPU
         chosen["max-total-tokens"] = plan.num_slots * context_tokens

@@ -90,5 +90,12 @@ class VLLMApi:
             if not answer.get("success"):
                 raise EngineError(f"the server does not discard its cache: {answer}")
 
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Free the weights as well, which vLLM keeps in memory of the host."""
+        await self.client.post("/sleep?level=1&mode=abort", timeout_s=timeout_s)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        await self.client.post("/wake_up", timeout_s=timeout_s)
+
     async def resume(self, *, timeout_s: float) -> None:
         await self.client.post("/resume", timeout_s=timeout_s)

@@ -24,6 +24,8 @@ def command_line(arguments: Arguments, plan: ServerPlan, *, port: int) -> list[s
         "no-enable-prefix-caching": not plan.prefix_cache,
         "disable-uvicorn-access-log": True,
     }
+    if plan.sleeps and plan.device != "cpu":
+        chosen["enable-sleep-mode"] = True
     if plan.device == "cpu":
         chosen |= _CPU
     chosen |= {argument_name(name): value for name, value in arguments.items()}

@@ -282,8 +282,11 @@ def test_on_cpus_turns_are_a_choice_and_give_both_all_cores() -> None:
 
 def test_turns_that_are_not_possible_are_refused() -> None:
     in_turns = (*EMBEDDED, "rollout.share_devices=in_turns")
-    with pytest.raises(ConfigError, match=r"rollout\.share_devices: .*got in_turns; only the embedded engine frees"):
-        _config("rollout.share_devices=in_turns")
+    urls = "rollout.sglang.urls=[http://127.0.0.1:1]"
+    with pytest.raises(
+        ConfigError, match=r"expected another value with rollout\.sglang\.urls, got in_turns; only a server"
+    ):
+        _config("rollout.share_devices=in_turns", urls, "rollout.num_workers=1")
     with pytest.raises(ConfigError, match=r"expected never with weights\.transport=collective, got in_turns; "):
         _config(*in_turns, "weights.transport=collective")
     with pytest.raises(PreflightError, match=r"expected never on 2 hosts, got in_turns; .* set it to never"):

@@ -54,6 +54,8 @@ def test_a_server_is_started_for_its_device() -> None:
     assert environment(_plan()) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
     assert environment(_plan(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert environment(_plan(device="cuda")) == {}
+    sleeping = [_options({}, _plan(device=device, sleeps=True)) for device in ("cpu", "cuda")]
+    assert ["--enable-memory-saver" in options for options in (on_cuda, *sleeping)] == [False, False, True]
 
 
 def test_the_port_of_a_starting_server_is_reserved(tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def test_a_server_is_started_for_its_device() -> None:
     assert "--enforce-eager" not in on_cuda
     assert (on_cpu["--kv-cache-memory-bytes"], "--kv-cache-memory-bytes" in on_cuda) == ("1073741824", False)
     assert on_cuda["--tensor-parallel-size"] == "2"
+    sleeping = [_options({}, device=device, sleeps=True) for device in ("cpu", "cuda")]
+    assert ["--enable-sleep-mode" in options for options in (on_cuda, *sleeping)] == [False, False, True]
     assert (on_cpu["--max-model-len"], on_cpu["--max-num-seqs"]) == ("512", "8")
     assert "--no-enable-prefix-caching" not in on_cpu
     assert _options({}, model_context_tokens=256)["--max-model-len"] == "256", "vLLM would not start with more"

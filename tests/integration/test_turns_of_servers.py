@@ -1,0 +1,100 @@
+"""Real servers in turns with a learner: no token in a step, weights after it, and tokens with the right logprobs."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.model_versions import model_of
+from support.patience import PATIENCE_S, eventually
+from support.server_support import (
+    PROMPT,
+    SERVERS,
+    EngineOnThread,
+    assert_close,
+    begin,
+    fresh_logprobs,
+    make_engine,
+    named,
+    request,
+    results,
+    server_processes,
+    version_runs,
+)
+from support.turn_takers import ToldLearner, told_learner
+
+from areal_rloo.engines.base import GenerationRequest
+from areal_rloo.turns import EngineTurn
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[ToldLearner]:
+    with told_learner(tmp_path, patience_s=PATIENCE_S) as found:
+        yield found
+
+
+def _asked(prefix: str, num_tokens: int) -> list[GenerationRequest]:
+    return [request(f"{prefix}{i}", max_new_tokens=num_tokens, temperature=1.0) for i in range(4)]
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_real_server_sleeps_in_each_step(kind: str, wide_folder: Path, tmp_path: Path, learner: ToldLearner) -> None:
+    log = tmp_path / "server.log"
+    models = {version: model_of(wide_folder, factor=1 + 0.02 * version) for version in range(4)}
+    learner.take()
+    engine = make_engine(wide_folder, log, engine=kind, turn=EngineTurn(tmp_path))
+    try:
+        time.sleep(1)
+        assert not engine.ready.done()
+        assert server_processes(log) == [], "a server takes memory at its start"
+        learner.give()
+        engine.ready.result(timeout=PATIENCE_S)
+        futures = begin(engine, _asked("a", 1000))
+        for version in range(1, 4):
+            assert learner.take() == 0
+            so_far = _tokens(engine)
+            assert so_far > 0
+            loading = engine.load_weights(version, models[version].named_parameters())
+            time.sleep(0.5)
+            assert _tokens(engine) == so_far, "the server generates in a step"
+            assert not loading.done()
+            learner.give()
+            assert loading.result(timeout=PATIENCE_S) == version
+            _goes_on(engine, so_far)
+        for completion in results(futures):
+            assert len(completion.tokens) == 1000
+            runs = version_runs(completion)
+            assert (runs, runs[0], runs[-1]) == (sorted(runs), 0, 3)
+            assert_close(completion, fresh_logprobs(models, PROMPT, completion))
+        assert engine.server_statistics().restarts == 0
+        assert engine.server_statistics().unproven_updates == 0
+        assert engine.statistics().turns_given == 3
+        _dies_in_its_sleep(engine, log, learner)
+    finally:
+        engine.close()
+    assert learner.take() == 0
+
+
+def _dies_in_its_sleep(engine: EngineOnThread, log: Path, learner: ToldLearner) -> None:
+    """The server is started again only after the step, and continues its requests with the newest weights."""
+    futures = begin(engine, _asked("b", 100))
+    assert learner.take() == 0
+    named(log, engine.tested.titles[0]).send_signal(signal.SIGKILL)
+    eventually(lambda: not server_processes(log), "the processes of the server end")
+    time.sleep(1)
+    assert server_processes(log) == []
+    learner.give()
+    eventually(lambda: bool(server_processes(log)), "the server is started again")
+    assert not any(future.done() for future in futures)
+
+
+def _goes_on(engine: EngineOnThread, so_far: int) -> None:
+    eventually(lambda: _tokens(engine) > so_far, "the server goes on")
+
+
+def _tokens(engine: EngineOnThread) -> int:
+    begun = engine._loop.call(engine._engine.unfinished).result(timeout=PATIENCE_S)
+    return sum(len(completion.tokens) for completion in begun.values())
