@@ -96,9 +96,9 @@ class ServerState:
     @asynccontextmanager
     async def exclusive_and_awake(self) -> AsyncIterator[None]:
         """Hold `exclusive`, with a server that does not sleep. After a sleep, the gate opens only afterwards."""
-        self.catches_up = not self.awake.is_set()
         try:
             while True:
+                self.catches_up |= not self.awake.is_set()  # also if the server fell asleep before it could be held
                 await self.awake.wait()
                 async with self.exclusive:
                     if self.awake.is_set():
