@@ -268,6 +268,7 @@ class ServerEngine:
                 await cancel(tasks)
                 await self._leave_server()
             finally:
+                self._close_turn()
                 self._queue.close(death, failed=error is not None)
                 self._swapping.close(death)
                 while not self._asked.empty():
@@ -302,7 +303,6 @@ class ServerEngine:
         await asyncio.to_thread(self._server.kill)
         if self._folder is not None:
             await asyncio.to_thread(self._folder.close)
-        self._close_turn()
 
     def _close_turn(self) -> None:
         if self._turn is not None:

@@ -18,7 +18,7 @@ from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import EngineError
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
 
-_TIMEOUT_S = 30.0  # of a call; weights of a large model are copied
+_TIMEOUT_S = 10.0  # of a call, below the learner's patience; vLLM copies weights of a large model in a second
 
 
 class Turns:

@@ -140,8 +140,11 @@ class Swapping:
             raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
         if update.policy_version < state.policy_version + (not update.in_group):
             return state.policy_version
-        started_s = time.monotonic()
         async with state.exclusive_and_awake():
+            self._check_still_connected(connection, update)
+            if state.hung is not None:  # for example, the server did not wake
+                raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
+            started_s = time.monotonic()
             proven = await self._exchange(connection, update, started_s)
         self._mismatches = 0
         state.proven_updates += proven

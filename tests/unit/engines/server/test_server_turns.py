@@ -11,6 +11,7 @@ from support.server_support import in_buckets, request
 from support.turn_takers import ToldLearner, told_learner
 
 from areal_rloo.engines.server import ServerEngine, UpdateGroup
+from areal_rloo.errors import EngineError
 from areal_rloo.turns import EngineTurn
 
 Scenario = Callable[[ServerEngine, FakeSGLang, Faults, ToldLearner], Awaitable[None]]
@@ -131,6 +132,54 @@ def test_a_server_that_does_not_obey_is_given_up(
         fake.disturbed.clear()  # of the former process
 
     _play(tiny_folders["qwen2"], tmp_path, KINDS[kind](), scenario)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_update_is_made_on_a_server_that_does_not_wake(
+    kind: str, tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        await asyncio.to_thread(learner.take)
+        updating = asyncio.create_task(_update(engine, tiny_folders["qwen2"], 2))
+        await asyncio.sleep(0.05)
+        faults.path, faults.left = WAKE[kind], 1
+        await asyncio.to_thread(learner.give)
+        with pytest.raises(EngineError, match="version 2 was not loaded: the server"):
+            await updating
+        assert fake.disturbed == []
+        fake.asleep = fake.paused = False  # as a new process
+
+    _play(tiny_folders["qwen2"], tmp_path, KINDS[kind](), scenario)
+
+
+def test_an_update_that_meets_a_server_falling_asleep_goes_first(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """A question for tokens delays both; then requests do not leave under the weights that the update replaces."""
+
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        (future,) = engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
+        await asyncio.sleep(0.05)
+        exclusive = engine._state.exclusive
+        async with exclusive:
+            taking = asyncio.create_task(asyncio.to_thread(learner.take))
+            await _until(lambda: len(exclusive._waiters or ()) == 1)
+            updating = asyncio.create_task(_update(engine, tiny_folders["qwen2"], 2))
+            await _until(lambda: len(exclusive._waiters or ()) == 2)
+        await taking
+        await asyncio.sleep(0.2)
+        before, prefilled = fake.sampled, engine.statistics().prefill_tokens
+        await asyncio.to_thread(learner.give)
+        await _until(lambda: fake.version == 2)
+        assert (fake.sampled, engine.statistics().prefill_tokens) == (before, prefilled)
+        await updating
+        assert engine.server_statistics().last_pause_s < 0.2, "the step is no pause of the update"
+        assert len((await asyncio.wrap_future(future)).tokens) == 60
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the fake server has no events
+        await asyncio.sleep(0)
 
 
 def test_an_engine_without_the_turn_starts_no_server(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
