@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from areal_rloo.config import Config
 from areal_rloo.launcher.placement import Host, Placement
-from areal_rloo.learner.memory import estimate, number_bytes
+from areal_rloo.learner.memory import estimate, number_bytes, trained_numbers
 from areal_rloo.models.sizes import Sizes
 
 _WIDE = 4  # bytes of a float32
@@ -54,10 +54,9 @@ class _Learner:
 
     @property
     def num_trained(self) -> int:
-        lora = self.config.learner.lora
-        if lora is None:
+        if self.config.learner.lora is None:
             return self.num_parameters
-        return 0 if self.model is None else self.model.num_adapted(lora.rank, lora.targets)
+        return 0 if self.model is None else trained_numbers(self.model, self.config)
 
     @property
     def moments_bytes(self) -> int:

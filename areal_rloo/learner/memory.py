@@ -23,6 +23,12 @@ def number_bytes(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
+def trained_numbers(model: Sizes, config: Config) -> int:
+    """Return the number of parameters with a gradient."""
+    lora = config.learner.lora
+    return model.num_parameters if lora is None else model.num_adapted(lora.rank, lora.targets)
+
+
 class Broadcast(NamedTuple):
     """Bytes of the weights on their way."""
 
@@ -36,9 +42,7 @@ def broadcast_bytes(model: Sizes, config: Config) -> Broadcast:
     memory."""
     if config.weights_transport(same_host=config.launcher.num_hosts == 1) == "shared_memory":
         return Broadcast(0.0, 0.0, 0.0)
-    lora, num = config.learner.lora, model.num_parameters
-    if config.publishes_adapters and lora is not None:
-        num = model.num_adapted(lora.rank, lora.targets)
+    num = trained_numbers(model, config) if config.publishes_adapters else model.num_parameters
     low = number_bytes(config)
     of_layer = max(config.weights.bucket_bytes, low * model.largest_of_layer)
     longest = max(of_layer, low * model.head)
@@ -63,9 +67,7 @@ def estimate(model: Sizes, config: Config, *, on_gpu: bool, num_trained: int | N
     the parameters with a gradient over all ranks; None: as the sizes of the model say.
     """
     learner, num_parameters = config.learner, model.num_parameters
-    if num_trained is None:
-        lora = learner.lora
-        num_trained = num_parameters if lora is None else model.num_adapted(lora.rank, lora.targets)
+    num_trained = trained_numbers(model, config) if num_trained is None else num_trained
     ranks = learner.num_ranks // learner.num_replicas
     sharded = learner.num_ranks > 1 or learner.offload == "parameters"
     low = number_bytes(config)

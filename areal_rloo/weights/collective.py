@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.001
-_IN_FLIGHT = 2  # broadcasts under way together: the start of the next hides behind the end of the first
+_IN_FLIGHT = 2  # broadcasts under way together (`_on_device`): the start of the next hides behind the end of the first
 
 
 class CollectiveSender:
@@ -202,7 +202,7 @@ def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tens
     sizes = [*map(len, buckets), 0]
     held = torch.empty(max(map(sum, itertools.pairwise(sizes))), dtype=torch.uint8, device=device)
     for index, bucket in enumerate(buckets):
-        first = len(held) - len(bucket) if index % _IN_FLIGHT else 0
+        first = len(held) - len(bucket) if index % 2 else 0
         yield held[first : first + len(bucket)].copy_(bucket, non_blocking=True)
 
 

@@ -119,6 +119,11 @@ class ServerState:
             and self.policy_version >= self.required_version
         )
 
+    def give_up(self, connection: Connection, why: str) -> None:
+        """Have the server of a connection restarted, unless that has happened already."""
+        if self.connection is connection:
+            self.hung = why
+
     def forget_version(self, connection: Connection) -> None:
         """Mark the weights of this connection as unknown; `now_has` reports the weights later."""
         if self.connection in (connection, None):  # else the server has reconnected, and the weights are known

@@ -57,7 +57,7 @@ class Turns:
                 await self._sending.call_back(timeout_s=_TIMEOUT_S)
                 await connection.api.sleep(timeout_s=_TIMEOUT_S)
             except EngineError as error:
-                self._give_up(connection, f"the server does not fall asleep: {error}")
+                state.give_up(connection, f"the server does not fall asleep: {error}")
                 state.awake.set()
                 return False
             self._sleeping = connection
@@ -70,11 +70,7 @@ class Turns:
                 try:
                     await connection.api.wake(timeout_s=_TIMEOUT_S)
                 except EngineError as error:
-                    self._give_up(connection, f"the server does not wake: {error}")
+                    state.give_up(connection, f"the server does not wake: {error}")
             self._sleeping = None
             state.awake.set()
             state.changed.set()
-
-    def _give_up(self, connection: Connection, why: str) -> None:
-        if self._state.connection is connection:
-            self._state.hung = why

@@ -135,17 +135,13 @@ class Swapping:
         state = self._state
         if not update.in_group:
             await state.connected.wait()
-        connection = state.connection
-        if connection is None or state.hung is not None:
-            raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
-        if update.policy_version < state.policy_version + (not update.in_group):
-            return state.policy_version
         async with state.exclusive_and_awake():
-            self._check_still_connected(connection, update)
-            if state.hung is not None:  # for example, the server did not wake
+            connection = state.connection
+            if connection is None or state.hung is not None:  # for example, the server did not wake
                 raise EngineError(f"version {update.policy_version} was not loaded: the server is restarting")
-            started_s = time.monotonic()
-            proven = await self._exchange(connection, update, started_s)
+            if update.policy_version < state.policy_version + (not update.in_group):
+                return state.policy_version
+            proven = await self._exchange(connection, update, time.monotonic())
         self._mismatches = 0
         state.proven_updates += proven
         state.unproven_updates += not proven
@@ -164,14 +160,14 @@ class Swapping:
             self._check_still_connected(connection, update)
             return proven
         except ServerGoneError as error:
-            self._give_up(connection, error)
+            self._state.give_up(connection, str(error))
             raise
         except WeightsDifferError as error:
             logger.error("%s", error)
             self._state.weight_mismatches += 1
             self._mismatches += 1
             if self._mismatches >= _MAX_MISMATCHES:
-                self._give_up(connection, error)
+                self._state.give_up(connection, str(error))
             raise
 
     async def _swap(self, connection: Connection, update: Update, load: Load, still_since_s: float) -> bool:
@@ -196,11 +192,6 @@ class Swapping:
             state.paused = False
             state.last_pause_s = time.monotonic() - still_since_s
             state.swap_s += state.last_pause_s
-
-    def _give_up(self, connection: Connection, why: EngineError) -> None:
-        """Have the server restarted, unless that has happened already."""
-        if self._state.connection is connection:
-            self._state.hung = str(why)
 
     def _check_still_connected(self, connection: Connection, update: Update) -> None:
         if self._state.connection is not connection:
