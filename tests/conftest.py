@@ -137,11 +137,11 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: _checkpoint(name, tmp_path_factory.mktemp(name)) for name in ("qwen2", "qwen3", "llama")}
 
 
-def _checkpoint(architecture: str, folder: Path, *, num_heads: int = 4, num_kv_heads: int = 2) -> Path:
+def _checkpoint(architecture: str, folder: Path, **sizes: int) -> Path:
     from areal_rloo.config import TinyModelConfig
     from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 
-    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, **sizes}
     model = make_tiny_model(TinyModelConfig(architecture=architecture, warm_start=None, **sizes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -154,7 +154,9 @@ def _checkpoint(architecture: str, folder: Path, *, num_heads: int = 4, num_kv_h
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with heads of 32: vLLM's attention on a CPU refuses 16."""
-    return _checkpoint("qwen2", tmp_path_factory.mktemp("wide"), num_heads=2, num_kv_heads=2)
+    from support.server_support import MODEL_TOKENS
+
+    return _checkpoint("qwen2", tmp_path_factory.mktemp("wide"), num_heads=2, max_position=MODEL_TOKENS)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 from support.driven_learner import DrivenLearner, play, work
 from support.intakes import make_offers
 from support.model_versions import model_of
-from support.server_support import engine_on_fake
+from support.told_server import engine_on_fake
 
 from areal_rloo.config import load_config
 from areal_rloo.engines.embedded import EmbeddedEngine

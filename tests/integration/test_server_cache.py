@@ -38,7 +38,7 @@ def test_a_real_server_has_the_cache_that_it_was_given(name: str, wide_folder: P
         "sglang": {"mem-fraction-static": 0.99, "max-total-tokens": TOKENS},
         "vllm": {"gpu-memory-utilization": 0.01, "kv-cache-memory-bytes": TOKENS * 4 * sizes.cache_numbers},
     }[name]
-    with running_engine(wide_folder, tmp_path / "log", engine=name, arguments=arguments) as engine:
+    with running_engine(wide_folder, tmp_path / "log", engine=name, arguments=arguments, context_tokens=4000) as engine:
         (completion,) = results(engine.submit([request("a")]))
         assert len(completion.tokens) == 20
         eventually(lambda: _cache_tokens(engine, name) is not None, "the server writes the metric")

@@ -17,12 +17,15 @@ from support.patience import PATIENCE_S, eventually
 from support.processes import ends_of_logs
 from support.server_support import (
     CAPABILITIES,
+    CONTEXT_TOKENS,
+    MODEL_TOKENS,
     PROMPT,
     SERVERS,
     VLLM_CAPABILITIES,
     RealServer,
     assert_close,
     begin,
+    endless,
     fresh_logprobs,
     make_engine,
     more_tokens,
@@ -30,6 +33,7 @@ from support.server_support import (
     results,
     running_engine,
     server_processes,
+    stopped,
     version_runs,
 )
 
@@ -50,13 +54,13 @@ UNTAGGED = {
     "sglang": dataclasses.replace(
         CAPABILITIES,
         version="0.4",
-        context_tokens=4016,
-        prompt_tokens=4010,
-        cache_tokens=32128,
+        context_tokens=CONTEXT_TOKENS + 16,
+        prompt_tokens=CONTEXT_TOKENS + 10,
+        cache_tokens=8 * (CONTEXT_TOKENS + 16),
         cache_key=None,
         weight_versions=False,
     ),
-    "vllm": dataclasses.replace(VLLM_CAPABILITIES, version="0.4", context_tokens=4000, weight_versions=False),
+    "vllm": dataclasses.replace(VLLM_CAPABILITIES, version="0.4", context_tokens=CONTEXT_TOKENS, weight_versions=False),
 }
 
 
@@ -87,7 +91,7 @@ def server(
     exported: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[External]:
     tested = SERVERS[request.param]
-    plan = ServerPlan(exported, "cpu", "float32", 1, 8, 4000, 1, model_context_tokens=4096)
+    plan = ServerPlan(exported, "cpu", "float32", 1, 8, CONTEXT_TOKENS, 1, model_context_tokens=MODEL_TOKENS)
     log = tmp_path_factory.mktemp("logs") / "external.log"
     process = ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, log)
     try:
@@ -167,12 +171,14 @@ def test_nothing_is_generated_before_the_learners_weights_load(server: External,
 def test_a_server_with_its_weights_continues_after_an_absence(server: External, folder: Path, tmp_path: Path) -> None:
     with running_engine(folder, tmp_path / "no.log", **_options(server)) as engine:
         assert engine.load_weights(3, model_of(folder).named_parameters()).result(timeout=PATIENCE_S) == 3
-        futures = begin(engine, [request(f"b{i}", max_new_tokens=2500) for i in range(10)], num_tokens=100)
+        long = endless("l", 6)
+        futures = begin(engine, [*long, *(request(f"b{i}", max_new_tokens=500) for i in range(4))], num_tokens=100)
         os.killpg(server.process.pid, signal.SIGSTOP)
         eventually(lambda: engine.statistics().num_running == 0, "it is noticed")
         os.killpg(server.process.pid, signal.SIGCONT)
-        for completion in results(futures):
-            assert len(completion.tokens) == 2500
+        completions = [*stopped(engine, long, futures[:6]), *results(futures[6:])]
+        assert [len(completion.tokens) for completion in completions[6:]] == [500] * 4
+        for completion in completions:
             assert version_runs(completion) == [3]
             assert_close(completion, cached_logprobs({3: model_of(folder)}, PROMPT, completion))
         assert engine.server_statistics().restarts == 1
@@ -188,14 +194,15 @@ def test_a_server_without_tags_is_updated_without_running_requests(
         folder, tmp_path / "no.log", capabilities=UNTAGGED[server.tested.engine], **_options(server)
     ) as engine:
         assert engine.load_weights(5, models[5].named_parameters()).result(timeout=PATIENCE_S) == 5
-        futures = begin(engine, [request(f"c{i}", max_new_tokens=2500) for i in range(12)])
+        long = endless("l", 6)
+        futures = begin(engine, [*long, *(request(f"c{i}", max_new_tokens=500) for i in range(6))])
         for version in (6, 7):
             more_tokens(engine, 100)
             weights = models[version].named_parameters()
             assert engine.load_weights(version, weights).result(timeout=PATIENCE_S) == version
-        completions = results(futures)
+        completions = [*stopped(engine, long, futures[:6]), *results(futures[6:])]
+        assert [len(completion.tokens) for completion in completions[6:]] == [500] * 6
         for completion in completions:
-            assert len(completion.tokens) == 2500
             assert_close(completion, fresh_logprobs(models, PROMPT, completion))
         assert version_runs(completions[0]) == [5, 6, 7]
         assert engine.server_statistics().resumed > 0
@@ -221,7 +228,7 @@ def test_a_server_that_does_not_fit_or_answer_is_refused(server: External, folde
     small = dataclasses.replace(UNTAGGED[kind], context_tokens=100)
     for changes, message in (
         ({"tensor_parallel": 2}, "(tp_size|tensor-parallel-size) 2"),
-        ({"capabilities": small}, "expected room for 4000 tokens"),
+        ({"capabilities": small}, f"expected room for {CONTEXT_TOKENS} tokens"),
         (nobody, f"did not answer within rollout.{kind}.start_timeout_s=1 s"),
     ):
         engine = make_engine(folder, tmp_path / "no.log", **_options(server, **changes))

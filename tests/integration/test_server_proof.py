@@ -10,6 +10,8 @@ from support.faulty_server import Faults, faulty_proxy
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
 from support.server_support import (
+    CONTEXT_TOKENS,
+    MODEL_TOKENS,
     PROMPT,
     SERVERS,
     EngineOnThread,
@@ -52,7 +54,7 @@ def proxied(
 ) -> Iterator[tuple[EngineOnThread, Faults]]:
     """An engine on a real external server, behind a proxy with faults."""
     tested = SERVERS[request.param]
-    plan = ServerPlan(folder, "cpu", "float32", 1, 8, 4000, 1, model_context_tokens=4096)
+    plan = ServerPlan(folder, "cpu", "float32", 1, 8, CONTEXT_TOKENS, 1, model_context_tokens=MODEL_TOKENS)
     logs = tmp_path_factory.mktemp("proxied")
     process, loop = (
         ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, logs / "server.log"),

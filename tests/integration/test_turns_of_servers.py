@@ -14,17 +14,16 @@ from support.server_support import (
     EngineOnThread,
     assert_close,
     begin,
+    endless,
     fresh_logprobs,
     make_engine,
     named,
-    request,
-    results,
     server_processes,
+    stopped,
     version_runs,
 )
 from support.turn_takers import ToldLearner, told_learner
 
-from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.turns import EngineTurn
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -34,10 +33,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 def learner(tmp_path: Path) -> Iterator[ToldLearner]:
     with told_learner(tmp_path, patience_s=PATIENCE_S) as found:
         yield found
-
-
-def _asked(prefix: str, num_tokens: int) -> list[GenerationRequest]:
-    return [request(f"{prefix}{i}", max_new_tokens=num_tokens, temperature=1.0) for i in range(4)]
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -52,7 +47,8 @@ def test_a_real_server_sleeps_in_each_step(kind: str, wide_folder: Path, tmp_pat
         assert server_processes(log) == [], "a server takes memory at its start"
         learner.give()
         engine.ready.result(timeout=PATIENCE_S)
-        futures = begin(engine, _asked("a", 1000))
+        requests = endless("a", 4)
+        futures = begin(engine, requests)
         for version in range(1, 4):
             assert learner.take() == 0
             so_far = _tokens(engine)
@@ -64,8 +60,7 @@ def test_a_real_server_sleeps_in_each_step(kind: str, wide_folder: Path, tmp_pat
             learner.give()
             assert loading.result(timeout=PATIENCE_S) == version
             _goes_on(engine, so_far)
-        for completion in results(futures):
-            assert len(completion.tokens) == 1000
+        for completion in stopped(engine, requests, futures):
             runs = version_runs(completion)
             assert (runs, runs[0], runs[-1]) == (sorted(runs), 0, 3)
             assert_close(completion, fresh_logprobs(models, PROMPT, completion))
@@ -80,7 +75,7 @@ def test_a_real_server_sleeps_in_each_step(kind: str, wide_folder: Path, tmp_pat
 
 def _dies_in_its_sleep(engine: EngineOnThread, log: Path, learner: ToldLearner) -> None:
     """The server is started again only after the step, and continues its requests with the newest weights."""
-    futures = begin(engine, _asked("b", 100))
+    futures = begin(engine, endless("b", 4))
     assert learner.take() == 0
     named(log, engine.tested.titles[0]).send_signal(signal.SIGKILL)
     eventually(lambda: not server_processes(log), "the processes of the server end")
@@ -96,5 +91,4 @@ def _goes_on(engine: EngineOnThread, so_far: int) -> None:
 
 
 def _tokens(engine: EngineOnThread) -> int:
-    begun = engine._loop.call(engine._engine.unfinished).result(timeout=PATIENCE_S)
-    return sum(len(completion.tokens) for completion in begun.values())
+    return sum(len(completion.tokens) for completion in engine.unfinished().values())

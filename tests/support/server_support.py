@@ -4,10 +4,9 @@ import asyncio
 import os
 import re
 import threading
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,8 +16,6 @@ from typing import Any, Literal
 import psutil
 import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from support.patience import PATIENCE_S, eventually
 from support.processes import command_of
 from torch import Tensor
@@ -36,7 +33,7 @@ from areal_rloo.engines.server import (
     ServerStatistics,
     UpdateGroup,
 )
-from areal_rloo.engines.sglang import Capabilities, SGLang
+from areal_rloo.engines.sglang import Capabilities
 from areal_rloo.engines.vllm import Capabilities as VLLMCapabilities
 from areal_rloo.errors import ArealRlooError
 from areal_rloo.loop_thread import LoopThread
@@ -45,6 +42,9 @@ from areal_rloo.trajectory import Completion
 
 REPO = Path(__file__).resolve().parents[2]
 PROMPT = (7, 12, 33, 40, 9)
+MODEL_TOKENS = 16_384  # positions of the model that the fixture `wide_folder` makes
+CONTEXT_TOKENS = 16_000
+_ENDLESS = 15_900  # a server generates 500 tokens/s at most, so they last half a minute
 CAPABILITIES = Capabilities(
     version="0.5.23",
     tensor_parallel=1,
@@ -164,6 +164,10 @@ class EngineOnThread:
     def update_from_group(self, *arguments: Any) -> Future[int]:
         return self._loop.call(self._engine.update_from_group, *arguments)
 
+    def unfinished(self) -> dict[str, Completion]:
+        """Return what each request that has begun, and not ended, has so far."""
+        return self._loop.call(self._engine.unfinished).result(timeout=PATIENCE_S)
+
     def statistics(self) -> EngineStatistics:
         return self._loop.call(self._engine.statistics)
 
@@ -194,7 +198,7 @@ def make_engine(folder: Path, log: Path, *, engine: str = "sglang", **changes: A
     """Start an engine with a server, and do not wait for the server."""
     tested = SERVERS[engine]
     own = {key: changes.pop(key) for key in list(changes) if key in ServerConfig.__struct_fields__}
-    sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": 4000, "num_threads": 1}
+    sizes = {"tensor_parallel": 1, "num_slots": 8, "context_tokens": CONTEXT_TOKENS, "num_threads": 1}
     plan = ServerPlan(folder, device="cpu", dtype="float32", **{k: changes.pop(k, v) for k, v in sizes.items()})
     defaults: dict[str, Any] = {"url": None, "update_timeout_s": 30.0}
     if not changes.get("url"):
@@ -214,54 +218,6 @@ def running_engine(folder: Path, log: Path, **changes: Any) -> Iterator[EngineOn
         engine.close()
 
 
-class FakeServer:
-    """Accepts every call and never finishes a completion. Reads weights only while `reads` is set."""
-
-    def __init__(self) -> None:
-        self.reads = asyncio.Event()
-        self.asked = asyncio.Event()
-        self.hangs_up = False
-        self.num_blocks = 0  # number of the next health checks that block the event loop
-        self._weights = "default"
-
-    async def answer(self, asked: web.Request) -> web.Response:
-        if asked.path == "/generate":
-            self.asked.set()
-            await asyncio.Event().wait()
-        if self.hangs_up:
-            assert asked.transport is not None, "the connection is open"
-            asked.transport.abort()
-        if asked.path == "/health" and self.num_blocks > 0:
-            self.num_blocks -= 1
-            time.sleep(1.5)  # noqa: ASYNC251 - longer than the health timeout
-            if self.num_blocks == 0:
-                self.asked.set()
-        if asked.path == "/update_weights_from_disk":
-            self.asked.set()
-            await self.reads.wait()
-            self._weights = (await asked.json())["weight_version"]
-        return web.json_response({"weight_version": self._weights})
-
-
-@asynccontextmanager
-async def engine_on_fake(folder: Path) -> AsyncIterator[tuple[ServerEngine, FakeServer]]:
-    """An engine on this loop, connected to a fake external server."""
-    fake, app = FakeServer(), web.Application()
-    app.router.add_route("*", "/{path}", fake.answer)
-    async with TestServer(app) as server:
-        url = str(server.make_url("")).rstrip("/")
-        made = ServerEngine(
-            SGLang(CAPABILITIES),
-            ServerPlan(folder, "cpu", "float32", 1, 8, 64, 1),
-            config=ServerConfig(urls=(url,), health_every_s=0.1, health_timeout_s=1.0),
-            url=url,
-            update_timeout_s=30.0,
-            log=folder / "no.log",
-        )
-        async with made as engine:
-            yield engine, fake
-
-
 def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: Any) -> GenerationRequest:
     outer = {key: options.pop(key) for key in ("min_version", "pinned") if key in options}
     return GenerationRequest(name, prompt, SamplingParameters(**{"max_new_tokens": 20, **options}), **outer)
@@ -269,6 +225,11 @@ def request(name: str, *, prompt: tuple[int, ...] = PROMPT, **options: Any) -> G
 
 def results(futures: Sequence[Future[Completion]]) -> list[Completion]:
     return [future.result(timeout=PATIENCE_S) for future in futures]
+
+
+def endless(prefix: str, num: int, **options: Any) -> list[GenerationRequest]:
+    """Return requests that end only when a test says so: how fast a server is compared with a test is not known."""
+    return [request(f"{prefix}{i}", max_new_tokens=_ENDLESS, **options) for i in range(num)]
 
 
 def begin(
@@ -288,6 +249,17 @@ def more_tokens(engine: EngineOnThread, num_tokens: int) -> None:
     """Wait until the server has generated this number of tokens more."""
     before = _new_tokens(engine)
     eventually(lambda: _new_tokens(engine) - before >= num_tokens, "too few tokens were generated")
+
+
+def stopped(
+    engine: EngineOnThread, requests: Sequence[GenerationRequest], futures: Sequence[Future[Completion]]
+) -> list[Completion]:
+    """Abort endless requests after some more tokens of each; return their tokens so far."""
+    more_tokens(engine, 50 * len(requests))
+    engine.abort([asked.request_id for asked in requests])
+    completions = results(futures)
+    assert {completion.finish_reason for completion in completions} == {"abort"}
+    return completions
 
 
 def _prompt_tokens(engine: EngineOnThread) -> float:

@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 from support.model_versions import model_of
-from support.server_support import CAPABILITIES, FakeServer, engine_on_fake, request
+from support.server_support import CAPABILITIES, request
+from support.told_server import FakeServer, engine_on_fake
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server import ServerEngine
