@@ -92,7 +92,7 @@ def bottleneck_of_run(records: Sequence[Record], config: Config) -> str | None:
     """
     recent = [record for record in records if isinstance(record, TrainRecord)][-WINDOW - 1 :]
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
-    in_turns, is_large = config.rollout.share_devices == "in_turns", config.samples_per_step > _MOST_SAMPLES
+    in_turns, is_large = config.rollout.takes_turns, config.samples_per_step > _MOST_SAMPLES
     if len(recent) < LEAST_RECORDS or in_turns or is_large or not recent[-1].wall_s > recent[0].wall_s:
         return None
     setup = replace(setup_of(config, evaluations), num_workers=max(1, recent[-1].num_workers))

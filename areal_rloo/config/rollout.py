@@ -133,7 +133,12 @@ class RolloutConfig(Section, frozen=True):
     @property
     def shares(self) -> bool:
         """True if each worker is on the device of a learner rank; False before the launcher has resolved `auto`."""
-        return self.share_devices in ("side_by_side", "in_turns")
+        return self.share_devices == "side_by_side" or self.takes_turns
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if the workers' engines wait during a train step, and the learner otherwise."""
+        return self.share_devices == "in_turns"
 
 
 def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str, transport: str) -> Iterator[str]:
@@ -173,7 +178,7 @@ def _sharing_mistakes(rollout: RolloutConfig, transport: str) -> Iterator[str]:
             f"rollout.share_devices: expected never with {' and '.join(wrong)}, got {asked}; sharing a GPU needs "
             "tensor_parallel=1, and NCCL connects no two processes on a GPU; set " + " ".join(wrong.values())
         )
-    if asked == "in_turns" and rollout.server_urls:
+    if rollout.takes_turns and rollout.server_urls:
         yield (
             f"rollout.share_devices: expected another value with rollout.{rollout.engine}.urls, got in_turns; only a "
             "server that its worker starts sleeps during train steps; leave out the urls, or set auto"

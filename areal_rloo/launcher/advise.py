@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     check_unique(overrides)
     config = load_config(options.config, overrides)
-    if config.rollout.share_devices == "in_turns":
+    if config.rollout.takes_turns:
         raise ConfigError("rollout.share_devices: expected devices for each half, got in_turns; there is no split")
     folders = options.folders or [_LATEST]
     runs = [_read(folder, config) for folder in folders]

@@ -129,7 +129,7 @@ def learner_beside(config: Config, model: Sizes) -> float:
     """Return the bytes of a learner on the GPU while the engine generates: in turns, the parts between two steps."""
     if not config.rollout.shares:
         return 0.0
-    in_turns = config.rollout.share_devices == "in_turns"
+    in_turns = config.rollout.takes_turns
     parts = estimate(model, config, on_gpu=True)
     return OVERHEAD_BYTES + sum(size for part, size in parts.items() if not in_turns or part in STANDING)
 
@@ -156,7 +156,7 @@ def reserved(config: Config, model: Sizes, gpu_bytes: int, *, least: bool) -> fl
     all slots up to a quarter of the GPU.
     """
     fixed = _fixed_bytes(config, model)
-    if config.rollout.share_devices == "in_turns":
+    if config.rollout.takes_turns:
         return fixed
     smallest = least_cache(config, model)
     given = given_cache(config, model, gpu_bytes)

@@ -33,7 +33,7 @@ def _parts_on(host: Host, learner: _Learner, placement: Placement) -> dict[str, 
     on_gpus = sum(seat.host == host and bool(seat.gpu_ids) for seat in placement.workers)
     starts_servers = config.rollout.server is not None and not config.rollout.server_urls
     by_files = starts_servers and config.weights_transport(same_host=same_host) == "shared_memory"
-    sleep = config.rollout.engine == "vllm" and config.rollout.share_devices == "in_turns"  # SGLang's stay on the GPU
+    sleep = config.rollout.engine == "vllm" and config.rollout.takes_turns  # SGLang's stay on the GPU
     parts = {
         "learner": learner.held_bytes(num_ranks),
         "loads and checkpoints": learner.copied_bytes(num_ranks, begins=begins),

@@ -152,7 +152,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
         take(worker_gpus, lambda host: -len(free[host.name]) if worker_gpus else -host.num_cores / (1 + num_on(host)))
 
     def seats(taken: Sequence[tuple[Host, tuple[str, ...]]], num_threads: int) -> tuple[Seat, ...]:
-        together = Counter(host.name for host, _ in taken) if config.rollout.share_devices == "in_turns" else num_placed
+        together = Counter(host.name for host, _ in taken) if config.rollout.takes_turns else num_placed
         return tuple(
             Seat(
                 host,

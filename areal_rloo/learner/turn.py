@@ -22,7 +22,7 @@ def turn_of_learner(
     Raises:
         PreflightError: the files of the turns cannot be made.
     """
-    if config.rollout.share_devices != "in_turns":
+    if not config.rollout.takes_turns:
         return nullcontext()
 
     def tell(computes: bool) -> None:

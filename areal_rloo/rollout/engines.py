@@ -79,7 +79,7 @@ async def running_engine(
         UserError: the server cannot start; says how to correct that.
     """
     rollout = config.rollout
-    turn = EngineTurn(run_folder) if rollout.share_devices == "in_turns" else None
+    turn = EngineTurn(run_folder) if rollout.takes_turns else None
     if rollout.engine == "embedded" or (server_config := rollout.server) is None:
         embedded = EmbeddedEngine(
             model_path,
@@ -120,7 +120,7 @@ def _plan(config: Config, model_path: Path, device: torch.device, num_threads: i
         num_slots=rollout.num_slots,
         context_tokens=config.context_tokens,
         num_threads=num_threads,
-        sleeps=rollout.share_devices == "in_turns",
+        sleeps=rollout.takes_turns,
     )
 
 

@@ -47,7 +47,8 @@ class ServerState:
         required_version: send no request under earlier weights: versions never decrease along a completion.
         num_discards: counts how often all output under way became useless, and is discarded.
         exclusive: held by an update, and while flights are called back; both have deadlines, so health checks pause.
-        awake: not set while the server sleeps during a train step (`turns.py`).
+        occupied: a process of the server may take memory of the devices; False before the start, and after the end.
+        awake: not set during a train step, in which the server sleeps or is not started (`turns.py`).
         catches_up: an update waits for the end of a train step; requests then meet the new weights.
         paused: the server is paused for new weights, or is about to be, or the flights are called back.
         suspicious: a connection broke, or the server or a gateway failed, and no health check has succeeded since.
@@ -65,6 +66,7 @@ class ServerState:
     required_version: int = 0
     num_discards: int = 0
     exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
+    occupied: bool = True
     awake: asyncio.Event = field(default_factory=_set_event)
     catches_up: bool = False
     paused: bool = False

@@ -296,6 +296,7 @@ class Supervision:
         self._state.connected.clear()
         self._state.num_discards += 1
         await asyncio.to_thread(self._server.kill)
+        self._state.occupied = False
         await self._sending.take_back()
         await connection.api.client.close()
 
@@ -307,9 +308,11 @@ class Supervision:
                 await asyncio.sleep(_RESTART_BACKOFF_S[min(self._num_restarts, len(_RESTART_BACKOFF_S) - 1)])
                 self._num_restarts += 1
                 await self._state.awake.wait()  # a start takes the memory that the learner has now
+            self._state.occupied = True
             try:
                 return await self._server.open()
             except ArealRlooError as error:
+                self._state.occupied = False
                 why = str(error)
                 logger.warning("%s", why)
                 if not self._server.managed:

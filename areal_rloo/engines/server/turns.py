@@ -5,8 +5,8 @@
 
 A sleeping server has no cache, and computes nothing. Updates wait for the end of the step. Requests are back in the
 queue with their tokens so far, so questions for these tokens are answered. A server is only started with the turn,
-because it takes memory: until it answers, the learner has no turn. A server that neither falls asleep nor wakes is
-given up and restarted.
+because it takes memory: until it answers, the learner has no turn. While no process of a server is left after a crash,
+the learner gets a turn at once. A server that neither falls asleep nor wakes is given up and restarted.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class Turns:
                 self._turn.give()
 
     async def _falls_asleep(self) -> bool:
-        """Put the server to sleep; return False if it is away, or does not fall asleep."""
+        """Put the server to sleep, or hold back its start; return False if it starts, ends, or does not fall asleep."""
         state = self._state
         async with state.exclusive:
             connection = state.connection
+            if connection is None and not state.occupied:
+                state.awake.clear()
+                return True
             if connection is None or state.hung is not None:
                 return False
             state.awake.clear()  # closes the gate

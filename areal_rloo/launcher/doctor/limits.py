@@ -78,7 +78,7 @@ def check_cores(situation: Situation) -> Iterator[Finding]:
         yield unsure("cores", what, fix)
     learner, rollout = situation.config.learner, situation.config.rollout
     each = (learner.num_ranks * learner.num_threads, rollout.num_workers * rollout.num_threads)
-    threads = max(each) if rollout.share_devices == "in_turns" else sum(each)
+    threads = max(each) if rollout.takes_turns else sum(each)
     if threads > cores:
         what = f"learner.num_threads={learner.num_threads} and rollout.num_threads={rollout.num_threads} ask for "
         what += f"{threads} threads in all, one host has {cores} cores"

@@ -177,6 +177,31 @@ def test_an_update_that_meets_a_server_falling_asleep_goes_first(tiny_folders: d
     _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
 
 
+def test_a_crashed_server_gives_the_turn_and_starts_after_the_step(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        state = engine._state
+        monkeypatch.setattr(engine._server, "managed", True)
+        engine._supervision._num_restarts = 1  # so the start waits for two seconds
+        (future,) = engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
+        await asyncio.sleep(0.03)
+        assert state.connection is not None
+        state.give_up(state.connection, "a crash")
+        await _until(lambda: not state.occupied)
+        assert await asyncio.to_thread(learner.take) == 0
+        assert engine.statistics().turns_given == 1
+        await asyncio.sleep(2.5)
+        assert not state.occupied, "the server starts in a step"
+        await asyncio.to_thread(learner.give)
+        await _until(lambda: state.connection is not None)
+        assert state.occupied
+        await _update(engine, tiny_folders["qwen2"], 2)
+        assert len((await asyncio.wrap_future(future)).tokens) == 60
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
 async def _until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110 - the fake server has no events
         await asyncio.sleep(0)
