@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from areal_rloo.waiting import wait_until
 
@@ -40,12 +41,17 @@ class SessionLeader:
                 os.kill(self.pid, number)
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill the child and wait for the end; return False if the child hangs in a system call."""
+        """Kill child and session, and wait for the end of all; return False if one hangs in a system call."""
         with self._lock:
             if self._reaped() is None:
                 self._kill_session()
                 os.kill(self.pid, signal.SIGKILL)
-        return wait_until(lambda: self.exit_code() is not None, timeout_s=timeout_s, look_every_s=_LOOK_EVERY_S)
+        return wait_until(self._all_ended, timeout_s=timeout_s, look_every_s=_LOOK_EVERY_S)
+
+    def _all_ended(self) -> bool:
+        if self.exit_code() is None:
+            return False
+        return not self._kills_session or sys.platform != "linux" or not _lives(self.pid)
 
     def _reaped(self) -> int | None:
         if self._child.returncode is None:
@@ -60,6 +66,16 @@ class SessionLeader:
         if self._kills_session:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def _lives(session: int) -> bool:
+    """Return whether a process of a session still runs. A zombie has ended, and has no memory."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, number, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(number) == session and state not in "ZX":
+                return True
+    return False
 
 
 def _has_ended(pid: int) -> bool:

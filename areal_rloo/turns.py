@@ -3,21 +3,24 @@
     learner: wants the devices ─► waits until no engine computes ─► steps, frees memory ─► gives the devices back
     engine:  computes ─► sees the wish between two decode steps ─► frees memory, gives the devices ─► waits ─► computes
 
-All are processes of one host, so the kernel decides: there are two files with locks. The learner locks `wanted` from
+All are processes of one host, so the kernel decides: there are files with locks. The learner locks `wanted` from
 the wish to the end of the step. It locks `turn` alone; the engines share this lock, because all ranks of the learner
 step at the same time. The kernel frees the locks of a dead process. These locks (POSIX) belong to a process, and not to
 the open file: a child that the user's code forked does not keep the turn of a dead worker.
 
 The learner has the turn only during a step, and an engine answers every request without computation while it waits: so
 neither waits for the other in a circle. An engine that does not give the turn in time (it hangs, or has a SIGSTOP)
-costs the learner a limited time; then the step computes beside the engine. A wait of an engine ends with the step, or
-with the learner's process.
+costs the learner a limited time; then the step computes beside the engine. A server that starts has no memory to free
+before it answers, and a step beside it could have too little: the engine locks `starting` meanwhile, and the learner's
+patience begins afterwards, within the time limit of a start. A wait of an engine ends with the step, or with the
+learner's process.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import struct
 import time
@@ -66,6 +69,8 @@ class LearnerTurn:
         free: Callable[[], None],
         tell: Callable[[bool], None] = lambda computes: None,
         patience_s: float = PATIENCE_S,
+        start_s: float = 0.0,
+        hurries: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the files of the run, on this host.
 
@@ -73,26 +78,40 @@ class LearnerTurn:
             free: called at the end of a turn, to free memory of the devices.
             tell: called with True when the engines begin to wait, and with False afterwards.
             patience_s: how long to wait for an engine.
+            start_s: how long to wait for the start of an engine's server before `patience_s` begins.
+            hurries: if true, `patience_s` counts during a start, too.
 
         Raises:
             PreflightError: the files cannot be made.
         """
         self._files = _Files(run_folder)
-        self._free, self._tell, self._patience_s = free, tell, patience_s
+        self._free, self._tell, self._hurries = free, tell, hurries
+        self._patience_s, self._start_s = patience_s, start_s
         self._is_patient = True  # no engine was late the last time
         self._num_taken = self._num_missed = 0
         self._waited_s = 0.0
 
     def __enter__(self) -> None:
-        began_s = time.monotonic()
+        began_s = since_s = said_s = time.monotonic()
         self._tell(True)
         timeout_s = self._patience_s if self._is_patient else min(_SHORT_PATIENCE_S, self._patience_s)
+        start_s = self._start_s if self._is_patient else 0.0
 
         def has_turn() -> bool:
             self._files.wanted.lock(fcntl.LOCK_EX)  # again and again: the learner before may not be quite dead
             return self._files.turn.lock(fcntl.LOCK_EX)
 
-        self._is_patient = wait_until(has_turn, timeout_s=timeout_s, look_every_s=_POLL_S)
+        def is_late() -> bool:
+            nonlocal since_s, said_s
+            now_s = time.monotonic()
+            if now_s - began_s < start_s and self._files.starting.is_locked(shared=True) and not self._hurries():
+                since_s = now_s
+                if now_s - said_s >= _SAY_EVERY_S:
+                    said_s = now_s
+                    logger.info("the step has waited %.0f s for the start of an engine's server", now_s - began_s)
+            return now_s - since_s > timeout_s
+
+        self._is_patient = wait_until(has_turn, timeout_s=math.inf, look_every_s=_POLL_S, stops=is_late)
         self._waited_s += time.monotonic() - began_s
         self._num_taken += self._is_patient
         self._num_missed += not self._is_patient
@@ -129,6 +148,7 @@ class EngineTurn:
             PreflightError: the files cannot be made.
         """
         self.held = False
+        self._starts = False
         self.num_given = 0
         self.waited_s = 0.0  # with requests, for the end of a step
         self._files = _Files(run_folder)
@@ -143,13 +163,15 @@ class EngineTurn:
         self._looked_s = now_s
         return self._files.wanted.is_locked()
 
-    def take(self) -> bool:
-        """Take the turn if no learner wants the devices; return at once."""
+    def take(self, *, waits: bool = True) -> bool:
+        """Take the turn if no learner wants the devices; return at once. `waits`: the engine has requests."""
         now_s = time.monotonic()
         if not self._files.wanted.is_locked() and self._files.turn.lock(fcntl.LOCK_SH):
             self.held = True
             if self._waits_since_s is not None:
                 self.waited_s += now_s - self._waits_since_s
+            self._waits_since_s = None
+        elif not waits:
             self._waits_since_s = None
         elif self._waits_since_s is None:
             self._waits_since_s = self._said_s = now_s
@@ -163,6 +185,15 @@ class EngineTurn:
         self.held = False
         self.num_given += 1
         self._files.turn.unlock()
+
+    def says_start(self, starts: bool) -> None:
+        """Say whether a server of this engine starts, so that the learner waits for as long as the start takes."""
+        if starts != self._starts:
+            self._starts = starts
+            if starts:
+                self._files.starting.lock(fcntl.LOCK_SH)
+            else:
+                self._files.starting.unlock()
 
     def close(self) -> None:
         self.held = False
@@ -186,26 +217,30 @@ class _Lock:
     def unlock(self) -> None:
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
-    def is_locked(self) -> bool:
-        """Return True if another process has the lock alone. A look locks nothing, wherever the process is stopped."""
-        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # could this process share the lock?
+    def is_locked(self, *, shared: bool = False) -> bool:
+        """Return True if another process has the lock alone, or at all if `shared`.
+
+        A look locks nothing, wherever the process is stopped.
+        """
+        kind = fcntl.F_WRLCK if shared else fcntl.F_RDLCK  # could this process have the lock alone, or share it?
+        asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
         answer, *_ = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return bool(answer != fcntl.F_UNLCK)
 
 
 class _Files:
-    """The two files, in a folder of the host that all processes of the run name in the same way."""
+    """The files, in a folder of the host that all processes of the run name in the same way."""
 
     def __init__(self, run_folder: Path) -> None:
         name = hashlib.sha256(os.fsencode(run_folder)).hexdigest()[:16]
         self._descriptors: list[int] = []
         try:
             self._folder = SharedFolder(f"turns-{name}")
-            self.turn, self.wanted = self._open("turn"), self._open("wanted")
+            self.turn, self.wanted, self.starting = (self._open(name) for name in ("turn", "wanted", "starting"))
         except OSError as error:
             raise PreflightError(
-                f"rollout.share_devices: in_turns needs a folder in memory: {error}; remove the folder if another user "
-                "made it, or set rollout.share_devices=side_by_side"
+                f"rollout.share_devices: in_turns needs a folder in memory: {error}; free memory there if it is full, "
+                "remove the folder if another user made it, or set rollout.share_devices=auto"
             ) from error
 
     def _open(self, name: str) -> _Lock:

@@ -150,7 +150,12 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
     yield from _sharing_mistakes(rollout, transport)
     if rollout.engine != "embedded" and (server := rollout.server) is not None:
         yield from server_mistakes(
-            rollout.engine, server, num_workers=rollout.num_workers, wire_host=wire_host, transport=transport
+            rollout.engine,
+            server,
+            num_workers=rollout.num_workers,
+            wire_host=wire_host,
+            transport=transport,
+            sleeps=rollout.takes_turns,
         )
         return
     if rollout.tensor_parallel != 1:

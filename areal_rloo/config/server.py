@@ -42,6 +42,7 @@ _VLLM = {  # options of vLLM set by the package
     "max-logprobs": "the worker asks for the logprob of the sampled token alone",
 }
 _OWNED = {"sglang": _SGLANG, "vllm": _VLLM}
+_SLEEP = dict.fromkeys(("enable-memory-saver", "enable-sleep-mode"), "rollout.share_devices=in_turns needs the sleep")
 
 
 class ServerConfig(Section, frozen=True):
@@ -63,11 +64,12 @@ class ServerConfig(Section, frozen=True):
 
 
 def server_mistakes(
-    engine: str, server: ServerConfig, *, num_workers: int, wire_host: str, transport: str
+    engine: str, server: ServerConfig, *, num_workers: int, wire_host: str, transport: str, sleeps: bool
 ) -> Iterator[str]:
     """Check the section of a server; give the text of each error."""
     key = f"rollout.{engine}"
-    yield from owned_mistakes(f"{key}.arguments", server.arguments, _OWNED[engine])
+    owned = _OWNED[engine] | (_SLEEP if sleeps else {})
+    yield from owned_mistakes(f"{key}.arguments", server.arguments, owned)
     if not server.urls:
         if server.api_key_env is not None:
             yield f"{key}.api_key_env: nothing reads it without urls; leave it out"

@@ -88,7 +88,7 @@ class Worker:
     duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
     num_train: int = 0  # number of train samples in `duties`
     newest_lease: int = 0  # highest id of a lease sent to the worker
-    disconnected_s: float | None = None  # monotonic time of the last end of its connection
+    disconnected_s: float | None = None  # monotonic time of the last end of the connection
     owes_partials: int | None = None  # the PartialsCall not answered yet
     stalled: bool = False  # had duties and made no progress: gets no lease while another worker makes progress
     num_lies: int = 0  # answers refused: others get leases first
@@ -213,7 +213,7 @@ class Fleet:
     def refuses(self, hello: Hello, peer: str, wire: WireConfig) -> str | None:
         """Return why the process at a peer cannot join, and count; None if the process can.
 
-        A connected process keeps its name, and another gets none. If its host is gone without a sign, the process is
+        A connected process keeps its name, and another gets none. If the host is gone without a sign, the process is
         taken for dead after `wire.heartbeat_timeout_s`.
         """
         if (name := self.name_of(peer)) not in (None, hello.worker_id):

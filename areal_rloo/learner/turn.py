@@ -30,6 +30,14 @@ def turn_of_learner(
 
     # A drain must not end during the wait for an engine that hangs.
     patience_s = min(PATIENCE_S, config.launcher.drain_timeout_s / 2)
-    turn = LearnerTurn(run_folder, free=team.free_memory, tell=tell, patience_s=patience_s)
+    server = config.rollout.server
+    turn = LearnerTurn(
+        run_folder,
+        free=team.free_memory,
+        tell=tell,
+        patience_s=patience_s,
+        start_s=0.0 if server is None else server.start_timeout_s,
+        hurries=lambda: intake.draining,
+    )
     watch(registry, TurnStatistics, turn.statistics)
     return turn

@@ -2,7 +2,7 @@
 
 `learner` and `engine` take turns without end, and log each: `begin` after the lock, `end` before the release, with
 seconds of the monotonic clock. `forking` is an engine with a child; `looking` looks for the learner's wish without
-end. `told` is a learner that a test tells to take and to give the turn.
+end. `starting` is an engine whose server starts. `told` is a learner that a test tells to take and to give the turn.
 """
 
 import os
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_rloo.turns import EngineTurn, LearnerTurn
+
+START_S = 10.0  # how long a told learner waits for the start of a server
 
 
 class Taker:
@@ -124,13 +126,21 @@ def _look(run_folder: Path, log: int) -> None:
         turn._files.wanted.is_locked()
 
 
+def _start(run_folder: Path, log: int) -> None:
+    turn = EngineTurn(run_folder)
+    assert turn.take()
+    turn.says_start(True)
+    _say(log, "begin")
+    time.sleep(600)
+
+
 def _write(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def _obey(run_folder: Path, patience_s: float) -> None:
-    turn = LearnerTurn(run_folder, free=lambda: None, patience_s=patience_s)
+    turn = LearnerTurn(run_folder, free=lambda: None, patience_s=patience_s, start_s=START_S)
     _write("ready")
     for line in sys.stdin:
         if line.strip() == "take":
@@ -147,6 +157,8 @@ if __name__ == "__main__":
     descriptor = os.open(last, os.O_WRONLY | os.O_APPEND)
     if kind == "learner":
         _learn(folder, descriptor)
+    if kind == "starting":
+        _start(folder, descriptor)
     if kind == "looking":
         _look(folder, descriptor)
     _generate(folder, descriptor, forks=kind == "forking")

@@ -176,6 +176,10 @@ BY_HAND = [
     ("run..seed=4", "override 'run..seed=4': expected key.path=value"),
     ("run.seed.deep=4", "'run.seed' is a value, not a section"),
     ("data.train=[{}] & data.train.7.task=math", "'data.train.7': expected an index from 0 to 0"),
+    (
+        "rollout={engine: vllm, share_devices: in_turns, vllm: {arguments: {enable-sleep-mode: false}}}",
+        "rollout.vllm.arguments.enable-sleep-mode: not an option here: rollout.share_devices=in_turns needs the sleep",
+    ),
     ("launcher.slurm.arguments={a b: 1}", "launcher.slurm.arguments: expected names of options of sbatch"),
     ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.requests_to_serve import wait_until
-from support.turn_takers import Taker, told_learner
+from support.turn_takers import START_S, Taker, told_learner
 
 from areal_rloo import turns
 from areal_rloo.errors import PreflightError
@@ -85,6 +85,43 @@ def test_engines_have_turns_together(takers: _Takers) -> None:
     while not all(engine.num_turns() for engine in engines):
         time.sleep(0.01)
     assert all("end" not in engine.log.read_text() for engine in engines)
+
+
+def test_the_learner_waits_for_the_start_of_a_server(tmp_path: Path) -> None:
+    engine = EngineTurn(tmp_path)
+    with told_learner(tmp_path, patience_s=0.3) as learner:
+        assert engine.take()
+        engine.says_start(True)
+        learner.begin_to_take()
+        time.sleep(1.0)
+        began_s = time.monotonic()
+        engine.says_start(False)  # the server answers, and the engine hangs
+        assert learner._answer() == "1"
+        assert time.monotonic() - began_s > 0.2, "the patience begins after the start"
+        learner.give()
+        engine.says_start(True)
+        began_s = time.monotonic()
+        assert learner.take() == 2, "an engine that hung is not waited for again"
+        assert time.monotonic() - began_s < START_S / 2
+        engine.close()
+        learner.give()
+        assert learner.take() == 2
+
+
+def test_the_wait_for_a_start_ends_with_its_limit_or_in_a_drain(tmp_path: Path) -> None:
+    waits = [
+        LearnerTurn(tmp_path, free=lambda: None, patience_s=0.1, start_s=0.4),
+        LearnerTurn(tmp_path, free=lambda: None, patience_s=0.1, start_s=60.0, hurries=lambda: True),
+    ]
+    starting = Taker("starting", tmp_path, tmp_path / "log")
+    try:
+        wait_until(lambda: starting.num_turns() > 0)
+        for turn in waits:
+            with turn:
+                assert turn.statistics().missed == 1
+            turn.close()
+    finally:
+        starting.kill()
 
 
 def test_a_child_does_not_keep_the_turn_of_a_dead_worker(takers: _Takers) -> None:

@@ -116,7 +116,7 @@ class ServerEngine:
         self._swapping = Swapping(self._state, self._sending)
         self._supervision = Supervision(self._state, self._server, self._sending, config)
         self._turn = turn
-        self._turns = None if turn is None else Turns(self._state, self._sending, turn)
+        self._turns = None if turn is None else Turns(self._state, self._sending, turn, self._queue.has_requests)
 
     async def __aenter__(self) -> Self:
         """Start a managed server, or connect to an external server; wait until the server answers.

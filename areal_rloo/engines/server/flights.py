@@ -177,6 +177,9 @@ class FlightQueue:
         """Return the completions so far, without the tokens that the server has not returned."""
         return {name: flight.completion("abort") for name, flight in self._live.items() if flight.tokens}
 
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
     def under_way(self) -> list[Flight]:
         return list(self._under_way.values())
 

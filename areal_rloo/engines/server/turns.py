@@ -5,26 +5,34 @@
 
 A sleeping server has no cache, and computes nothing. Updates wait for the end of the step. Requests are back in the
 queue with their tokens so far, so questions for these tokens are answered. A server is only started with the turn,
-because it takes memory: until it answers, the learner has no turn. While no process of a server is left after a crash,
-the learner gets a turn at once. A server that neither falls asleep nor wakes is given up and restarted.
+because it takes memory: until it answers, the learner has no turn, and waits. While no process of a server is left
+after a crash, the learner gets a turn at once. A server that neither falls asleep nor wakes is given up and restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from areal_rloo.engines.server.api import Connection
+from areal_rloo.engines.server.client import ServerGoneError
 from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import EngineError
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
 
-_TIMEOUT_S = 10.0  # of a call, below the learner's patience; vLLM copies weights of a large model in a second
+# To fall asleep, and to wake: below the learner's patience. vLLM copies the weights of a large model in a second, but
+# the requests come back only after a long prefill.
+_TIMEOUT_S = 25.0
+_CALL_BACK_S = 15.0
 
 
 class Turns:
     """Puts the server to sleep for each turn of the learner, on the engine's event loop."""
 
-    def __init__(self, state: ServerState, sending: Sending, turn: EngineTurn) -> None:
+    def __init__(
+        self, state: ServerState, sending: Sending, turn: EngineTurn, has_requests: Callable[[], bool]
+    ) -> None:
+        self._has_requests = has_requests
         self._state = state
         self._sending = sending
         self._turn = turn
@@ -33,16 +41,24 @@ class Turns:
     async def begin(self) -> None:
         """Wait for the first turn."""
         while True:
-            if self._turn.take():
+            if self._turn.take(waits=False):
+                self._turn.says_start(True)
                 return
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if not self._turn.held and self._turn.take():
-                await self._wake()
-            elif self._turn.held and self._turn.is_wanted() and await self._falls_asleep():
+            starts = self._state.connection is None and self._state.occupied
+            self._turn.says_start(starts)
+            if not self._turn.held:
+                if self._turn.take(waits=self._has_requests()):
+                    await self._wake()
+            elif not self._turn.is_wanted():
+                self._open_gate()
+            elif starts:
+                self._state.awake.clear()  # the server falls asleep before a request is sent again
+            elif await self._falls_asleep():
                 self._turn.give()
 
     async def _falls_asleep(self) -> bool:
@@ -57,9 +73,13 @@ class Turns:
                 return False
             state.awake.clear()  # closes the gate
             try:
-                await self._sending.call_back(timeout_s=_TIMEOUT_S)
-                await connection.api.sleep(timeout_s=_TIMEOUT_S)
-            except EngineError as error:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    try:
+                        await self._sending.call_back(timeout_s=_CALL_BACK_S)
+                    except ServerGoneError:  # or the server lost a request, which must not cost the server
+                        await self._sending.take_back()
+                    await connection.api.sleep(timeout_s=_TIMEOUT_S)
+            except (EngineError, TimeoutError) as error:
                 state.give_up(connection, f"the server does not fall asleep: {error}")
                 state.awake.set()
                 return False
@@ -75,5 +95,9 @@ class Turns:
                 except EngineError as error:
                     state.give_up(connection, f"the server does not wake: {error}")
             self._sleeping = None
-            state.awake.set()
-            state.changed.set()
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        if not self._state.awake.is_set():
+            self._state.awake.set()
+            self._state.changed.set()

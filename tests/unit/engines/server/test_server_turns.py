@@ -11,10 +11,12 @@ from support.server_support import in_buckets, request
 from support.turn_takers import ToldLearner, told_learner
 
 from areal_rloo.engines.server import ServerEngine, UpdateGroup
+from areal_rloo.engines.server.api import Connection
 from areal_rloo.errors import EngineError
 from areal_rloo.turns import EngineTurn
 
 Scenario = Callable[[ServerEngine, FakeSGLang, Faults, ToldLearner], Awaitable[None]]
+PATIENCE_S = 3.0
 KINDS = {"sglang": FakeSGLang, "vllm": FakeVLLM}
 SLEEP = {"sglang": "/release_memory_occupation", "vllm": "/sleep"}
 WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
@@ -22,7 +24,7 @@ WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
 
 def _play(folder: Path, run_folder: Path, fake: FakeSGLang, scenario: Scenario) -> None:
     async def main() -> None:
-        with told_learner(run_folder) as learner:
+        with told_learner(run_folder, patience_s=PATIENCE_S) as learner:
             turn = EngineTurn(run_folder)
             on_faulty = engine_on_faulty(folder, fake, timeout_s=5.0, turn=turn)
             async with asyncio.timeout(60), on_faulty as (engine, faults):
@@ -177,6 +179,36 @@ def test_an_update_that_meets_a_server_falling_asleep_goes_first(tiny_folders: d
     _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
 
 
+def test_a_lost_request_costs_no_server(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_rloo.engines.server.turns._CALL_BACK_S", 0.3)
+
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        fake.loses = 1
+        futures = engine.submit([request(str(i), prompt=(1, 2), max_new_tokens=60) for i in range(4)])
+        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(learner.take) == 0
+        assert fake.asleep
+        await asyncio.to_thread(learner.give)
+        for future in futures:
+            assert len((await asyncio.wrap_future(future)).tokens) == 60
+        assert engine.server_statistics().restarts == 0
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
+def test_only_requests_make_a_wait(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        await asyncio.to_thread(learner.take)
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(learner.give)
+        await _until(lambda: not fake.asleep)
+        assert engine.statistics().turn_wait_s == 0
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
 def test_a_crashed_server_gives_the_turn_and_starts_after_the_step(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,18 +216,31 @@ def test_a_crashed_server_gives_the_turn_and_starts_after_the_step(
         state = engine._state
         monkeypatch.setattr(engine._server, "managed", True)
         engine._supervision._num_restarts = 1  # so the start waits for two seconds
-        (future,) = engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
-        await asyncio.sleep(0.03)
         assert state.connection is not None
         state.give_up(state.connection, "a crash")
         await _until(lambda: not state.occupied)
+        (future,) = engine.submit([request("a", prompt=(1, 2), max_new_tokens=60)])
         assert await asyncio.to_thread(learner.take) == 0
         assert engine.statistics().turns_given == 1
         await asyncio.sleep(2.5)
         assert not state.occupied, "the server starts in a step"
+        opens = engine._server.open
+
+        async def slow() -> Connection:
+            assert state.occupied
+            await asyncio.sleep(PATIENCE_S + 1)
+            monkeypatch.setattr(engine._server, "managed", False)  # it has the weights, so that these close no gate
+            return await opens()
+
+        monkeypatch.setattr(engine._server, "open", slow)
         await asyncio.to_thread(learner.give)
-        await _until(lambda: state.connection is not None)
-        assert state.occupied
+        await _until(lambda: state.occupied)
+        assert await asyncio.to_thread(learner.take) == 0, "the learner waits for the end of a start"
+        assert state.connection is not None
+        assert fake.asleep
+        assert fake.sampled == 0, "a server that the learner waits for computes nothing"
+        await asyncio.to_thread(learner.give)
+        await _until(lambda: fake.sampled > 0)
         await _update(engine, tiny_folders["qwen2"], 2)
         assert len((await asyncio.wrap_future(future)).tokens) == 60
 
