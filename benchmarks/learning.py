@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -29,6 +29,7 @@ from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
 from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
@@ -53,13 +54,17 @@ SETUP = {  # of every experiment, for the result file
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Describe a run: the name in the table, overrides of quickstart.yaml, seed and staleness."""
+    """Describe a run: the name in the table, overrides of quickstart.yaml, seed and staleness.
+
+    `change` may change the learner before the first step, for a method that the package does not have.
+    """
 
     name: str
     overrides: tuple[str, ...]
     seed: int
     eta: int
     schedule: Literal["fixed", "mixed"] = "fixed"
+    change: Callable[[LearnerRank], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,10 @@ def over_seeds(**measures: Sequence[float]) -> dict[str, float]:
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
-    """Run the jobs, a process per core. Yield outcomes in the order of the jobs."""
+    """Run the jobs, one per core at a time, each in a process of its own. Yield outcomes in the order of the jobs."""
     prepare_tiny_model(load_config("quickstart.yaml"))  # prepare once, before all processes need the model
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
+    num_cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(num_cores, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for outcome in pool.map(run, jobs):
             shown = " ".join(f"{accuracy:.3f}" for accuracy in outcome.accuracies)
             print(f"{outcome.job.name} seed {outcome.job.seed} eta {outcome.job.eta}: {shown}", flush=True)
@@ -135,6 +141,8 @@ class _Loop:
         stops = stop_token_ids(folder, tokenizer)
         self._rollout = _Rollout(config, folder, tokenizer, stops)
         rank = build_rank(config, model_path=folder, device=CPU)
+        if job.change is not None:
+            job.change(rank)
         self._step = TrainStep(Team(rank), config, stop_token_ids=stops)
         self._stream = PromptStream(
             load_train(config.data, seed=config.run.seed),
