@@ -12,8 +12,8 @@ The learner has the turn only during a step, and an engine answers every request
 neither waits for the other in a circle. An engine that does not give the turn in time (it hangs, or has a SIGSTOP)
 costs the learner a limited time; then the step computes beside the engine. A server that starts has no memory to free
 before it answers, and a step beside it could have too little: the engine locks `starting` meanwhile, and the learner's
-patience begins afterwards, within the time limit of a start. A wait of an engine ends with the step, or with the
-learner's process.
+patience begins afterwards, within the time limit of a start; after a missed turn, there is no such wait. A wait of an
+engine ends with the step, or with the learner's process.
 """
 
 from __future__ import annotations

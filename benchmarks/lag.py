@@ -86,24 +86,23 @@ def second_moment_weights(
     return BehaviourWeights(weight, log_weight, torch.zeros_like(in_loss), in_loss & ~kept)
 
 
-SETUPS: Mapping[str, tuple[tuple[str, ...], Callable[[LearnerRank], None] | None]] = {
-    "decoupled": ((), None),
-    "decoupled, half the rate": (("learner.optimizer.learning_rate=5e-5",), None),
-    "decoupled, a quarter of the rate": (("learner.optimizer.learning_rate=2.5e-5",), None),
-    "decoupled, clamp 1.5": (("algorithm.loss.behaviour_weight.upper=1.5",), None),
-    "decoupled, step by ESS": ((), scale_steps),
-    "second moment": (("algorithm.loss.behaviour_weight.level=sequence", _ONE_ROW), mask_second_moment),
-    "naive_ppo, half the rate": (
-        ("algorithm.loss.decoupled=false", "learner.optimizer.learning_rate=5e-5"),
-        None,
-    ),
-    "sequence": ((_SEQUENCE,), None),
-    "sequence, step by ESS": ((_SEQUENCE,), scale_steps),
-    "sequence, masked above 5": (
-        ("algorithm.loss.behaviour_weight={level: sequence, aggregate: sum, rule: mask}",),
-        None,
-    ),
-    "sequence, geometric mean": (("algorithm.loss.behaviour_weight={level: sequence, aggregate: mean}",), None),
+SETUPS: Mapping[str, tuple[str, ...]] = {
+    "decoupled": (),
+    "decoupled, half the rate": ("learner.optimizer.learning_rate=5e-5",),
+    "decoupled, a quarter of the rate": ("learner.optimizer.learning_rate=2.5e-5",),
+    "decoupled, clamp 1.5": ("algorithm.loss.behaviour_weight.upper=1.5",),
+    "decoupled, step by ESS": (),
+    "second moment": ("algorithm.loss.behaviour_weight.level=sequence", _ONE_ROW),
+    "naive_ppo, half the rate": ("algorithm.loss.decoupled=false", "learner.optimizer.learning_rate=5e-5"),
+    "sequence": (_SEQUENCE,),
+    "sequence, step by ESS": (_SEQUENCE,),
+    "sequence, masked above 5": (_SEQUENCE, "algorithm.loss.behaviour_weight.rule=mask"),
+    "sequence, geometric mean": (_SEQUENCE, "algorithm.loss.behaviour_weight.aggregate=mean"),
+}
+CHANGES: Mapping[str, Callable[[LearnerRank], None]] = {
+    "decoupled, step by ESS": scale_steps,
+    "second moment": mask_second_moment,
+    "sequence, step by ESS": scale_steps,
 }
 
 
@@ -111,9 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    jobs = [
-        Job(name, overrides, seed, ETA, change=change) for name, (overrides, change) in SETUPS.items() for seed in SEEDS
-    ]
+    jobs = [Job(name, setup, seed, ETA, change=CHANGES.get(name)) for name, setup in SETUPS.items() for seed in SEEDS]
     outcomes = list(run_all(jobs))
     table = []
     for name in SETUPS:

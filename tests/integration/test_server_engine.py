@@ -152,7 +152,7 @@ def test_a_bad_request_is_refused_by_name(engine: EngineOnThread) -> None:
 
 
 def test_an_abort_returns_the_tokens_so_far_and_spares_others(engine: EngineOnThread) -> None:
-    requests = [*endless("n", 1), *(request(name, max_new_tokens=800) for name in ("n1", "n01"))]
+    requests = [*endless("n", 1), *(request(name, max_new_tokens=800) for name in ("n00", "n01"))]
     futures = begin(engine, requests, num_tokens=100)
     engine.abort(["n0", "unknown"])
     ended = futures[0].result(timeout=PATIENCE_S)

@@ -20,8 +20,8 @@ from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import EngineError
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
 
-# To fall asleep, and to wake: below the learner's patience. vLLM copies the weights of a large model in a second, but
-# the requests come back only after a long prefill.
+# To fall asleep, and of each call to wake. vLLM copies the weights of a large model in a second, but the requests come
+# back only after a long prefill. More than the learner's patience costs a turn, less costs a healthy server.
 _TIMEOUT_S = 25.0
 _CALL_BACK_S = 15.0
 
